@@ -1,0 +1,31 @@
+"""Errors a user or a checkpoint can cause. Each message is one line: both sides, and the way out."""
+
+from __future__ import annotations
+
+
+class SpecError(Exception):
+    """Anything mlx_spec refuses to do; its text is meant for the user."""
+
+
+class NotFound(SpecError):
+    """A path, file or repository that does not exist or cannot be reached."""
+
+
+class BadCheckpoint(SpecError):
+    """A checkpoint that is incomplete, damaged or not of a supported format."""
+
+
+class Mismatch(SpecError):
+    """Two parts that do not belong together: a drafter and a target, or two vocabularies."""
+
+
+class NotRewindable(SpecError):
+    """A model whose cache has no exact rollback rule."""
+
+
+class InvalidValue(SpecError):
+    """An argument outside its range."""
+
+
+class PromptTooLong(SpecError):
+    """A prompt that does not fit the context of the target."""

@@ -1,0 +1,171 @@
+"""The nouns of one decode round: values that go down, values that come up.
+
+Shapes, everywhere in the package: T block length (K + 1), K draft tokens, V vocabulary, D hidden size,
+S context length. p is the target's law and q the drafter's; those letters are used only in `verify.py`.
+Terms follow the papers and vLLM: *draft tokens*, *accepted*, *recovered* (drawn after a rejection),
+*bonus* (drawn when all K are accepted). The *pending* token is the last one of the history: emitted, but
+not yet in the target's cache.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import mlx.core as mx
+
+
+class Reason(enum.StrEnum):
+    """Why a round drafted as many tokens as it did; shown to the user."""
+
+    FIXED = "fixed by user"
+    DISABLED = "disabled by user"
+    NO_DRAFTER = "no drafter"
+    WARMING_UP = "warming up"
+    PAYS = "speculation pays"
+    COST = "verification costs more than it gains"
+    ACCEPTANCE = "too few draft tokens accepted"
+    PROBE = "probing"
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What a drafter reads from its target."""
+
+    hidden_layers: tuple[int, ...] = ()  # decoder-layer outputs (residual stream), 0-based; -1 is the last
+    final_hidden: bool = False  # output of the final norm: what the LM head reads
+    shared_kv: bool = False  # K/V of the last cache-owning layer of each attention type
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """K and V of committed positions, in temporal order, as the layer's own attention sees them."""
+
+    keys: mx.array  # [1, H, S, Dk], rope applied
+    values: mx.array  # [1, H, S, Dv]
+
+
+@dataclass(frozen=True)
+class Features:
+    """Target activations of T positions that were just committed.
+
+    Row j belongs to the position just before `history[-T:][j]`, so that it pairs with the token that
+    follows it. `shared_kv` is a function: a drafter calls it while drafting and drops what it returned,
+    because a view that outlives the draft would force the next write to copy the whole buffer.
+    """
+
+    hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
+    final_hidden: mx.array | None = None  # [T, D]
+    shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a drafter borrows from its target, given to its constructor."""
+
+    embed: Callable[[mx.array], mx.array]  # [T] -> [T, D], scaled as the target scales it
+    unembed: Callable[[mx.array], mx.array]  # [T, D] -> [T, V], softcap included
+
+
+@dataclass(frozen=True)
+class Draft:
+    """K guesses for the tokens after the pending one; K may be 0."""
+
+    tokens: mx.array  # [K] int32
+    probs: mx.array | None = None  # [K, V] float32, the law each token was drawn from; None: no chance involved
+    confidence: mx.array | None = None  # [K] the drafter's own probability of each token
+
+
+def no_draft() -> Draft:
+    """A draft of no tokens: the next pass is plain decoding."""
+    return Draft(mx.array([], dtype=mx.int32))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How many tokens to draft at most in the next round, and why. 0 is plain decoding."""
+
+    limit: int
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the caller gets for one pass of the target: at least one token."""
+
+    tokens: list[int]
+    drafted: int  # draft tokens that were verified
+    accepted: int  # draft tokens among `tokens`
+    seconds: float  # from the start of the draft to the verdict
+    reason: Reason = Reason.NO_DRAFTER
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Target(Protocol):
+    """A model with a cache that takes writes on trial."""
+
+    @property
+    def size(self) -> int:
+        """Committed tokens, S."""
+        ...
+
+    def prefill(self, tokens: list[int]) -> Features:
+        """Write and commit one chunk of the prompt, without logits."""
+        ...
+
+    def verify(self, tokens: mx.array) -> mx.array:
+        """Write T tokens on trial. Returns logits [T, V]; `commit` must follow. A second call extends the trial."""
+        ...
+
+    def commit(self, keep: int) -> Features:
+        """Keep the first `keep` rows of the trial and drop the rest. Returns the features of those kept."""
+        ...
+
+
+class Sampler(Protocol):
+    """Logits to a law, draws from it, and the acceptance rule that keeps the law.
+
+    In every method row j of T rows is conditioned on `history + drafted[: len(drafted) - T + 1 + j]`: the
+    last row on all of `drafted`, earlier ones on shorter prefixes.
+    """
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """One token a row. Returns tokens [T] int32 and the law [T, V] they were drawn from.
+
+        The law is None when the draw involved no chance of its own (greedy, or noise shared with the target).
+        """
+        ...
+
+    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Judge a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, recovered or bonus token."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses the tokens after the pending one. Holds the state of one sequence."""
+
+    needs: FeatureSpec
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Tokens became final: `history[-T:]` follow the T rows of `features`."""
+        ...
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """At most `limit` tokens that may follow `history`."""
+        ...
+
+
+class DraftLengthPolicy(Protocol):
+    """Decides how many tokens to draft."""
+
+    def decide(self) -> Decision:
+        """The most tokens to draft next, and why."""
+        ...
+
+    def observe(self, round: Round) -> None:
+        """Learn from a finished round."""
+        ...
