@@ -1,0 +1,146 @@
+"""draft -> verify -> accept -> commit.
+
+Invariants, after every round: the target's cache holds all of the history but its last, pending token; no
+cache holds a token that was not emitted; at least one token was emitted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.types import (
+    DraftLengthPolicy,
+    Drafter,
+    Reason,
+    Round,
+    Sampler,
+    Target,
+)
+
+PREFILL_STEP = 1024  # prompt tokens in one forward pass
+CLEAR_EVERY = 256  # rounds; block lengths vary, so freed buffers of many sizes pile up
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    policy: DraftLengthPolicy,
+    sampler: Sampler,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    stop: Collection[int] = (),
+) -> Iterator[Round]:
+    """Yield rounds of tokens with the law of plain decoding, token for token where the law leaves no choice.
+
+    The target may already hold a prefix of the prompt. A stop token is emitted and ends the last round.
+    Closing the generator is safe at every yield. Raises InvalidValue for an empty prompt.
+    """
+    if not prompt:
+        raise InvalidValue("the prompt is empty: give at least one token")
+    sequence = _Sequence(target, drafter, sampler, list(prompt), frozenset(stop))
+    room, count = max_tokens, 0
+    try:
+        sequence.prefill()
+        while room > 0:
+            decision = policy.decide()
+            limit = min(decision.limit, room - 1)
+            if limit > 0 and sequence.ahead is None:
+                done = sequence.speculate(limit)
+            else:
+                done = sequence.plain(look_ahead=decision.limit == 0 and room > 1)
+            room -= len(done.tokens)
+            done = replace(done, reason=decision.reason, finish_reason=sequence.finish(done.tokens, room))
+            policy.observe(done)
+            if done.finish_reason:
+                sequence.close()
+            count += 1
+            if count % CLEAR_EVERY == 0:
+                mx.clear_cache()
+            yield done
+            if done.finish_reason:
+                return
+    finally:
+        sequence.close()
+
+
+@dataclass
+class _Sequence:
+    target: Target
+    drafter: Drafter
+    sampler: Sampler
+    history: list[int]
+    stop: frozenset[int]
+    ahead: mx.array | None = None  # [1] drawn after the pending token, whose row is on trial, not yet read
+
+    def prefill(self) -> None:
+        """Write all of the prompt but its last token."""
+        start, end = self.target.size, len(self.history) - 1
+        for low in range(start, end, PREFILL_STEP):
+            high = min(low + PREFILL_STEP, end)
+            features = self.target.prefill(self.history[low:high])
+            self.drafter.observe(self.history[: high + 1], features)
+        mx.clear_cache()
+
+    def speculate(self, limit: int) -> Round:
+        """One round: at most `limit` draft tokens, verified in one pass."""
+        start = time.perf_counter()
+        draft = self.drafter.draft(self.history, limit, self.sampler)
+        K = draft.tokens.size
+        if K == 0:
+            return self.plain(look_ahead=False)
+        pending = mx.array(self.history[-1:], dtype=mx.int32)
+        logits = self.target.verify(mx.concatenate([pending, draft.tokens]))
+        verdict = self.sampler.verify(logits, self.history, draft)
+        accepted, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
+        tokens = self._until_stop([*drafted[:accepted], last])
+        seconds = time.perf_counter() - start
+        self._commit(tokens)
+        return Round(tokens, K, min(accepted, len(tokens)), seconds)
+
+    def plain(self, *, look_ahead: bool) -> Round:
+        """One token without a draft; with `look_ahead` the next one is already on its way."""
+        start = time.perf_counter()
+        none = mx.array([], dtype=mx.int32)
+        if self.ahead is None:
+            logits = self.target.verify(mx.array(self.history[-1:], dtype=mx.int32))
+            self.ahead, _ = self.sampler.draw(logits, self.history, none)
+        features = self.target.commit(1)
+        token, self.ahead = self.ahead, None
+        if look_ahead:
+            logits = self.target.verify(token)
+            self.ahead, _ = self.sampler.draw(logits, self.history, token)
+            mx.async_eval(token, self.ahead)
+        self.history += _read(token)
+        seconds = time.perf_counter() - start
+        self.drafter.observe(self.history, features)
+        return Round(self.history[-1:], 0, 0, seconds)
+
+    def finish(self, tokens: list[int], room: int) -> Literal["stop", "length"] | None:
+        """Why the generation ends after `tokens`, if it does."""
+        return "stop" if tokens[-1] in self.stop else "length" if room <= 0 else None
+
+    def close(self) -> None:
+        """Drop what is on trial."""
+        self.ahead = None
+        self.target.commit(0)
+
+    def _commit(self, tokens: list[int]) -> None:
+        features = self.target.commit(len(tokens))
+        self.history += tokens
+        self.drafter.observe(self.history, features)
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self.stop), tokens)
+
+
+def _read(array: mx.array) -> list[int]:
+    """The one device-to-host copy of a round."""
+    values: list[int] = array.tolist()
+    return values

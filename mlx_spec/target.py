@@ -1,0 +1,242 @@
+"""An unmodified mlx-lm model as a Target: taps on the layers a drafter reads, writes on trial, exact rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_spec.cache import (
+    MAX_TRIAL,
+    AttentionCache,
+    FullCache,
+    RecurrentCache,
+    SlidingCache,
+    make_caches,
+)
+from mlx_spec.errors import NotRewindable
+from mlx_spec.types import Features, FeatureSpec, KVRows, TargetParts
+
+MAX_REPLAY = 16  # tokens; a longer backlog of a recurrent target is written for good
+
+
+class _Tap(nn.Module):
+    """A module that remembers its last output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.seen: list[mx.array] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.layer(*args, **kwargs)
+        self.seen[:] = [out[0] if isinstance(out, tuple) else out]
+        return out
+
+    def __getattr__(self, key: str) -> Any:
+        # Models ask their layers for attributes of their own, such as `use_sliding`.
+        try:
+            return super().__getattr__(key)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), key)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a trial must put back."""
+
+    owed: mx.array
+    recurrent: list[Any]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A place that `rewind` can come back to although later rows pushed it out of the caches."""
+
+    size: int
+    snapshots: list[Any]
+
+
+class LMTarget:
+    """A language model, its caches and the tokens they hold. One sequence.
+
+    The caches hold `size` committed tokens, except that a recurrent target may still owe them the last few
+    (`_owed`): after a rejection its state is restored, and the kept tokens go into the next forward pass in
+    front of the new ones instead of costing a pass of their own.
+    """
+
+    def __init__(
+        self, model: nn.Module, needs: FeatureSpec | None = None, *, kv_bits: int | None = None
+    ) -> None:
+        self._model = model
+        self._kv_bits = kv_bits
+        self._needs = needs or FeatureSpec()
+        decoder = _decoder(model)
+        self._taps = [_tap(decoder["layers"], i) for i in self._needs.hidden_layers]
+        if self._needs.final_hidden:
+            self._taps.append(_tap(decoder, "norm"))
+        self.parts = _parts(model)
+        self._reset()
+        self._recurrent = any(isinstance(c, RecurrentCache) for c in self._caches)
+        if self._needs.shared_kv and self._recurrent:
+            raise NotRewindable(
+                "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
+            )
+
+    def _reset(self) -> None:
+        self._caches = make_caches(self._model, kv_bits=self._kv_bits)
+        self._size = 0
+        self._owed = mx.array([], dtype=mx.int32)
+        self._trial: list[mx.array] = []
+        self._seen: list[list[mx.array]] = []  # per forward pass of the trial, per tap: [T, D]
+        self._before: _Before | None = None
+        self._mark: _Mark | None = None
+
+    @property
+    def size(self) -> int:
+        """Committed tokens."""
+        return self._size
+
+    def prefill(self, tokens: list[int]) -> Features:
+        """Write and commit one chunk of the prompt, without logits. Returns its features, evaluated."""
+        self._begin()
+        self._write(mx.array(tokens, dtype=mx.int32))
+        features = self._features(len(tokens))
+        hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
+        mx.eval([c.arrays() for c in self._caches], hidden)
+        self._size += len(tokens)
+        self._end()
+        self._mark = _Mark(self._size, [c.snapshot() for c in self._caches])
+        return features
+
+    def verify(self, tokens: mx.array) -> mx.array:
+        """Write T tokens on trial and return logits [T, V]. A second call extends the trial."""
+        assert sum(t.size for t in self._trial) + tokens.size <= MAX_TRIAL, "trial too long for the caches"
+        if not self._trial:
+            if self._owed.size > MAX_REPLAY:
+                self._write(self._owed[:0])
+            self._begin()
+        logits = self._write(tokens)
+        self._trial.append(tokens)
+        return logits
+
+    def commit(self, keep: int) -> Features:
+        """Keep the first rows of the trial and drop the rest. Returns the features of those kept.
+
+        `commit(0)` also mends the caches after a forward pass that was interrupted half way.
+        """
+        written = sum(t.size for t in self._trial)
+        assert 0 <= keep <= written, f"commit of {keep} rows, {written} on trial"
+        features = self._features(keep)
+        if keep < written or keep == 0:
+            self._undo(keep)
+        self._size += keep
+        self._end()
+        return features
+
+    def rewind(self, size: int) -> int:
+        """Keep at most the first `size` tokens. Returns how many were kept: fewer where rows are gone for good.
+
+        The fall-back is the end of the last prefill, then the start.
+        """
+        assert not self._trial, "rewind during a trial"
+        if size >= self._size:
+            return self._size
+        attention = self._attention_caches()
+        if not self._recurrent and all(c.rewinds(size) for c in attention):
+            for cache in attention:
+                cache.rewind(size)
+            self._size = size
+            if self._mark is not None and self._mark.size > size:
+                self._mark = None
+        elif self._mark is not None and self._mark.size <= size:
+            for layer, saved in zip(self._caches, self._mark.snapshots, strict=True):
+                layer.restore(saved)
+            self._size, self._owed = self._mark.size, self._owed[:0]
+        else:
+            self._reset()
+        return self._size
+
+    def _begin(self) -> None:
+        recurrent = [c.snapshot() for c in self._caches if isinstance(c, RecurrentCache)]
+        self._before = _Before(self._owed, recurrent)
+
+    def _end(self) -> None:
+        self._trial, self._seen, self._before = [], [], None
+
+    def _undo(self, keep: int) -> None:
+        if self._before is None:
+            return
+        owed = self._before.owed
+        size = self._size + keep
+        if self._recurrent:
+            size = self._size - owed.size
+            self._owed = mx.concatenate([owed, *self._trial])[: owed.size + keep]
+        for cache in self._attention_caches():
+            cache.rewind(size)
+        recurrent = [c for c in self._caches if isinstance(c, RecurrentCache)]
+        for layer, saved in zip(recurrent, self._before.recurrent, strict=True):
+            layer.restore(saved)
+
+    def _write(self, tokens: mx.array) -> mx.array:
+        T, rows = tokens.size, mx.concatenate([self._owed, tokens]) if self._owed.size else tokens
+        self._owed = self._owed[:0] if self._owed.size else self._owed
+        logits: mx.array = self._model(rows[None], cache=self._caches)[0]
+        self._seen.append([tap.seen[0][0, rows.size - T :] for tap in self._taps])
+        return logits[rows.size - T :] if rows.size > T else logits
+
+    def _features(self, keep: int) -> Features:
+        hidden = [mx.concatenate(h)[:keep] if len(h) > 1 else h[0][:keep] for h in zip(*self._seen, strict=True)]
+        layers = len(self._needs.hidden_layers)
+        return Features(
+            tuple(hidden[:layers]) if hidden else (),
+            hidden[layers] if self._needs.final_hidden and hidden else None,
+            self._shared_kv if self._needs.shared_kv else None,
+        )
+
+    def _shared_kv(self) -> Mapping[str, KVRows]:
+        return {c.attention_type: c.rows() for c in self._caches if isinstance(c, FullCache | SlidingCache)}
+
+    def _attention_caches(self) -> list[AttentionCache]:
+        return [c for c in self._caches if not isinstance(c, RecurrentCache)]
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The module that holds the list of decoder layers."""
+    return _outer(model)["model"]
+
+
+def _outer(model: nn.Module) -> nn.Module:
+    """The module that holds the decoder and the LM head."""
+    while "model" not in model or "layers" not in model["model"]:
+        model = model["language_model"] if "language_model" in model else model["model"]
+    return model
+
+
+def _tap(owner: Any, key: Any) -> _Tap:
+    """The tap on `owner[key]`, put there if it is not yet: targets of one model share it."""
+    if not isinstance(owner[key], _Tap):
+        owner[key] = _Tap(owner[key])
+    tap = owner[key]
+    assert isinstance(tap, _Tap)
+    return tap
+
+
+def _parts(model: nn.Module) -> TargetParts:
+    outer = _outer(model)
+    table = outer["model"]["embed_tokens"]
+    scale = vars(outer["model"]).get("embed_scale", 1.0)
+    softcap = vars(outer).get("final_logit_softcapping")
+
+    def embed(tokens: mx.array) -> mx.array:
+        embedded: mx.array = table(tokens)
+        return embedded if scale == 1.0 else embedded * scale
+
+    def unembed(hidden: mx.array) -> mx.array:
+        logits: mx.array = outer["lm_head"](hidden) if "lm_head" in outer else table.as_linear(hidden)
+        return logits if softcap is None else mx.tanh(logits / softcap) * softcap
+
+    return TargetParts(embed, unembed)

@@ -1,0 +1,164 @@
+"""Tiny random models of each cache kind. Deterministic; norms and weights spread so that errors show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.models import gemma3_text, gemma4_text, llama, qwen3, qwen3_5, qwen3_next
+
+VOCAB = 256
+
+
+def _random(build: Callable[[], nn.Module], seed: int, scale: float) -> nn.Module:
+    mx.random.seed(seed)
+    model = build()
+
+    def spread(x: mx.array) -> mx.array:
+        noise = mx.random.normal(x.shape) * scale
+        return noise if x.ndim > 1 else x + noise
+
+    model.update(tree_map(spread, model.parameters()))
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+def full(seed: int = 0, scale: float = 0.2, vocab: int = VOCAB, **changes: Any) -> nn.Module:
+    """A Llama: full attention in every layer."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=128,
+        num_attention_heads=4,
+        rms_norm_eps=1e-5,
+        vocab_size=vocab,
+        num_key_value_heads=2,
+        head_dim=32,
+        **changes,
+    )
+    return _random(lambda: llama.Model(args), seed, scale)
+
+
+def qwen(seed: int = 0, scale: float = 0.2) -> nn.Module:
+    """A Qwen3: full attention with query and key norms."""
+    args = qwen3.ModelArgs(
+        model_type="qwen3",
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=128,
+        num_attention_heads=4,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_theta=1e4,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    return _random(lambda: qwen3.Model(args), seed, scale)
+
+
+def sliding(seed: int = 0, scale: float = 0.25, window: int = 16) -> nn.Module:
+    """A Gemma 3: sliding and full attention in turn."""
+    args = gemma3_text.ModelArgs(
+        model_type="gemma3_text",
+        hidden_size=64,
+        num_hidden_layers=4,
+        intermediate_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        rope_theta=1e4,
+        rope_local_base_freq=1e4,
+        query_pre_attn_scalar=16,
+        sliding_window=window,
+        sliding_window_pattern=2,
+    )
+    return _random(lambda: gemma3_text.Model(args), seed, scale)
+
+
+def shared(seed: int = 0, scale: float = 0.35, window: int = 16) -> nn.Module:
+    """A Gemma 4 with the switches of E2B: per-layer inputs, KV-shared layers, sliding and full attention."""
+    args = gemma4_text.ModelArgs(
+        hidden_size=64,
+        num_hidden_layers=8,
+        intermediate_size=64,
+        num_attention_heads=4,
+        head_dim=32,
+        global_head_dim=64,
+        vocab_size=VOCAB,
+        vocab_size_per_layer_input=VOCAB,
+        num_key_value_heads=1,
+        num_kv_shared_layers=4,
+        hidden_size_per_layer_input=16,
+        sliding_window=window,
+        sliding_window_pattern=4,
+        max_position_embeddings=4096,
+    )
+    return _random(lambda: gemma4_text.Model(args), seed, scale)
+
+
+def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:
+    """A Qwen3.5: gated delta nets, every second layer full attention."""
+    args = qwen3_5.TextModelArgs(
+        model_type="qwen3_5",
+        hidden_size=64,
+        num_hidden_layers=4,
+        intermediate_size=128,
+        num_attention_heads=4,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        head_dim=32,
+        full_attention_interval=2,
+        tie_word_embeddings=True,
+    )
+    return _random(lambda: qwen3_5.TextModel(args), seed, scale)
+
+
+def recurrent_moe(seed: int = 0, scale: float = 0.2) -> nn.Module:
+    """A Qwen3-Next: gated delta nets, full attention and experts."""
+    args = qwen3_next.ModelArgs(
+        model_type="qwen3_next",
+        hidden_size=64,
+        num_hidden_layers=4,
+        intermediate_size=128,
+        num_attention_heads=4,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[],
+        moe_intermediate_size=64,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        rope_theta=1e4,
+        partial_rotary_factor=0.5,
+        max_position_embeddings=1024,
+        head_dim=32,
+        full_attention_interval=4,
+        norm_topk_prob=True,
+    )
+    return _random(lambda: qwen3_next.Model(args), seed, scale)
+
+
+def prompt(length: int, seed: int = 3) -> list[int]:
+    """`length` tokens with some repetition, so that lookup finds matches."""
+    return [(7 * (i % 11) + seed * i // 5) % VOCAB for i in range(length)]
