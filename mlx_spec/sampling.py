@@ -1,8 +1,8 @@
 """Logits to a law, and draws from it. Every filter, penalty and bias lives here.
 
-Order: repetition penalty, presence and frequency penalty, logit bias, temperature, top_k, top_p, min_p (that
-of Hugging Face; vLLM differs only in adding the bias first). Tokens tied with the last one a filter keeps stay
-too, so that the law never depends on how a sort breaks ties.
+Order: repetition penalty, presence and frequency penalty, logit bias, temperature, top_k, top_p, min_p
+(that of Hugging Face; vLLM adds the bias first and applies min_p before the other two). Tokens tied with the
+last one that a filter keeps stay too, so that the law never depends on how a sort breaks ties.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sampling:
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the fewest of the most likely tokens whose probabilities reach p together
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
-    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies others
+    repetition_penalty: float = 1.0  # divides the logits of tokens seen so far, multiplies them if negative
     presence_penalty: float = 0.0  # subtracted from the logit of every token generated so far
     frequency_penalty: float = 0.0  # subtracted once for each time the token was generated
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # added; -inf bans a token
@@ -67,11 +67,13 @@ class Sampling:
 
 
 class Law:
-    """Logits to scores: the logarithm of a law, up to a constant a row. Counts the tokens of one generation."""
+    """Logits to scores: the logarithm of a law, up to a constant. Counts the tokens of one generation."""
 
     def __init__(self, sampling: Sampling, prompt_length: int, vocab_size: int) -> None:
         self._sampling = sampling
         self._prompt_length = prompt_length
+        added = sampling.presence_penalty or sampling.frequency_penalty
+        self._penalises = bool(added) or sampling.repetition_penalty != 1
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
         self._vocab_size = vocab_size
         self._counted = 0  # tokens of the history already in the counts below
@@ -84,8 +86,7 @@ class Law:
         float32, but logits come back as they are where greedy decoding asks for nothing.
         """
         sampling = self._sampling
-        repeats, adds = sampling.repetition_penalty != 1, sampling.presence_penalty or sampling.frequency_penalty
-        if repeats or adds:
+        if self._penalises:
             logits = self._penalise(logits.astype(mx.float32), history, drafted)
         if self._bias is not None:
             logits = logits.astype(mx.float32) + self._bias
@@ -116,7 +117,7 @@ class Law:
         return logits
 
     def _count(self, history: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Prompt tokens [V] bool and counts of generated tokens [V]; only what is new is sent to the device."""
+        """Prompt tokens [V] bool and counts of generated ones [V]; only new tokens go to the device."""
         assert len(history) >= max(self._counted, self._prompt_length), "a history only grows"
         if self._prompt is None or self._generated is None:
             self._prompt = mx.zeros((self._vocab_size,), dtype=mx.bool_)
@@ -271,7 +272,7 @@ def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array 
     if not bias:
         return None
     if max(bias) >= vocab_size:
-        raise InvalidValue(f"logit_bias has token id {max(bias)}, but the model has ids 0 to {vocab_size - 1}")
+        raise InvalidValue(f"logit_bias has token id {max(bias)}, but the model ends at {vocab_size - 1}")
     return mx.zeros((vocab_size,)).at[mx.array(list(bias))].add(mx.array(list(bias.values())))
 
 
@@ -286,10 +287,10 @@ def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
 
 def _check_number(name: str, value: float, least: float, most: float, *, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise InvalidValue(f"{name}={value!r} is out of range: give {also}a number from {least:g} to {most:g}")
+        raise InvalidValue(f"{name}={value!r} is not allowed: give {also}a number from {least:g} to {most:g}")
 
 
 def _check_integer(name: str, value: int, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
-        raise InvalidValue(f"{name}={value!r} is out of range: give an integer{bound}")
+        raise InvalidValue(f"{name}={value!r} is not allowed: give an integer{bound}")

@@ -34,7 +34,7 @@ def token(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, gumbel:
 
 
 def block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, gumbel: mx.array) -> mx.array:
-    """Judge the tokens together; accepts no fewer (Sun et al., arXiv:2403.10444, algorithm 2). Returns int32 [2]."""
+    """Judge tokens together, to accept more (Sun et al., arXiv:2403.10444, algorithm 2). Returns int32 [2]."""
     return recover(*accept_block(p, tokens, q, uniform), gumbel)
 
 
@@ -54,8 +54,8 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
     """Returns n, a scalar int32, and the law [V] of the next token, not normalised.
 
     With P_i = min(1, P_{i-1} p_i / q_i) and s_i the mass of max(P_i p - q, 0) after i tokens, prefix i passes
-    with probability h_i = s_i / (s_i + 1 - P_i), and h_K = P_K. n is the longest prefix that passes: a shorter
-    one that fails does not end the search.
+    with probability h_i = s_i / (s_i + 1 - P_i), and h_K = P_K. n is the longest prefix that passes: one that
+    fails does not end the search.
     """
     K = tokens.shape[0]
     if K == 0:
