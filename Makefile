@@ -1,0 +1,52 @@
+# make chat                   talk to the bundled demo pair; the first run sets up .venv
+# make chat PROMPT="..."      answer once and exit; so does `echo ... | make chat`
+# make chat ARGS="..."        options of the chat program; ARGS=--help lists them
+# make test                   lint, types and tests; `make lint` is the first two
+# make bench                  the quick benchmarks
+# make clean                  remove what make made
+# BACKEND=cpu|cuda12|cuda13   overrides the choice of MLX backend on Linux
+
+SHELL := /bin/sh
+VENV := .venv
+PY := $(VENV)/bin/python
+BENCHMARKS := decode rollback acceptance demo_answers
+
+ifeq ($(shell uname -s),Darwin)
+BACKEND := metal
+else ifeq ($(origin BACKEND),undefined)
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p')
+BACKEND := $(if $(filter 12,$(CUDA)),cuda12,$(if $(filter 13 14,$(CUDA)),cuda13,cpu))
+endif
+ifeq ($(filter metal cpu cuda12 cuda13,$(BACKEND)),)
+$(error BACKEND is "$(BACKEND)": use cpu, cuda12 or cuda13)
+endif
+READY := $(VENV)/.ready-$(BACKEND)
+
+# The prompt travels unexpanded and in the environment: it may hold quotes, `$` and backquotes.
+unexport PROMPT
+ifeq ($(origin PROMPT),command line)
+export MLX_SPEC_PROMPT := $(value PROMPT)
+endif
+
+.PHONY: chat test lint bench clean
+
+chat: $(READY)
+	@exec $(PY) -m mlx_spec.chat $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
+
+test: lint
+	$(PY) -m pytest -q
+
+lint: $(READY)-test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy mlx_spec
+
+bench: $(READY)
+	@set -e; for script in $(wildcard $(BENCHMARKS:%=benchmarks/%.py)); do $(PY) $$script; done
+
+clean:
+	rm -rf $(VENV) $(VENV).lock build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY) $(READY)-test: pyproject.toml .ci/set-up
+	@.ci/set-up $(VENV) $(BACKEND) $@

@@ -1,0 +1,1 @@
+"""Conversion of checkpoints from Hugging Face to MLX; still empty."""
