@@ -84,7 +84,7 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16) -> nn.Module:
     return _random(lambda: gemma3_text.Model(args), seed, scale)
 
 
-def shared(seed: int = 0, scale: float = 0.35, window: int = 16) -> nn.Module:
+def shared(seed: int = 0, scale: float = 0.2, window: int = 16) -> nn.Module:
     """A Gemma 4 with the switches of E2B: per-layer inputs, KV-shared layers, sliding and full attention."""
     args = gemma4_text.ModelArgs(
         hidden_size=64,
@@ -102,7 +102,11 @@ def shared(seed: int = 0, scale: float = 0.35, window: int = 16) -> nn.Module:
         sliding_window_pattern=4,
         max_position_embeddings=4096,
     )
-    return _random(lambda: gemma4_text.Model(args), seed, scale)
+    model = _random(lambda: gemma4_text.Model(args), seed, scale)
+    # Embeddings are tied: without random signs here the model echoes its input.
+    model.model.norm.weight *= mx.where(mx.random.uniform(shape=(64,)) < 0.5, -1.0, 1.0)
+    mx.eval(model.parameters())
+    return model
 
 
 def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:

@@ -1,0 +1,69 @@
+"""The check everything hangs on: the same tokens as plain decoding by mlx-lm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+from mlx_spec.engine import generate
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
+
+GREEDY = Sampling()
+
+
+class Scripted:
+    """Drafts the truth and spoils every n-th draft in its middle, so that accept, partial accept and reject run."""
+
+    def __init__(self, truth: Sequence[int], spoil: int = 0, needs: FeatureSpec | None = None) -> None:
+        self.truth, self.spoil, self.needs = list(truth), spoil, needs or FeatureSpec()
+        self.seen: list[Features] = []
+        self.histories: list[int] = []
+        self.drafts = 0
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        self.seen.append(features)
+        self.histories.append(len(history))
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        tokens = self.truth[len(history) : len(history) + limit]
+        self.drafts += 1
+        if self.spoil and self.drafts % self.spoil == 0 and tokens:
+            tokens[len(tokens) // 2] = (tokens[len(tokens) // 2] + 1) % 256
+        return Draft(mx.array(tokens, dtype=mx.int32))
+
+
+def mlx_lm_greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of mlx-lm's own loop with mlx-lm's own caches."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [int(token) for token, _ in itertools.islice(steps, count)]
+
+
+def rounds(
+    target: LMTarget, drafter: Drafter, K: int, prompt: list[int], count: int, vocab: int = 256
+) -> list[Round]:
+    """All rounds of a greedy generation."""
+    sampler = GREEDY.sampler(len(prompt), vocab)
+    return list(generate(target, drafter, Fixed(K), sampler, prompt, max_tokens=count))
+
+
+def emitted(done: list[Round]) -> list[int]:
+    """The tokens of all rounds."""
+    return [token for round in done for token in round.tokens]
+
+
+def plain(model: nn.Module, prompt: list[int], count: int, kv_bits: int | None = None) -> list[int]:
+    """Greedy tokens of our engine at depth 0, with fresh caches."""
+    return emitted(rounds(LMTarget(model, kv_bits=kv_bits), Scripted([]), 0, prompt, count))
+
+
+def first_difference(a: list[int], b: list[int]) -> str:
+    """Where two token lists part, for assertion messages."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return f"differ at {at}: {a[at : at + 3]} and {b[at : at + 3]}, lengths {len(a)} and {len(b)}"

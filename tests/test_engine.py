@@ -1,0 +1,203 @@
+"""The round and the loop: lossless against mlx-lm, features line up, stops cut before the commit."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+import tiny
+from lossless import GREEDY, Scripted, emitted, first_difference, mlx_lm_greedy, plain, rounds
+
+from mlx_spec import engine
+from mlx_spec.errors import InvalidValue
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.types import Decision, FeatureSpec, Reason, Round
+
+KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
+MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 40])
+def test_plain_decoding_is_that_of_mlx_lm(kind: str, length: int) -> None:
+    prompt = tiny.prompt(length)
+    ours, theirs = plain(MODELS[kind], prompt, 60), mlx_lm_greedy(MODELS[kind], prompt, 60)
+    assert ours == theirs, first_difference(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
+@pytest.mark.parametrize(("K", "spoil"), [(1, 2), (4, 3), (16, 2)])
+def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None, K: int, spoil: int) -> None:
+    for length in (1, 16, 40):
+        prompt = tiny.prompt(length)
+        truth = plain(MODELS[kind], prompt, 50, kv_bits)
+        drafter = Scripted(prompt + truth, spoil)
+        done = rounds(LMTarget(MODELS[kind], kv_bits=kv_bits), drafter, K, prompt, 50)
+        assert emitted(done) == truth, first_difference(emitted(done), truth)
+        assert len(emitted(done)) == 50
+        accepted, drafted = sum(r.accepted for r in done), sum(r.drafted for r in done)
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_those_of_one_plain_forward(kind: str) -> None:
+    needs = FeatureSpec(hidden_layers=(1, -1), final_hidden=True)
+    prompt = tiny.prompt(20)
+    truth = plain(MODELS[kind], prompt, 40)
+    drafter = Scripted(prompt + truth, 2, needs)
+    rounds(LMTarget(MODELS[kind], needs), drafter, 4, prompt, 40)
+    whole = LMTarget(MODELS[kind], needs).prefill((prompt + truth)[:-1])
+    final = [f.final_hidden for f in drafter.seen if f.final_hidden is not None]
+    assert whole.final_hidden is not None
+    pairs = [(mx.concatenate(final), whole.final_hidden)]
+    pairs += [(mx.concatenate([f.hidden[i] for f in drafter.seen]), whole.hidden[i]) for i in (0, 1)]
+    for seen, expected in pairs:
+        assert seen.shape == expected.shape
+        assert mx.abs(seen - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
+    lengths = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
+    assert drafter.histories == [sum(lengths[: i + 1]) + 1 for i in range(len(lengths))]
+
+
+def test_shared_kv_holds_committed_rows_only() -> None:
+    needs = FeatureSpec(shared_kv=True)
+    prompt = tiny.prompt(30)
+    truth = plain(MODELS["shared"], prompt, 30)
+    target, drafter = LMTarget(MODELS["shared"], needs), Scripted(prompt + truth, 2, needs)
+    rounds(target, drafter, 4, prompt, 30)
+    fresh = LMTarget(MODELS["shared"], needs)
+    features = fresh.prefill((prompt + truth)[:-1])
+    assert features.shared_kv is not None and drafter.seen[-1].shared_kv is not None
+    expected, seen = features.shared_kv(), drafter.seen[-1].shared_kv()
+    assert set(expected) == {"full_attention", "sliding_attention"}
+    assert expected["full_attention"].keys.shape[2] == 59 and expected["sliding_attention"].keys.shape[2] == 15
+    for name, rows in expected.items():
+        assert mx.allclose(rows.keys, seen[name].keys, atol=1e-4).item()
+        assert mx.allclose(rows.values, seen[name].values, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("K", [0, 4])
+def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K: int) -> None:
+    model, prompt = MODELS[kind], tiny.prompt(17)
+    truth = plain(model, prompt, 30)
+    stop = next(t for i, t in enumerate(truth) if i > 5 and t not in truth[:i])
+    end = truth.index(stop) + 1
+    target, drafter = LMTarget(model), Scripted(prompt + truth)
+    done = list(
+        engine.generate(
+            target, drafter, Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30, stop=[stop]
+        )
+    )
+    assert emitted(done) == truth[:end]
+    assert done[-1].finish_reason == "stop" and all(r.finish_reason is None for r in done[:-1])
+    assert target.size == len(prompt) + end - 1
+    history = prompt + truth[:end] + tiny.prompt(5, seed=9)
+    more = emitted(rounds(target, Scripted([]), K, history, 20))
+    assert more == mlx_lm_greedy(model, history, 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("K", [0, 3])
+def test_closing_between_rounds_leaves_cache_and_text_equal(kind: str, K: int) -> None:
+    model, prompt = MODELS[kind], tiny.prompt(17)
+    truth = plain(model, prompt, 30)
+    target = LMTarget(model)
+    stream = engine.generate(
+        target, Scripted(prompt + truth, 2), Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
+    )
+    got = [t for _ in range(3) for t in next(stream).tokens]
+    stream.close()
+    assert got == truth[: len(got)] and target.size == len(prompt) + len(got) - 1
+    rest = emitted(rounds(target, Scripted([]), 0, prompt + got, 10))
+    assert rest == truth[len(got) : len(got) + 10]
+
+
+@pytest.mark.parametrize("K", [0, 1, 5])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_max_tokens_is_exact(K: int, count: int) -> None:
+    prompt = tiny.prompt(9)
+    truth = plain(MODELS["full"], prompt, 20)
+    done = rounds(LMTarget(MODELS["full"]), Scripted(prompt + truth), K, prompt, count)
+    assert emitted(done) == truth[:count] and done[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
+    model, needs = MODELS[kind], FeatureSpec(final_hidden=True)
+    prompts = [tiny.prompt(17), tiny.prompt(33, seed=8)]
+    truths = [plain(model, p, 30) for p in prompts]
+    streams = [
+        engine.generate(
+            LMTarget(model, needs),
+            Scripted(p + t, 2, needs),
+            Fixed(K),
+            GREEDY.sampler(len(p), 256),
+            p,
+            max_tokens=30,
+        )
+        for p, t, K in zip(prompts, truths, (3, 0), strict=True)
+    ]
+    got: list[list[int]] = [[], []]
+    live = [0, 1]
+    while live:
+        for i in list(live):
+            round = next(streams[i], None)
+            if round is None:
+                live.remove(i)
+            else:
+                got[i] += round.tokens
+    assert got == truths
+
+
+class Alternating:
+    """Speculates in blocks of rounds, so that plain rounds that look ahead and drafts follow each other."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def decide(self) -> Decision:
+        return Decision(3 if self.rounds // 3 % 2 else 0, Reason.PROBE)
+
+    def observe(self, round: Round) -> None:
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_switching_between_plain_and_speculative_rounds(kind: str) -> None:
+    model, prompt = MODELS[kind], tiny.prompt(17)
+    truth = plain(model, prompt, 60)
+    needs = FeatureSpec(final_hidden=True)
+    drafter = Scripted(prompt + truth, 3, needs)
+    sampler = GREEDY.sampler(17, 256)
+    done = list(
+        engine.generate(LMTarget(model, needs), drafter, Alternating(), sampler, prompt, max_tokens=60)
+    )
+    assert emitted(done) == truth
+    assert any(r.drafted for r in done) and any(not r.drafted for r in done)
+    rows = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
+    assert drafter.histories == [sum(rows[: i + 1]) + 1 for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("K", [0, 4])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5)])
+def test_one_device_to_host_copy_a_round(
+    K: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    read = engine._read
+    monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))
+    prompt = tiny.prompt(17)
+    sampler = sampling.sampler(17, 256)
+    done = list(
+        engine.generate(
+            LMTarget(MODELS["full"]), Scripted([5] * 90), Fixed(K), sampler, prompt, max_tokens=40
+        )
+    )
+    assert len(copies) == len(done)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="prompt is empty"):
+        rounds(LMTarget(MODELS["full"]), Scripted([]), 0, [], 5)
