@@ -1,0 +1,149 @@
+"""What a wheel, an sdist and an editable install hold; what the commands say when MLX is not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import mlx_spec
+
+ROOT = Path(__file__).parent.parent
+TREE = ("pyproject.toml", "README.md", "LICENSE", "mlx_spec", "apps", "convert")
+IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache", ".DS_Store")
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command that the caller's own PYTHONPATH and the like do not reach."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(
+        command, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def build(kind: str, tree: Path, out: Path) -> Path:
+    """What an installer does: ask the build backend, in a process of its own. Needs no network."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    out.mkdir()
+    done = run(sys.executable, "-c", code, str(out), cwd=tree)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def top_level(names: object) -> set[str]:
+    return {name.split("/")[0] for name in names}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the repository's packages, since a build leaves files beside its sources."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in TREE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, symlinks=True, ignore=IGNORED)
+        else:
+            shutil.copy2(source, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory) -> Path:
+    return build("wheel", tree, tmp_path_factory.mktemp("wheel") / "out")
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory) -> Path:
+    return build("sdist", tree, tmp_path_factory.mktemp("sdist") / "out")
+
+
+def test_links_are_relative():
+    assert {name: (ROOT / "mlx_spec" / name).readlink().as_posix() for name in ("apps", "convert")} == {
+        "apps": "../apps",
+        "convert": "../convert",
+    }
+
+
+def test_wheel_holds_the_tree_and_nothing_else(tree, wheel):
+    names = contents(wheel).keys()
+    info = f"mlx_spec-{mlx_spec.__version__}.dist-info"
+    assert top_level(names) == {"mlx_spec", info}
+    assert {"mlx_spec/convert/__init__.py", "mlx_spec/apps/cli.py", "mlx_spec/py.typed"} <= names
+    assert f"{info}/licenses/LICENSE" in names
+    packages = shutil.copytree(tree / "mlx_spec", wheel.parent.parent / "followed")  # follows the symlinks
+    files = {path.relative_to(packages) for path in packages.rglob("*") if path.is_file()}
+    assert {name for name in names if name.startswith("mlx_spec/")} == {f"mlx_spec/{file}" for file in files}
+
+
+def test_wheel_can_be_imported(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "import mlx_spec.apps.cli as a, mlx_spec.convert as c; print(a.__file__, c.__file__, sep='\\n')"
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == 0, done.stderr
+    assert all(line.startswith(str(tmp_path / "site" / "mlx_spec")) for line in done.stdout.splitlines())
+
+
+def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    assert not [path for path in unpacked.rglob("*") if path.is_symlink()]
+    assert contents(build("wheel", unpacked, tmp_path / "out")) == contents(wheel)
+
+
+def test_editable_wheel_leaks_nothing(tree, tmp_path):
+    names = top_level(contents(build("editable", tree, tmp_path / "out")))
+    assert all(name.startswith(("__editable__", "mlx_spec-")) for name in names), names
+
+
+def test_installed_packages_resolve(tmp_path):
+    code = """
+import importlib.util, mlx_spec.apps.cli, mlx_spec.convert
+print(*(importlib.util.find_spec(name) for name in ("apps", "convert")))
+"""
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("None None\n", "")
+
+
+def test_versions_agree(tmp_path):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert mlx_spec.__version__ == version("mlx-spec") == declared
+    said = run(sys.executable, "-m", "mlx_spec", "--version", cwd=tmp_path)
+    assert (said.stdout, said.stderr, said.returncode) == (f"mlx-spec {declared}\n", "", 0)
+
+
+@pytest.mark.parametrize("command", [("mlx_spec", "chat"), ("mlx_spec.chat",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "cause", ["No module named 'mlx'", "libmlx.so: cannot open shared object file:\nNo such file"]
+)
+def test_no_backend_is_one_line(command, cause, tmp_path):
+    """An mlx without a backend, as pip leaves it on Linux when no extra was asked for."""
+    fake = tmp_path / "site" / "mlx"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").touch()
+    (fake / "core.py").write_text(f"raise ImportError({cause!r})")
+    done = run(sys.executable, "-m", *command, "--prompt=hi", cwd=tmp_path, PYTHONPATH=str(fake.parent))
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line.startswith(f"mlx-spec: no MLX backend ({' '.join(cause.split())}): pip install ")
+
+
+def test_unknown_program_is_refused(tmp_path):
+    done = run(sys.executable, "-m", "mlx_spec", "dance", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "dance" in done.stderr
