@@ -34,7 +34,7 @@ def token(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, gumbel:
 
 
 def block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, gumbel: mx.array) -> mx.array:
-    """Judge tokens together, to accept more (Sun et al., arXiv:2403.10444, algorithm 2). Returns int32 [2]."""
+    """Judge them together, which accepts more (Sun et al., arXiv:2403.10444, alg. 2). Returns int32 [2]."""
     return recover(*accept_block(p, tokens, q, uniform), gumbel)
 
 
