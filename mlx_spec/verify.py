@@ -65,7 +65,7 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
     mass = mx.exp(total - mx.maximum(mx.cummax(total), 0))  # P_1 .. P_K: the recursion above, unrolled
     inner = mass[:-1]
     excess = mx.maximum(inner[:, None] * p[1:K] - q[1:], 0).sum(axis=-1)  # s_1 .. s_{K-1}
-    passing = mx.where(inner < 1, excess / (excess + mx.maximum(1 - inner, SMALLEST)), 1)
+    passing = excess / (excess + mx.maximum(1 - inner, SMALLEST))  # 0 at 0 / 0: the next one passes
     passes = uniform < mx.concatenate([passing, mass[-1:]])
     n = mx.where(passes, mx.arange(1, K + 1, dtype=mx.int32), 0).max()
     return n, _residual(p, q, n, mx.concatenate([mx.array([1.0]), mass])[n])

@@ -1,0 +1,28 @@
+"""Pearson's test of counts against a law, with a bound on false alarms. Needs numpy alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Z = 4.75  # standard normal deviate exceeded once in a million
+
+
+def excess(counts: np.ndarray, law: np.ndarray, least: float = 5.0) -> float:
+    """How far the statistic lies above its one-in-a-million quantile, as a ratio: above 1 is a rejection.
+
+    counts and law have one shape; law sums to 1. Cells expected fewer than `least` times are pooled; a count
+    where the law is 0 is a rejection. The quantile is Wilson and Hilferty's.
+    """
+    expected = (law * counts.sum()).ravel()
+    counts = counts.ravel()
+    if counts[expected == 0].sum() > 0:
+        return float("inf")
+    rare = expected < least
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(counts[~rare], counts[rare].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert freedom > 0, "one cell tests nothing"
+    spread = 2 / (9 * freedom)
+    return float(statistic / (freedom * (1 - spread + Z * spread**0.5) ** 3))
