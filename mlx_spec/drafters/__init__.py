@@ -1,0 +1,80 @@
+"""Drafter families: the only registry."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_spec.drafters.draft_model import open_draft_model
+from mlx_spec.drafters.gemma4_assistant import open_assistant
+from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.types import Drafter, FeatureSpec, TargetParts
+
+__all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter"]
+
+
+class DrafterSource(Protocol):
+    """What sequences share: the weights of one drafter. Makes a drafter for each of them."""
+
+    @property
+    def name(self) -> str:
+        """The family, for the user."""
+        ...
+
+    @property
+    def needs(self) -> FeatureSpec:
+        """What its drafters read from the target."""
+        ...
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids it knows, padding included; None if it knows any."""
+        ...
+
+    def make(self, parts: TargetParts) -> Drafter:
+        """The drafter of one sequence."""
+        ...
+
+
+Opener = Callable[[Path, Mapping[str, Any], Mapping[str, Any]], DrafterSource]
+
+
+def open_lookup(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+    """Lookup has no checkpoint: path and configs do not matter."""
+    return LookupSource()
+
+
+# By `model_type` of the checkpoint; "lookup" has none. Other models that mlx-lm knows become draft models.
+FAMILIES: dict[str, Opener] = {
+    "gemma4_assistant": open_assistant,
+    "gemma4_unified_assistant": open_assistant,
+    "lookup": open_lookup,
+}
+
+
+def open_drafter(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+    """Load the drafter in `path`, whose config.json is `config`, for a target with `target_config`.
+
+    Raises BadCheckpoint for an unknown family and for damaged checkpoints, Mismatch where the two do not fit.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise BadCheckpoint(f"config.json in {path} has no 'model_type': this is no drafter checkpoint")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type](path, config, target_config)
+    if _mlx_lm_knows(model_type):
+        return open_draft_model(path, config, target_config)
+    known = ", ".join(sorted(FAMILIES))
+    raise BadCheckpoint(
+        f"no drafter family for model_type {model_type!r}: known are {known} and the models of mlx-lm"
+    )
+
+
+def _mlx_lm_knows(model_type: str) -> bool:
+    name = MODEL_REMAPPING.get(model_type, model_type)
+    return name.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
