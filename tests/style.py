@@ -33,18 +33,18 @@ ENVIRONMENT = {"NO_COLOR": "apps/"}  # variable -> where it may be read
 
 # Where the name of a model family may appear in code.
 FAMILIES = re.compile(r"gemma|llama|qwen|deepseek", re.IGNORECASE)
-FAMILIES_ALLOWED = ("mlx_spec/load.py", "mlx_spec/drafters/", "mlx_spec/demo/", "convert/", "apps/")
+FAMILIES_ALLOWED = ("mlx_spec/known.py", "mlx_spec/drafters/", "mlx_spec/demo/", "convert/", "apps/")
 
 # A module imports from its own layer or from those above it in this list.
 LAYERS = (
     ("types",),
     ("errors",),
-    ("backend",),
+    ("backend", "checkpoint"),
     ("cache", "verify", "sampling", "tuning", "demo"),
     ("target", "drafters"),
     ("engine",),
-    ("session", "text"),
-    ("pair", "load"),
+    ("session", "text", "template"),
+    ("pair", "load", "hub", "known"),
     ("", "convert", "demo.recipe"),  # "" is mlx_spec/__init__.py, the public face
     ("apps",),
     ("__main__", "chat", "serve"),

@@ -1,0 +1,70 @@
+"""Lossless speculative decoding on MLX.
+
+    import mlx_spec
+
+    pair = mlx_spec.load("demo")
+    for piece in pair.session().stream("What does os.path.join do?", max_tokens=200):
+        print(piece.text, end="")
+
+Importing this is quick and needs no MLX; loading a pair does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mlx_spec.errors import (
+    BadCheckpoint,
+    InvalidValue,
+    Mismatch,
+    NotFound,
+    NotRewindable,
+    PromptTooLong,
+    SpecError,
+)
+from mlx_spec.load import load
+
+if TYPE_CHECKING:
+    from mlx_spec.pair import Pair
+    from mlx_spec.sampling import Sampling
+    from mlx_spec.session import Piece, Session, Statistics
+    from mlx_spec.types import Reason, Round
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadCheckpoint",
+    "InvalidValue",
+    "Mismatch",
+    "NotFound",
+    "NotRewindable",
+    "Pair",
+    "Piece",
+    "PromptTooLong",
+    "Reason",
+    "Round",
+    "Sampling",
+    "Session",
+    "SpecError",
+    "Statistics",
+    "__version__",
+    "load",
+]
+
+# What needs MLX is imported when it is first asked for.
+_HOMES = {
+    "Pair": "pair",
+    "Piece": "session",
+    "Reason": "types",
+    "Round": "types",
+    "Sampling": "sampling",
+    "Session": "session",
+    "Statistics": "session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

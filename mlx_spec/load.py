@@ -1,0 +1,228 @@
+"""Names to a ready pair: find both checkpoints, check them and that they fit, load them.
+
+`import mlx_spec` imports this file and must work, quickly, where MLX does not: what needs MLX is imported in
+functions.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_spec.checkpoint import check_weights, one_line, read_config, read_object
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
+from mlx_spec.hub import find
+from mlx_spec.known import drafter_of, mended
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from mlx_spec.drafters import DrafterSource
+    from mlx_spec.pair import Pair
+    from mlx_spec.text import Text
+    from mlx_spec.types import DraftLengthPolicy
+
+DEMO, LOOKUP, NONE = "demo", "lookup", "none"
+KV_BITS = (4, 8)
+MANIFEST = "pair.json"
+WITHOUT = 'drafter="none" decodes without one'
+
+
+def load(
+    target: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    num_draft_tokens: int | None = None,
+    kv_bits: int | None = None,
+) -> Pair:
+    """Load a target and a drafter, ready to generate.
+
+    `target` is a folder, a repository on Hugging Face or "demo", the bundled pair. `drafter` is a folder, a
+    repository, "lookup" (copies from the text so far, needs no weights) or "none"; left out, it is the
+    target's own: the one in the folder's pair.json or the one published for the repository, if there is one.
+    `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays.
+    `kv_bits`, 4 or 8, quantizes the K/V of full attention.
+
+    Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
+    """
+    _check_values(num_draft_tokens, kv_bits)
+    names = _named(str(target), None if drafter is None else str(drafter))
+    folder = find(names.target_path)
+    config = mended(read_config(folder))
+    size = check_weights(folder)
+    _check_supported(folder, config)
+
+    from mlx_spec.pair import Facts, Pair
+    from mlx_spec.text import read_text
+
+    _raise_wired_limit()
+    text = read_text(folder, config)
+    source, drafter_size = _open_drafter(names, folder, config, text)
+    model = _load_target(folder, config)
+    facts = Facts(
+        names.target, names.drafter, _vocab_size(model, config, text), _context(config), size, drafter_size
+    )
+    policy = _Policy(num_draft_tokens, has_drafter=source is not None, disabled=drafter == NONE)
+    pair = Pair(facts, text, model, source, policy, kv_bits)
+    _try(pair, kv_bits)
+    return pair
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What to load, as shown to the user and as found."""
+
+    target: str
+    target_path: str
+    drafter: str | None
+    drafter_path: str | None  # None: a drafter without a checkpoint, or none
+
+
+def _named(target: str, drafter: str | None) -> _Names:
+    """Fill in the bundled pair, a manifest, and the target's own drafter."""
+    if target == DEMO:
+        from mlx_spec import demo
+
+        own: str | None = str(demo.DRAFTER)
+        path = str(demo.TARGET)
+    else:
+        path, own = _from_manifest(target)
+        own = own or drafter_of(target)
+    chosen = own if drafter is None else drafter
+    if chosen in (None, NONE):
+        return _Names(target, path, None, None)
+    if chosen == LOOKUP:
+        return _Names(target, path, LOOKUP, None)
+    shown = DEMO if target == DEMO and drafter is None else chosen
+    return _Names(target, path, shown, chosen)
+
+
+def _from_manifest(target: str) -> tuple[str, str | None]:
+    """The paths of target and drafter that `target`/pair.json names; `target` and None if there is none."""
+    folder = Path(target).expanduser()
+    if not (folder / MANIFEST).is_file():
+        return target, None
+    manifest = read_object(folder / MANIFEST)
+    paths = manifest.get("target", "."), manifest.get("drafter")
+    if not isinstance(paths[0], str) or not isinstance(paths[1], str | None):
+        raise BadCheckpoint(f"{folder / MANIFEST}: target and drafter must be paths relative to it")
+    return str(folder / paths[0]), None if paths[1] is None else str(folder / paths[1])
+
+
+def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
+    if kv_bits is not None and kv_bits not in KV_BITS:
+        raise InvalidValue(f"kv_bits is {kv_bits}, it must be 4 or 8, or left out for K/V as computed")
+    if num_draft_tokens is not None:
+        from mlx_spec.tuning.policy import Fixed
+
+        Fixed(num_draft_tokens)
+
+
+def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    kind = config["model_type"]
+    module = MODEL_REMAPPING.get(kind, kind)
+    if module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None:
+        return
+    code = ", and the code it brings is never run" if "auto_map" in config else ""
+    raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
+
+
+def _open_drafter(
+    names: _Names, target: Path, config: Mapping[str, Any], text: Text
+) -> tuple[DrafterSource | None, int]:
+    """The drafter and the bytes of its weights; None and 0 if there is to be none."""
+    from mlx_spec.drafters import FAMILIES, open_drafter
+
+    if names.drafter_path is None:
+        return (FAMILIES[LOOKUP](target, {}, config) if names.drafter == LOOKUP else None), 0
+    try:
+        folder = find(names.drafter_path)
+    except NotFound as error:
+        raise NotFound(f"drafter: {error}; {WITHOUT}") from error
+    own = read_config(folder)
+    size = check_weights(folder)
+    _check_vocabularies(folder, target, text)
+    return open_drafter(folder, own, config), size
+
+
+def _check_vocabularies(drafter: Path, target: Path, text: Text) -> None:
+    """Raise Mismatch unless the drafter's tokenizer, if it brings one, has the tokens of the target's."""
+    from mlx_spec.text import has_tokenizer, read_tokenizer
+
+    if not has_tokenizer(drafter):
+        return
+    ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
+    if ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False):
+        return
+    expected = {i: token for token, i in text.vocabulary().items()}
+    found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
+    for i in sorted(expected.keys() | found.keys()):
+        if expected.get(i) != found.get(i):
+            raise Mismatch(
+                f"token {i} is {found.get(i)!r} for the drafter {drafter} and {expected.get(i)!r} for the "
+                f"target {target}: use a drafter with the target's vocabulary; {WITHOUT}"
+            )
+
+
+def _load_target(folder: Path, config: dict[str, Any]) -> nn.Module:
+    """The model, by mlx-lm. Whatever its loader trips over becomes one line."""
+    from mlx_lm.utils import load_model
+
+    mended_only: dict[str, Any] = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
+    try:
+        model, _ = load_model(folder, strict=True, model_config=mended_only)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise BadCheckpoint(f"{folder} cannot be loaded as {config['model_type']}: {problem}") from error
+    return model
+
+
+def _vocab_size(model: nn.Module, config: Mapping[str, Any], text: Text) -> int:
+    """Rows of the logits, padding included."""
+    size = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size")
+    return size if isinstance(size, int) else max(text.vocabulary().values()) + 1
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    length = (config.get("text_config") or config).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def _raise_wired_limit() -> None:
+    """On a Mac, keep the weights resident as far as the system recommends."""
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """Makes the policy of a new sequence."""
+
+    num_draft_tokens: int | None
+    has_drafter: bool
+    disabled: bool
+
+    def __call__(self) -> DraftLengthPolicy:
+        from mlx_spec.tuning.policy import Adaptive, Fixed
+        from mlx_spec.types import Reason
+
+        if not self.has_drafter:
+            return Fixed(0, Reason.DISABLED if self.disabled else Reason.NO_DRAFTER)
+        if self.num_draft_tokens is None:
+            return Adaptive()
+        return Fixed(self.num_draft_tokens, Reason.FIXED if self.num_draft_tokens else Reason.DISABLED)
+
+
+def _try(pair: Pair, kv_bits: int | None) -> None:
+    """Refuse here, not in the middle of an answer, what the caches cannot hold."""
+    decoding = pair.open()
+    if kv_bits is not None:
+        decoding.target.prefill([0])

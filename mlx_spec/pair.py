@@ -1,0 +1,131 @@
+"""A target and its drafter, loaded and found to fit: what generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from mlx_spec import engine
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.sampling import Sampling
+from mlx_spec.session import Decoding, Session
+from mlx_spec.target import LMTarget
+from mlx_spec.text import Text
+from mlx_spec.types import Draft, DraftLengthPolicy, Features, FeatureSpec, Round, Sampler, no_draft
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a pair, for those who show it."""
+
+    target: str  # as it was asked for: a path, a repository or "demo"
+    drafter: str | None  # the same; None: there is none
+    vocab_size: int
+    context_length: int | None  # tokens of prompt and output together; None: the checkpoint names no limit
+    target_bytes: int  # size of the weight files
+    drafter_bytes: int
+
+
+class NoDrafter:
+    """Drafts nothing."""
+
+    needs = FeatureSpec()
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Nothing to keep."""
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """No tokens."""
+        return no_draft()
+
+
+class Pair:
+    """A target, its drafter and its text. Made by `load`.
+
+    Weights are shared by all that is generated with it; every generation or session has caches of its own.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        text: Text,
+        model: nn.Module,
+        drafter: DrafterSource | None,
+        make_policy: Callable[[], DraftLengthPolicy],
+        kv_bits: int | None = None,
+    ) -> None:
+        self.facts = facts
+        self.text = text
+        self._model = model
+        self._drafter = drafter
+        self._make_policy = make_policy
+        self._kv_bits = kv_bits
+
+    def generate(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int,
+        stop: Collection[int] = (),
+    ) -> Iterator[Round]:
+        """Continue a prompt, round by round, at most `max_tokens` tokens and never past the context.
+
+        The target's own end-of-text tokens end it, and those in `stop`; the last round holds the token that
+        did. Raises InvalidValue or PromptTooLong at once, before the first round.
+        """
+        return self.run(self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop)
+
+    def session(self, system: str | None = None) -> Session:
+        """A conversation. Raises InvalidValue where the target has no chat template."""
+        return Session(self, system)
+
+    def open(self) -> Decoding:
+        """The parts of a new sequence, its caches empty."""
+        needs = self._drafter.needs if self._drafter else None
+        target = LMTarget(self._model, needs, kv_bits=self._kv_bits)
+        drafter = self._drafter.make(target.parts) if self._drafter else NoDrafter()
+        return Decoding(target, drafter, self._make_policy())
+
+    def run(
+        self,
+        decoding: Decoding,
+        prompt_tokens: Sequence[int],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int,
+        stop: Collection[int] = (),
+    ) -> Iterator[Round]:
+        """`generate` with parts that may already hold a prefix of the prompt."""
+        prompt = list(prompt_tokens)
+        room = self._room(prompt, max_tokens)
+        sampler = sampling.sampler(len(prompt), self.facts.vocab_size)
+        ends = self.text.eos | frozenset(stop)
+        return engine.generate(
+            decoding.target, decoding.drafter, decoding.policy, sampler, prompt, max_tokens=room, stop=ends
+        )
+
+    def _room(self, prompt: list[int], max_tokens: int) -> int:
+        """How many tokens may be generated. Raises InvalidValue and PromptTooLong."""
+        if max_tokens < 1:
+            raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more")
+        if not prompt:
+            raise InvalidValue("the prompt is empty: give at least one token")
+        low, high, size = min(prompt), max(prompt), self.facts.vocab_size
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise InvalidValue(f"the prompt holds token {wrong}, this target has tokens 0 to {size - 1}")
+        length = self.facts.context_length
+        if length is None:
+            return max_tokens
+        if len(prompt) >= length:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens and the context of this target ends at {length}: "
+                "shorten it, or begin a new conversation"
+            )
+        return min(max_tokens, length - len(prompt))

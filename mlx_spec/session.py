@@ -1,0 +1,234 @@
+"""A conversation: its messages, the cache that it reuses, and its answers as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.text import Kind, Reader, Text
+from mlx_spec.types import Drafter, DraftLengthPolicy, Reason, Round
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The parts of one sequence. They keep their caches from one generation to the next."""
+
+    target: LMTarget
+    drafter: Drafter
+    policy: DraftLengthPolicy
+
+
+class Generating(Protocol):
+    """What a session needs of a pair."""
+
+    text: Text
+
+    def open(self) -> Decoding:
+        """The parts of a new sequence."""
+        ...
+
+    def run(
+        self, decoding: Decoding, prompt_tokens: Sequence[int], *, sampling: Sampling, max_tokens: int
+    ) -> Iterator[Round]:
+        """Continue a prompt of which `decoding` may already hold a prefix."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer, as it lands."""
+
+    text: str  # may be empty: a round of half a character, or of hidden tokens only
+    kind: Kind
+    round: Round | None  # the round that brought it, on its last piece; None on the others
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """How an answer went."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, found in the cache
+    generated_tokens: int = 0
+    rounds: int = 0
+    speculative_rounds: int = 0  # those that drafted
+    speculative_tokens: int = 0  # generated in those
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: tuple[int, ...] = ()  # [i]: rounds that drafted more than i tokens
+    accepted_at: tuple[int, ...] = ()  # [i]: rounds that accepted more than i
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0  # in the engine, not in whoever reads the answer
+    finish_reason: Literal["stop", "length"] | None = None  # None: interrupted
+    reason: Reason = Reason.NO_DRAFTER  # why the last round drafted as many tokens as it did
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens by decode seconds; 0 before there are any."""
+        return self.generated_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a speculative round, the recovered or bonus token included; 0 if there was none."""
+        return self.speculative_tokens / self.speculative_rounds if self.speculative_rounds else 0.0
+
+    def plus(self, round: Round, seconds: float) -> Statistics:
+        """With one more round, which took `seconds`; in the first one that is the prefill, too."""
+        prefill = max(seconds - round.seconds, 0.0) if not self.rounds else 0.0
+        speculative = round.drafted > 0
+        return replace(
+            self,
+            generated_tokens=self.generated_tokens + len(round.tokens),
+            rounds=self.rounds + 1,
+            speculative_rounds=self.speculative_rounds + speculative,
+            speculative_tokens=self.speculative_tokens + len(round.tokens) * speculative,
+            drafted=self.drafted + round.drafted,
+            accepted=self.accepted + round.accepted,
+            drafted_at=_counted(self.drafted_at, round.drafted),
+            accepted_at=_counted(self.accepted_at, round.accepted),
+            prefill_seconds=self.prefill_seconds + prefill,
+            decode_seconds=self.decode_seconds + seconds - prefill,
+            finish_reason=round.finish_reason,
+            reason=round.reason,
+        )
+
+
+def _counted(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """`counts` with one more at each of the first `length` positions."""
+    padded = counts + (0,) * (length - len(counts))
+    return tuple(count + (i < length) for i, count in enumerate(padded))
+
+
+class Session:
+    """A conversation with a pair. What the target has already read is read again only where it changed."""
+
+    def __init__(self, pair: Generating, system: str | None = None) -> None:
+        if not pair.text.chats:
+            raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
+        self._pair = pair
+        self._decoding = pair.open()
+        self._system = system
+        self._messages: list[dict[str, Any]] = []
+        self._tokens: list[int] = []  # what the target's cache holds begins with these
+        self._running: Generator[Piece, None, None] | None = None
+        self.statistics = Statistics()  # of the last answer
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """A copy of the conversation so far; thoughts stand apart, as `reasoning_content`."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *(dict(message) for message in self._messages)]
+
+    def clear(self) -> None:
+        """Forget the conversation, but not the system prompt."""
+        self._stop()
+        self._messages.clear()
+
+    def stream(
+        self, message: str, *, sampling: Sampling = GREEDY, max_tokens: int, thinking: bool = False
+    ) -> Generator[Piece, None, None]:
+        """Answer a message of the user, piece by piece.
+
+        The message and the answer become part of the conversation when the stream ends. When it is closed
+        early, the answer counts as far as it came, and without any of it the message is forgotten. An
+        answer that is still streaming is closed. Raises InvalidValue or PromptTooLong at once, and then the
+        conversation is as before.
+        """
+        self._stop()
+        asked = {"role": "user", "content": message}
+        prompt = self._pair.text.prompt([*self.messages, asked], thinking=thinking)
+        answer = _Answer(asked, prompt, self._pair.text.reader(prompt))
+        rounds = self._rounds(answer, sampling, max_tokens)
+        self._running = self._stream(answer, rounds)
+        return self._running
+
+    def _rounds(self, answer: _Answer, sampling: Sampling, max_tokens: int) -> Iterator[Round]:
+        """Check the prompt, then rewind to what it shares with the cache."""
+        rounds = self._pair.run(self._decoding, answer.prompt, sampling=sampling, max_tokens=max_tokens)
+        held = self._tokens[: self._decoding.target.size]
+        # At least one row is written anew, so that a drafter has features of this prompt.
+        shared = min(_common_prefix(held, answer.prompt), max(len(answer.prompt) - 2, 0))
+        kept = self._decoding.target.rewind(shared)
+        self._tokens = list(answer.prompt)
+        self.statistics = Statistics(prompt_tokens=len(answer.prompt), reused_tokens=kept)
+        return rounds
+
+    def _stream(self, answer: _Answer, rounds: Iterator[Round]) -> Generator[Piece, None, None]:
+        try:
+            while True:
+                start = time.perf_counter()
+                round = next(rounds, None)
+                if round is None:
+                    break
+                self.statistics = self.statistics.plus(round, time.perf_counter() - start)
+                self._tokens += round.tokens
+                yield from answer.pieces(round)
+            yield from answer.rest()
+        finally:
+            _close(rounds)
+            self._record(answer)
+
+    def _record(self, answer: _Answer) -> None:
+        """Make the answer part of the conversation, unless it never began."""
+        self._running = None
+        if not self.statistics.rounds:
+            return
+        reply = {"role": "assistant", "content": answer.text("answer")}
+        thoughts = answer.text("thinking")
+        self._messages += [answer.asked, reply | ({"reasoning_content": thoughts} if thoughts else {})]
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+@dataclass
+class _Answer:
+    """One answer while it streams."""
+
+    asked: dict[str, Any]
+    prompt: list[int]
+    reader: Reader
+    _texts: dict[Kind, list[str]] = field(default_factory=lambda: {"answer": [], "thinking": []})
+
+    def pieces(self, round: Round) -> list[Piece]:
+        """What a round brought: at least one piece, the last of which has the round."""
+        found = self.reader.read(round.tokens) or [("", self.reader.kind)]
+        self._keep(found)
+        last = len(found) - 1
+        return [Piece(text, kind, round if i == last else None) for i, (text, kind) in enumerate(found)]
+
+    def rest(self) -> list[Piece]:
+        """What was held back."""
+        found = self.reader.end()
+        self._keep(found)
+        return [Piece(text, kind, None) for text, kind in found]
+
+    def text(self, kind: Kind) -> str:
+        """All of one kind so far."""
+        return "".join(self._texts[kind]).strip()
+
+    def _keep(self, found: list[tuple[str, Kind]]) -> None:
+        for text, kind in found:
+            self._texts[kind].append(text)
+
+
+def _close(rounds: Iterator[Round]) -> None:
+    """Let the engine drop what is on trial."""
+    if isinstance(rounds, Generator):
+        rounds.close()
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(i for i in range(length) if a[i] != b[i])
