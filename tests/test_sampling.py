@@ -22,7 +22,7 @@ PROMPT = [3, 5, 5, 8, 13, 21, 34]
 OUTPUT = [3, 3, 9, 17, 9, 9, 39]
 HISTORY = PROMPT + OUTPUT
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": -0.4}
-BIAS = {0: 2.5, 9: -1.0, 12: -math.inf, 39: 30.0}
+BIAS = {0: 2.5, 9: -1.0, 12: -math.inf, 39: 3.3}
 FILTERS: list[dict[str, Any]] = [
     {},
     {"top_k": 1},
