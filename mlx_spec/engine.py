@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.types import (
+    Decision,
     DraftLengthPolicy,
     Drafter,
     Reason,
@@ -44,28 +45,13 @@ def generate(
     """
     if not prompt:
         raise InvalidValue("the prompt is empty: give at least one token")
-    sequence = _Sequence(target, drafter, sampler, list(prompt), frozenset(stop))
-    room, count = max_tokens, 0
+    sequence = _Sequence(target, drafter, sampler, list(prompt), frozenset(stop), max_tokens)
     try:
         sequence.prefill()
-        while room > 0:
-            decision = policy.decide()
-            limit = min(decision.limit, room - 1)
-            if limit > 0 and sequence.ahead is None:
-                done = sequence.speculate(limit)
-            else:
-                done = sequence.plain(look_ahead=decision.limit == 0 and room > 1)
-            room -= len(done.tokens)
-            done = replace(done, reason=decision.reason, finish_reason=sequence.finish(done.tokens, room))
-            policy.observe(done)
-            if done.finish_reason:
-                sequence.close()
-            count += 1
-            if count % CLEAR_EVERY == 0:
-                mx.clear_cache()
-            yield done
-            if done.finish_reason:
-                return
+        while sequence.room > 0:
+            round = sequence.next(policy.decide())
+            policy.observe(round)
+            yield round
     finally:
         sequence.close()
 
@@ -77,7 +63,26 @@ class _Sequence:
     sampler: Sampler
     history: list[int]
     stop: frozenset[int]
+    room: int  # tokens that may still be emitted; 0 behind a stop token
     ahead: mx.array | None = None  # [1] drawn after the pending token, whose row is on trial, not yet read
+    rounds: int = 0
+
+    def next(self, decision: Decision) -> Round:
+        """The next round. A token that is already on its way is emitted before anything is drafted."""
+        limit = min(decision.limit, self.room - 1)
+        if limit > 0 and self.ahead is None:
+            round = self.speculate(limit)
+        else:
+            round = self.plain(look_ahead=decision.limit == 0 and self.room > 1)
+        stopped = round.tokens[-1] in self.stop
+        self.room = 0 if stopped else self.room - len(round.tokens)
+        if self.room == 0:
+            self.close()
+        self.rounds += 1
+        if self.rounds % CLEAR_EVERY == 0:
+            mx.clear_cache()
+        reason: Literal["stop", "length"] | None = "stop" if stopped else None if self.room else "length"
+        return replace(round, reason=decision.reason, finish_reason=reason)
 
     def prefill(self) -> None:
         """Write all of the prompt but its last token."""
@@ -121,10 +126,6 @@ class _Sequence:
         seconds = time.perf_counter() - start
         self.drafter.observe(self.history, features)
         return Round(self.history[-1:], 0, 0, seconds)
-
-    def finish(self, tokens: list[int], room: int) -> Literal["stop", "length"] | None:
-        """Why the generation ends after `tokens`, if it does."""
-        return "stop" if tokens[-1] in self.stop else "length" if room <= 0 else None
 
     def close(self) -> None:
         """Drop what is on trial."""

@@ -10,6 +10,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, gemma4_text, llama, qwen3, qwen3_5, qwen3_next
 
+from mlx_spec.drafters.gemma4_assistant import AssistantSource
+from mlx_spec.drafters.gemma4_network import AssistantConfig, AssistantNetwork, HeadShape
+
 VOCAB = 256
 
 
@@ -84,11 +87,12 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16) -> nn.Module:
     return _random(lambda: gemma3_text.Model(args), seed, scale)
 
 
-def shared(seed: int = 0, scale: float = 0.2, window: int = 16) -> nn.Module:
-    """A Gemma 4 with the switches of E2B: per-layer inputs, KV-shared layers, sliding and full attention."""
+def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "sssfsssf") -> nn.Module:
+    """A Gemma 4 with the switches of E2B: per-layer inputs, 4 KV-shared layers, sliding and full attention."""
     args = gemma4_text.ModelArgs(
         hidden_size=64,
-        num_hidden_layers=8,
+        num_hidden_layers=len(pattern),
+        layer_types=[{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in pattern],
         intermediate_size=64,
         num_attention_heads=4,
         head_dim=32,
@@ -99,7 +103,6 @@ def shared(seed: int = 0, scale: float = 0.2, window: int = 16) -> nn.Module:
         num_kv_shared_layers=4,
         hidden_size_per_layer_input=16,
         sliding_window=window,
-        sliding_window_pattern=4,
         max_position_embeddings=4096,
     )
     model = _random(lambda: gemma4_text.Model(args), seed, scale)
@@ -107,6 +110,29 @@ def shared(seed: int = 0, scale: float = 0.2, window: int = 16) -> nn.Module:
     model.model.norm.weight *= mx.where(mx.random.uniform(shape=(64,)) < 0.5, -1.0, 1.0)
     mx.eval(model.parameters())
     return model
+
+
+def assistant(seed: int = 5, pattern: str = "sssf") -> AssistantSource:
+    """A random assistant that fits `shared`."""
+    kinds = {"s": ("sliding_attention", HeadShape(1, 32)), "f": ("full_attention", HeadShape(1, 64))}
+    config = AssistantConfig(
+        backbone_hidden_size=64,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        layer_types=tuple(kinds[kind][0] for kind in pattern),
+        heads=tuple(kinds[kind][1] for kind in pattern),
+        sliding_window=16,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            "full_attention": {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.25},
+        },
+    )
+    network = _random(lambda: AssistantNetwork(config), seed, 0.2)
+    assert isinstance(network, AssistantNetwork)
+    return AssistantSource(network, 16, VOCAB)
 
 
 def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:
