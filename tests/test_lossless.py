@@ -15,7 +15,7 @@ from mlx_spec.errors import NotRewindable
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, FeatureSpec
 
-TURN = 14  # tokens of an answer; the third turn is past the window of 16 at every prompt length
+TURN = 10  # tokens of an answer; the third turn is past the window of 16 at every prompt length
 KV_BITS = {"quantized KV": 8}
 
 
