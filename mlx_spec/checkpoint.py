@@ -107,21 +107,23 @@ def _checked_size(file: Path) -> int:
         length = int.from_bytes(start, "little")
         if start.startswith(b"version "):
             raise BadCheckpoint(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull`")
-        header = stream.read(length) if 0 < length <= MAX_HEADER else b""
-    expected = 8 + length + _data_length(header)
-    if size < expected and len(header) < length <= MAX_HEADER:
+        if len(start) < 8 or not 0 < length <= MAX_HEADER:
+            raise BadCheckpoint(f"{file} is not a safetensors file: {AGAIN}")
+        header = stream.read(length)
+    if len(header) < length:
         raise BadCheckpoint(f"{file} ends after {size} bytes, inside its header of {length}: {AGAIN}")
-    if len(header) != length or not header:
-        raise BadCheckpoint(f"{file} is not a safetensors file: {AGAIN}")
-    if size != expected:
-        raise BadCheckpoint(f"{file} has {size} bytes, its header promises {expected}: {AGAIN}")
+    data = _data_length(header)
+    if data is None:
+        raise BadCheckpoint(f"{file} has a damaged header: {AGAIN}")
+    if size != 8 + length + data:
+        raise BadCheckpoint(f"{file} has {size} bytes, its header promises {8 + length + data}: {AGAIN}")
     return size
 
 
-def _data_length(header: bytes) -> int:
-    """Bytes of tensor data behind a safetensors header; 0 if it cannot be read."""
+def _data_length(header: bytes) -> int | None:
+    """Bytes of tensor data behind a safetensors header; None if it cannot be read."""
     try:
-        entries = json.loads(header)
-        return max((e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"), default=0)
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        return max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return 0
+        return None

@@ -1,0 +1,361 @@
+"""A conversation with speculation and a reused cache says what plain decoding of the same prompts says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import mlx.nn as nn
+import pytest
+import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_spec import engine
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
+from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.pair import Facts, NoDrafter, Pair
+from mlx_spec.sampling import Sampling
+from mlx_spec.session import Piece, Session, Statistics
+from mlx_spec.target import LMTarget
+from mlx_spec.template import ChatTemplate
+from mlx_spec.text import Text
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.types import Reason
+
+TEMPLATE = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m.role + '\n' + m.content | trim + '<turn|>\n' }}"
+    "{% endfor %}{{ '<|turn>assistant\n' }}{% if enable_thinking %}{{ '<|channel>thought\n' }}{% endif %}"
+)
+SPECIAL = ["<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"]
+QUESTIONS = ["Hi", "one two three one two three, and so on: one two", "Why?"]
+MODELS = {
+    "full": tiny.full(),
+    "sliding": tiny.sliding(window=16),
+    "quantized": tiny.full(1),
+    "recurrent": tiny.recurrent(),
+    "shared": tiny.shared(window=16),
+}
+KINDS = list(MODELS)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte. The bytes that UTF-8 never uses give their place to the special tokens."""
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {chr(0xF8 + i) for i in range(len(SPECIAL))})
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    assert tokenizer.get_vocab_size() == tiny.VOCAB
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+OPEN, CLOSE = (TOKENIZER.token_to_id(token) for token in ("<|channel>", "<channel|>"))
+UNMARKED = Sampling(logit_bias={OPEN: -100.0, CLOSE: -100.0})  # greedy, no thoughts
+
+
+def make_pair(
+    kind: str,
+    drafter: str = "same",
+    *,
+    K: int = 4,
+    eos: tuple[int, ...] = (),
+    context: int | None = None,
+) -> Pair:
+    """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
+    model = MODELS[kind]
+    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
+    facts = Facts("tiny", drafter, tiny.VOCAB, context, 0, 0)
+    kv_bits = 8 if kind == "quantized" else None
+    return Pair(facts, text, model, source(drafter, model), lambda: Fixed(K), kv_bits)
+
+
+def source(drafter: str, model: nn.Module) -> DrafterSource | None:
+    vocabulary = Vocabulary(tiny.VOCAB, tiny.VOCAB)
+    made: dict[str, Callable[[], DrafterSource | None]] = {
+        "none": lambda: None,
+        "lookup": LookupSource,
+        "same": lambda: DraftModelSource(model, vocabulary, "same"),
+        "other": lambda: DraftModelSource(MODELS["quantized"], vocabulary, "other"),
+    }
+    return made[drafter]()
+
+
+def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """What plain decoding with fresh caches says."""
+    target = LMTarget(MODELS[kind], kv_bits=8 if kind == "quantized" else None)
+    sampler = sampling.sampler(len(prompt), tiny.VOCAB)
+    rounds = engine.generate(
+        target, NoDrafter(), Fixed(0), sampler, prompt, max_tokens=count, stop=pair.text.eos
+    )
+    return [token for round in rounds for token in round.tokens]
+
+
+def prompt_of(session: Session, pair: Pair, question: str, *, thinking: bool = False) -> list[int]:
+    return pair.text.prompt([*session.messages, {"role": "user", "content": question}], thinking=thinking)
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces if piece.round for token in piece.round.tokens]
+
+
+def text_of(pieces: list[Piece], kind: str = "answer") -> str:
+    return "".join(piece.text for piece in pieces if piece.kind == kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", ["same", "other", "lookup", "none"])
+def test_turns_are_those_of_plain_decoding(kind: str, drafter: str) -> None:
+    pair = make_pair(kind, drafter)
+    session = pair.session(system="You are tiny.")
+    for turn, question in enumerate(QUESTIONS):
+        prompt = prompt_of(session, pair, question)
+        pieces = list(session.stream(question, sampling=UNMARKED, max_tokens=24))
+        expected = alone(pair, kind, prompt, 24, UNMARKED)
+        assert tokens_of(pieces) == expected
+        assert text_of(pieces) == pair.text.decode(expected)
+        assert session.statistics.prompt_tokens == len(prompt)
+        assert session.statistics.generated_tokens == len(expected)
+        assert [m["role"] for m in session.messages] == ["system"] + ["user", "assistant"] * (turn + 1)
+        assert session.messages[-1]["content"] == text_of(pieces).strip()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeded_turns_are_those_of_plain_decoding(kind: str) -> None:
+    pair = make_pair(kind)
+    session = pair.session()
+    for question in QUESTIONS:
+        sampling = Sampling(temperature=0.8, top_k=20, seed=5)
+        prompt = prompt_of(session, pair, question)
+        pieces = list(session.stream(question, sampling=sampling, max_tokens=24))
+        assert tokens_of(pieces) == alone(pair, kind, prompt, 24, sampling)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_inside_an_accepted_run(kind: str) -> None:
+    unstopped = make_pair(kind)
+    first = alone(unstopped, kind, prompt_of(unstopped.session(), unstopped, "Hi"), 12, Sampling())
+    stop = next(t for i, t in enumerate(first) if i >= 2 and t not in first[:i])
+    pair = make_pair(kind, K=8, eos=(stop,))
+    session = pair.session()
+    for question in QUESTIONS:
+        prompt = prompt_of(session, pair, question)
+        pieces = list(session.stream(question, max_tokens=20))
+        assert tokens_of(pieces) == alone(pair, kind, prompt, 20, Sampling())
+        if question == "Hi":
+            assert tokens_of(pieces) == first[: first.index(stop) + 1]
+            assert session.statistics.finish_reason == "stop"
+            assert session.statistics.accepted >= 2
+            assert text_of(pieces) == pair.text.decode(first[: first.index(stop)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_interrupted_answer_stays_as_far_as_it_came(kind: str, count: int) -> None:
+    pair = make_pair(kind, "other")
+    session = pair.session()
+    list(session.stream("Hi", max_tokens=10))
+    stream = session.stream("Go on", max_tokens=200)
+    seen = list(islice(stream, count))
+    stream.close()
+    assert session.messages[-2:] == [
+        {"role": "user", "content": "Go on"},
+        {"role": "assistant", "content": text_of(seen).strip()},
+    ]
+    assert session.statistics.finish_reason is None
+    assert session.statistics.generated_tokens == len(tokens_of(seen))
+    prompt = prompt_of(session, pair, "Why?")
+    assert tokens_of(list(session.stream("Why?", max_tokens=20))) == alone(pair, kind, prompt, 20, Sampling())
+
+
+def test_interrupted_before_the_first_round_is_forgotten() -> None:
+    pair = make_pair("full")
+    session = pair.session()
+    list(session.stream("Hi", max_tokens=5))
+    before = session.messages
+    session.stream("never read", max_tokens=5).close()
+    assert session.messages == before
+    session.stream("never read either", max_tokens=5)
+    prompt = prompt_of(session, pair, "Why?")
+    assert tokens_of(list(session.stream("Why?", max_tokens=20))) == alone(
+        pair, "full", prompt, 20, Sampling()
+    )
+
+
+def test_an_error_in_the_middle_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair("full", "none")
+    session = pair.session()
+    stream = session.stream("Hi", max_tokens=50)
+    seen = list(islice(stream, 4))
+    with monkeypatch.context() as broken:
+        broken.setattr(LMTarget, "verify", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(stream)
+    assert session.messages[-1]["content"] == text_of(seen).strip()
+    prompt = prompt_of(session, pair, "Why?")
+    assert tokens_of(list(session.stream("Why?", max_tokens=20))) == alone(
+        pair, "full", prompt, 20, Sampling()
+    )
+
+
+def test_a_new_stream_closes_the_one_before() -> None:
+    session = make_pair("full").session()
+    first = session.stream("Hi", max_tokens=50)
+    next(first)
+    second = session.stream("Why?", max_tokens=5)
+    assert list(first) == []
+    list(second)
+    assert [m["content"] for m in session.messages if m["role"] == "user"] == ["Hi", "Why?"]
+
+
+FORCED = Sampling(temperature=1.0, seed=1, logit_bias={CLOSE: 60.0})  # the thought ends at once
+MIXED = Sampling(temperature=1.0, seed=4, logit_bias={CLOSE: 2.0})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_thoughts_stay_out_of_later_prompts(kind: str) -> None:
+    pair = make_pair(kind, "other")
+    session = pair.session()
+    for question in QUESTIONS:
+        prompt = prompt_of(session, pair, question, thinking=True)
+        assert pair.text.decode(prompt).count("thought\n") == 1
+        pieces = list(session.stream(question, sampling=MIXED, max_tokens=40, thinking=True))
+        assert tokens_of(pieces) == alone(pair, kind, prompt, 40, MIXED)
+        assert session.messages[-1].get("reasoning_content", "") == text_of(pieces, "thinking").strip()
+        assert session.messages[-1]["content"] == text_of(pieces).strip()
+    assert any("reasoning_content" in message for message in session.messages)
+
+
+def test_thought_that_ends_at_once() -> None:
+    session = make_pair("full").session()
+    pieces = list(session.stream("Hi", sampling=FORCED, max_tokens=3, thinking=True))
+    assert tokens_of(pieces) == [CLOSE] * 3
+    assert [(piece.text, piece.kind) for piece in pieces] == [("", "answer")] * len(pieces)
+
+
+# --- the cache
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "quantized", "shared"])
+def test_cache_is_reused(kind: str) -> None:
+    pair = make_pair(kind)
+    session = pair.session(system="x" * 50)
+    ascii_only = Sampling(logit_bias={i: -100.0 for i in range(tiny.VOCAB) if not _printable(i)})
+    list(session.stream("Hi", sampling=ascii_only, max_tokens=20))
+    first = session.statistics
+    assert first.reused_tokens == 0
+    prompt = prompt_of(session, pair, "Why?")
+    list(session.stream("Why?", sampling=ascii_only, max_tokens=20))
+    # all of the first turn but the pending token: the answer was cut at max_tokens, without a closing mark
+    assert session.statistics.reused_tokens == first.prompt_tokens + 20 - 1
+    assert session.statistics.prompt_tokens == len(prompt)
+
+
+def _printable(token: int) -> bool:
+    text = TOKENIZER.decode([token])
+    return len(text) == 1 and text.isascii() and text.isprintable() and not text.isspace()
+
+
+def test_same_question_again_reads_one_row() -> None:
+    pair = make_pair("full")
+    session = pair.session()
+    first = list(session.stream("Hi", max_tokens=10))
+    session.clear()
+    assert session.messages == []
+    assert tokens_of(list(session.stream("Hi", max_tokens=10))) == tokens_of(first)
+    statistics = session.statistics
+    assert statistics.reused_tokens == statistics.prompt_tokens - 2
+
+
+def test_sessions_do_not_meet() -> None:
+    pair = make_pair("full")
+    one, other = pair.session(), pair.session()
+    first, second = one.stream("Hi", max_tokens=12), other.stream("Why?", max_tokens=12)
+    mixed: tuple[list[Piece], list[Piece]] = ([], [])
+    for a, b in zip(first, second, strict=False):
+        mixed[0].append(a)
+        mixed[1].append(b)
+    for pieces, question in zip(mixed, ("Hi", "Why?"), strict=True):
+        expected = alone(pair, "full", prompt_of(pair.session(), pair, question), 12, Sampling())
+        assert tokens_of(pieces) == expected[: len(tokens_of(pieces))]
+
+
+# --- statistics and refusals
+
+
+def test_statistics() -> None:
+    session = make_pair("full").session()
+    assert session.statistics == Statistics()
+    pieces = list(session.stream("Hi", max_tokens=23))
+    rounds = [piece.round for piece in pieces if piece.round]
+    statistics = session.statistics
+    assert statistics.rounds == len(rounds) and statistics.generated_tokens == 23
+    assert statistics.drafted == sum(r.drafted for r in rounds) == sum(statistics.drafted_at)
+    assert statistics.accepted == sum(r.accepted for r in rounds) == sum(statistics.accepted_at) > 0
+    assert statistics.acceptance_length == pytest.approx(5, abs=1)
+    assert statistics.finish_reason == "length" and statistics.reason == Reason.FIXED
+    assert statistics.prefill_seconds > 0 and statistics.decode_seconds > 0
+    assert statistics.tokens_per_second == 23 / statistics.decode_seconds
+
+
+def test_every_round_has_one_piece_that_names_it() -> None:
+    session = make_pair("full", eos=tuple(range(200, 210))).session()
+    pieces = list(session.stream("Hi", max_tokens=60))
+    assert pieces[-1].round is None or pieces[-1].round.finish_reason
+    assert len([p for p in pieces if p.round]) == session.statistics.rounds
+
+
+def test_prompt_too_long_leaves_the_conversation_alone() -> None:
+    pair = make_pair("full", context=100)
+    session = pair.session()
+    list(session.stream("Hi", max_tokens=10))
+    before, statistics = session.messages, session.statistics
+    with pytest.raises(PromptTooLong, match=r"the prompt has \d+ tokens and the context .* ends at 100"):
+        session.stream("x" * 200, max_tokens=10)
+    with pytest.raises(InvalidValue, match="max_tokens is 0"):
+        session.stream("x", max_tokens=0)
+    assert session.messages == before and session.statistics == statistics
+    list(session.stream("x", max_tokens=500))
+    assert session.statistics.prompt_tokens + session.statistics.generated_tokens == 100
+    assert session.statistics.finish_reason == "length"
+
+
+def test_no_template_no_session() -> None:
+    pair = make_pair("full")
+    bare = Pair(pair.facts, Text(TOKENIZER, None, ()), MODELS["full"], None, lambda: Fixed(0))
+    with pytest.raises(InvalidValue, match="no chat template"):
+        bare.session()
+
+
+# --- without a session
+
+
+def test_pair_generates() -> None:
+    prompt = TOKENIZER.encode("one two one two one").ids
+    expected = alone(make_pair("full"), "full", prompt, 20, Sampling())
+    ends = next(t for i, t in enumerate(expected) if i >= 3 and t not in expected[:i])
+    until = expected[: expected.index(ends) + 1]
+    for pair, stop in ((make_pair("full"), (ends,)), (make_pair("full", eos=(ends,)), ())):
+        rounds = list(pair.generate(prompt, max_tokens=20, stop=stop))
+        assert [token for round in rounds for token in round.tokens] == until
+        assert rounds[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error", "message"),
+    [
+        ([], 5, InvalidValue, "the prompt is empty"),
+        ([1], 0, InvalidValue, "max_tokens is 0, it must be 1 or more"),
+        ([1, 256], 5, InvalidValue, "the prompt holds token 256, this target has tokens 0 to 255"),
+        ([-1], 5, InvalidValue, "the prompt holds token -1"),
+        ([1] * 64, 5, PromptTooLong, "the prompt has 64 tokens and the context of this target ends at 64"),
+    ],
+)
+def test_refusals_come_before_the_first_round(
+    prompt: list[int], max_tokens: int, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        make_pair("full", context=64).generate(prompt, max_tokens=max_tokens)
+    assert "\n" not in str(caught.value)
