@@ -1,0 +1,66 @@
+"""One training run: a model, its optimizer and how far it has come; saved so that it can go on."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mlx_spec.demo.recipe.optimizer import Optimizer
+
+WARMUP, DECAY = 150, 0.35  # steps; share of the steps over which the rate falls to zero
+
+
+def rate_at(step: int, steps: int, peak: float) -> float:
+    """Returns the learning rate: warm-up, constant, then linear to zero."""
+    if step < WARMUP:
+        return peak * (step + 1) / WARMUP
+    return peak * min(1.0, max(0.0, (steps - step) / (steps * DECAY)))
+
+
+class Run:
+    """A training run of `steps` steps, going on from `file` if that exists."""
+
+    def __init__(self, model: nn.Module, file: Path, steps: int, peak: float) -> None:
+        self.model, self.file, self.steps, self.peak = model, file, steps, peak
+        self.optimizer = Optimizer(model)
+        self.done, self.log = 0, list[dict[str, object]]()
+        seconds = 0.0
+        if file.exists():
+            state = torch.load(file, weights_only=False)
+            model.load_state_dict(state["model"])
+            self.optimizer.load(state["optimizer"])
+            self.done, seconds, self.log = state["step"], state["seconds"], state["log"]
+        self._began = time.perf_counter() - seconds
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in this run and those it goes on from."""
+        return time.perf_counter() - self._began
+
+    def step(self, loss: torch.Tensor) -> float:
+        """Takes a step down the gradient of the loss and returns its value."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(rate_at(self.done, self.steps, self.peak))
+        self.done += 1
+        return loss.item()
+
+    def note(self, entry: dict[str, object]) -> None:
+        """Adds a line to the log and prints it."""
+        self.log.append({"step": self.done, **entry, "seconds": round(self.seconds)})
+        print(json.dumps(self.log[-1]), flush=True)
+
+    def save(self) -> None:
+        """Writes the checkpoint, whole or not at all."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state()}
+        temporary = self.file.with_suffix(".tmp")
+        torch.save({**state, "step": self.done, "seconds": self.seconds, "log": self.log}, temporary)
+        temporary.replace(self.file)
+
+    def write_log(self, file: Path, facts: dict[str, object]) -> None:
+        """Writes the log with what is to be known about the run."""
+        about = {**facts, "steps": self.steps, "peak_rate": self.peak, "torch": torch.__version__}
+        file.write_text(
+            json.dumps({**about, "seconds": round(self.seconds), "log": self.log}, indent=1) + "\n"
+        )
