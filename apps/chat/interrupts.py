@@ -1,0 +1,90 @@
+"""What Ctrl-C does: leaves while the program starts, clears the line at the prompt, stops an answer."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Self
+
+INTERRUPTED = 130  # exit status, 128 + SIGINT
+
+
+class _Mode(enum.Enum):
+    START = enum.auto()
+    PROMPT = enum.auto()
+    ANSWER = enum.auto()
+    QUIET = enum.auto()
+
+
+class Interrupts:
+    """The SIGINT handler of the program, as a context manager.
+
+    At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
+    prompt it raises KeyboardInterrupt. During an answer the first one is noted, to be looked at between
+    rounds, and the second one raises. At other times it is ignored.
+    """
+
+    def __init__(self) -> None:
+        self._mode = _Mode.START
+        self._pressed = False
+        self._hint = ""
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether Ctrl-C was pressed during the last answer."""
+        return self._pressed
+
+    @contextmanager
+    def prompting(self) -> Iterator[None]:
+        """The program waits for a line."""
+        self._mode = _Mode.PROMPT
+        try:
+            yield
+        finally:
+            self.settle()
+
+    @contextmanager
+    def answering(self, hint: str) -> Iterator[None]:
+        """An answer is made. Before `begun`, the first Ctrl-C puts `hint` on stderr."""
+        self._mode, self._pressed, self._hint = _Mode.ANSWER, False, hint
+        try:
+            yield
+        finally:
+            self.settle()
+
+    def begun(self) -> None:
+        """The first round is done: from now on one Ctrl-C stops the answer in no time."""
+        self._hint = ""
+
+    def settle(self) -> None:
+        """Ignore Ctrl-C: the answer is over, and its caches are being put in order."""
+        self._mode = _Mode.QUIET
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._mode is _Mode.START:
+            newline = "\n" if os.isatty(2) else ""
+            _say(f"{newline}mlx-spec: interrupted\n")
+            os._exit(INTERRUPTED)
+        if self._mode is _Mode.ANSWER and not self._pressed:
+            self._pressed = True
+            _say(self._hint)
+        elif self._mode is not _Mode.QUIET:
+            self.settle()
+            raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    # Not by sys.stderr: the signal may have come in the middle of a buffered write.
+    with suppress(OSError):
+        os.write(2, text.encode())
