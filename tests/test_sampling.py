@@ -48,9 +48,11 @@ def logits(rows: int, seed: int = 0, dtype: mx.Dtype = mx.float32, vocab: int = 
     return (mx.random.normal((rows, vocab), key=mx.random.key(seed)) * 2).astype(dtype)
 
 
-def reference(sampling: Sampling, row: np.ndarray, history: Sequence[int]) -> np.ndarray:
+def reference(
+    sampling: Sampling, row: np.ndarray, history: Sequence[int], prompt_length: int = len(PROMPT)
+) -> np.ndarray:
     """The law of the token after `history`, from logits [V]; the definitions, one token at a time."""
-    row, generated = row.astype(np.float64).copy(), list(history[len(PROMPT) :])
+    row, generated = row.astype(np.float64).copy(), list(history[prompt_length:])
     for t in set(history):
         row[t] *= sampling.repetition_penalty ** -np.sign(row[t])
     for t in set(generated):
@@ -59,7 +61,7 @@ def reference(sampling: Sampling, row: np.ndarray, history: Sequence[int]) -> np
         row[t] += bias
     law = np.exp((row - row.max()) / sampling.temperature)
     if sampling.top_k:
-        law[law < sorted(law)[-min(sampling.top_k, V)]] = 0
+        law[law < sorted(law)[-min(sampling.top_k, len(law))]] = 0
     law /= law.sum()
     if sampling.top_p < 1:
         law = np.where([law[law > share].sum() < sampling.top_p for share in law], law, 0)
