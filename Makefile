@@ -31,7 +31,8 @@ endif
 .PHONY: chat test lint bench clean
 
 chat: $(READY)
-	@exec $(PY) -m mlx_spec.chat $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
+	@if [ -n "$$MLX_SPEC_PROMPT" ]; then exec </dev/null; fi; \
+	exec $(PY) -m mlx_spec.chat $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
 
 test: lint
 	$(PY) -m pytest -q

@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.types import (
     Decision,
-    DraftLengthPolicy,
     Drafter,
-    Reason,
+    DraftLengthPolicy,
     Round,
     Sampler,
     Target,
@@ -143,5 +142,4 @@ class _Sequence:
 
 def _read(array: mx.array) -> list[int]:
     """The one device-to-host copy of a round."""
-    values: list[int] = array.tolist()
-    return values
+    return cast(list[int], array.tolist())

@@ -1,4 +1,4 @@
-"""An unmodified mlx-lm model as a Target: taps on the layers a drafter reads, writes on trial, exact rollback."""
+"""An unmodified mlx-lm model as a Target: taps on what a drafter reads, writes on trial, exact rollback."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class LMTarget:
         return features
 
     def rewind(self, size: int) -> int:
-        """Keep at most the first `size` tokens. Returns how many were kept: fewer where rows are gone for good.
+        """Keep at most the first `size` tokens. Returns how many were kept: fewer where rows are gone.
 
         The fall-back is the end of the last prefill, then the start.
         """
@@ -189,7 +189,10 @@ class LMTarget:
         return logits[rows.size - T :] if rows.size > T else logits
 
     def _features(self, keep: int) -> Features:
-        hidden = [mx.concatenate(h)[:keep] if len(h) > 1 else h[0][:keep] for h in zip(*self._seen, strict=True)]
+        hidden = [
+            mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
+            for h in zip(*self._seen, strict=True)
+        ]
         layers = len(self._needs.hidden_layers)
         return Features(
             tuple(hidden[:layers]) if hidden else (),
@@ -206,7 +209,8 @@ class LMTarget:
 
 def _decoder(model: nn.Module) -> nn.Module:
     """The module that holds the list of decoder layers."""
-    return _outer(model)["model"]
+    decoder: nn.Module = _outer(model)["model"]
+    return decoder
 
 
 def _outer(model: nn.Module) -> nn.Module:

@@ -74,7 +74,9 @@ class Draft:
     """K guesses for the tokens after the pending one; K may be 0."""
 
     tokens: mx.array  # [K] int32
-    probs: mx.array | None = None  # [K, V] float32, the law each token was drawn from; None: no chance involved
+    probs: mx.array | None = (
+        None  # [K, V] float32, the law each token was drawn from; None: no chance involved
+    )
     confidence: mx.array | None = None  # [K] the drafter's own probability of each token
 
 
@@ -116,7 +118,7 @@ class Target(Protocol):
         ...
 
     def verify(self, tokens: mx.array) -> mx.array:
-        """Write T tokens on trial. Returns logits [T, V]; `commit` must follow. A second call extends the trial."""
+        """Write T tokens on trial, or T more. Returns logits [T, V]; `commit` ends the trial."""
         ...
 
     def commit(self, keep: int) -> Features:
@@ -141,7 +143,7 @@ class Sampler(Protocol):
         ...
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Judge a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, recovered or bonus token."""
+        """Judge a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
         ...
 
 

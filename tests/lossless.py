@@ -19,7 +19,7 @@ GREEDY = Sampling()
 
 
 class Scripted:
-    """Drafts the truth and spoils every n-th draft in its middle, so that accept, partial accept and reject run."""
+    """Drafts the truth and spoils every n-th in its middle: accept, partial accept and reject all run."""
 
     def __init__(self, truth: Sequence[int], spoil: int = 0, needs: FeatureSpec | None = None) -> None:
         self.truth, self.spoil, self.needs = list(truth), spoil, needs or FeatureSpec()

@@ -71,7 +71,9 @@ def test_shared_kv_holds_committed_rows_only() -> None:
     assert features.shared_kv is not None and drafter.seen[-1].shared_kv is not None
     expected, seen = features.shared_kv(), drafter.seen[-1].shared_kv()
     assert set(expected) == {"full_attention", "sliding_attention"}
-    assert expected["full_attention"].keys.shape[2] == 59 and expected["sliding_attention"].keys.shape[2] == 15
+    assert (
+        expected["full_attention"].keys.shape[2] == 59 and expected["sliding_attention"].keys.shape[2] == 15
+    )
     for name, rows in expected.items():
         assert mx.allclose(rows.keys, seen[name].keys, atol=1e-4).item()
         assert mx.allclose(rows.values, seen[name].values, atol=1e-4).item()
@@ -182,9 +184,7 @@ def test_switching_between_plain_and_speculative_rounds(kind: str) -> None:
 
 @pytest.mark.parametrize("K", [0, 4])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5)])
-def test_one_device_to_host_copy_a_round(
-    K: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
     read = engine._read
     monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))

@@ -23,7 +23,9 @@ KV_BITS = {"quantized KV": 8}
 def model(kind: str) -> nn.Module:
     if kind == "recurrent":
         return tiny.recurrent()
-    return tiny.shared(pattern={"full": "ffffffff", "window 16": "sssfsssf", "quantized KV": "sffsffsf"}[kind])
+    return tiny.shared(
+        pattern={"full": "ffffffff", "window 16": "sssfsssf", "quantized KV": "sffsffsf"}[kind]
+    )
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16) -> nn.Module:
 
 
 def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "sssfsssf") -> nn.Module:
-    """A Gemma 4 with the switches of E2B: per-layer inputs, 4 KV-shared layers, sliding and full attention."""
+    """A Gemma 4 with the switches of E2B: per-layer inputs, 4 KV-shared layers, both kinds of attention."""
     args = gemma4_text.ModelArgs(
         hidden_size=64,
         num_hidden_layers=len(pattern),

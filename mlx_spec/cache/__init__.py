@@ -1,4 +1,4 @@
-"""KV caches that unmodified mlx-lm models accept, with exact rollback: one rule per kind, refused if there is none."""
+"""KV caches that unmodified mlx-lm models accept, with exact rollback: one rule a kind, or refused."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class FullCache:
 
 
 def write(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:
-    """`buffer` [1, H, capacity, D] with `rows` at start..end, grown to the next bucket where it is too short."""
+    """`buffer` [1, H, capacity, D] with `rows` at start..end, grown to the next bucket if too short."""
     if buffer is None or end > buffer.shape[2]:
         grown = mx.zeros((*rows.shape[:2], bucket(end), rows.shape[3]), rows.dtype)
         if buffer is not None:

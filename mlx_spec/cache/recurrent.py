@@ -1,4 +1,4 @@
-"""State of recurrent layers (gated delta nets, convolutions, Mamba): kept by reference, restored, replayed."""
+"""State of recurrent layers (delta nets, convolutions, Mamba): kept by reference, restored, replayed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 
-class RecurrentCache(ArraysCache):  # type: ignore[misc]  # models test for the class by name
+class RecurrentCache(ArraysCache):
     """The arrays of one recurrent layer.
 
     A running state cannot be shortened. Models replace its arrays and never write into them, so a snapshot
@@ -27,4 +27,5 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]  # models test for the 
 
     def arrays(self) -> list[mx.array]:
         """The arrays to evaluate after a prefill."""
-        return [a for a in self.cache if a is not None]
+        arrays: list[mx.array | None] = list(self.cache)
+        return [array for array in arrays if array is not None]

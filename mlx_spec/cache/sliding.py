@@ -98,7 +98,7 @@ class SlidingCache:
         self.offset = min(self.offset, size)
 
     def snapshot(self) -> Any:
-        """What `restore` needs to come back here: references. Live rows are never written again, only moved."""
+        """What `restore` needs to come back here: references, since live rows are moved, never rewritten."""
         return self.offset, self._first, self._keys, self._values
 
     def restore(self, saved: Any) -> None:

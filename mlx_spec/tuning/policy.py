@@ -22,7 +22,8 @@ class Fixed:
     def __init__(self, num_draft_tokens: int, reason: Reason = Reason.FIXED) -> None:
         if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InvalidValue(
-                f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: 0 is plain decoding"
+                f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
+                "0 is plain decoding"
             )
         self._decision = Decision(num_draft_tokens, reason)
 
