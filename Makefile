@@ -35,7 +35,7 @@ chat: $(READY)
 	exec $(PY) -m mlx_spec.chat $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
 
 test: lint
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n auto
 
 lint: $(READY)-test
 	$(PY) -m ruff check .
