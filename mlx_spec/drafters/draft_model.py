@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
+from mlx_spec.checkpoint import AGAIN, check_weights, one_line
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -138,10 +139,12 @@ def open_draft_model(
 ) -> DraftModelSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     vocabulary = Vocabulary(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
+    check_weights(path)
+    given: dict[str, Any] = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
     try:
-        model, _ = load_model(path)
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
-        raise BadCheckpoint(f"draft model {path}: {error}") from error
+        model, _ = load_model(path, model_config=given)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+        raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
     LMTarget(model)  # refuses here and not in the middle of a sequence
     return DraftModelSource(model, vocabulary, str(config["model_type"]))
 
@@ -149,5 +152,5 @@ def open_draft_model(
 def _vocab_size(config: Mapping[str, Any], role: str) -> int:
     size = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size")
     if not isinstance(size, int):
-        raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': download or convert it again")
+        raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size

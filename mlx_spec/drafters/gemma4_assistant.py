@@ -15,7 +15,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.checkpoint import load_weights
 from mlx_spec.drafters.gemma4_network import (
     FULL,
     SLIDING,
@@ -24,6 +23,7 @@ from mlx_spec.drafters.gemma4_network import (
     HeadShape,
     head_shape,
 )
+from mlx_spec.drafters.weights import load_weights
 from mlx_spec.errors import Mismatch
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
@@ -108,6 +108,7 @@ def open_assistant(
     check_fit(assistant, target_config)
     network = AssistantNetwork(assistant)
     load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
+    network.sort_table()
     return AssistantSource(network, assistant.sliding_window, assistant.vocab_size)
 
 

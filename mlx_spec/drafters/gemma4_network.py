@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import required
+from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import KVRows
 
@@ -139,18 +139,21 @@ class AssistantNetwork(nn.Module):
 
     def logits(self, normed: mx.array) -> mx.array:
         """Final norm [1, h] to logits [1, V]; a centroid head leaves all but its best clusters at -inf."""
+        table = self.model.embed_tokens
         if "masked_embedding" not in self:
-            return self.dense_logits(normed)
-        candidates = self.masked_embedding.candidates(normed)
-        rows = self.model.embed_tokens(candidates)  # [C, h], dequantized where the table is quantized
-        scores = normed @ rows.T
-        empty = mx.full((1, self.model.embed_tokens.weight.shape[0]), -mx.inf, dtype=scores.dtype)
-        return mx.put_along_axis(empty, candidates[None], scores, axis=-1)
+            logits: mx.array = table.as_linear(normed)
+            return logits
+        candidates, scores = self.masked_embedding(normed, table)
+        empty = mx.full((1, table.weight.shape[0]), -mx.inf, dtype=scores.dtype)
+        return mx.put_along_axis(empty, candidates, scores, axis=-1)
 
-    def dense_logits(self, normed: mx.array) -> mx.array:
-        """Final norm [1, h] to logits [1, V] of every token."""
-        logits: mx.array = self.model.embed_tokens.as_linear(normed)
-        return logits
+    def sort_table(self) -> None:
+        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head."""
+        if "masked_embedding" in self:
+            order = self.masked_embedding.token_ordering.astype(mx.int32)
+            self.masked_embedding.token_ordering = order
+            table = self.model.embed_tokens
+            table.update({name: rows[order] for name, rows in table.parameters().items()})
 
 
 class _Body(nn.Module):
@@ -219,7 +222,11 @@ class _MLP(nn.Module):
 
 
 class _Centroids(nn.Module):
-    """Finds the clusters of tokens worth scoring: 2048 dot products stand for 262144."""
+    """Scores the tokens of the best clusters alone: 2048 + 4096 dot products stand for 262144.
+
+    The rows of a cluster are neighbours in the sorted table, so that its scores are one gathered product,
+    of a quantized table too.
+    """
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
@@ -227,12 +234,32 @@ class _Centroids(nn.Module):
         self.centroids = nn.Linear(config.hidden_size, config.num_centroids, bias=False)
         self.token_ordering = mx.zeros((config.vocab_size,), dtype=mx.int32)  # token ids, cluster by cluster
 
-    def candidates(self, normed: mx.array) -> mx.array:
-        """Final norm [1, h] to the token ids [C] of the best clusters."""
-        scores = self.centroids(normed)[0]
-        best = mx.argpartition(scores, kth=-self._top_k)[-self._top_k :]
-        clusters: mx.array = self.token_ordering.reshape(scores.shape[0], -1)
-        return clusters[best].reshape(-1)
+    def __call__(
+        self, normed: mx.array, table: nn.Embedding | nn.QuantizedEmbedding
+    ) -> tuple[mx.array, mx.array]:
+        """Final norm [1, h] and the sorted table to token ids [1, C] and their scores [1, C]."""
+        similar = self.centroids(normed)[0]
+        best = mx.argpartition(similar, kth=-self._top_k)[-self._top_k :]
+        clusters = {
+            name: rows.reshape(similar.shape[0], -1, rows.shape[-1])
+            for name, rows in table.parameters().items()
+        }
+        if isinstance(table, nn.QuantizedEmbedding):
+            scores = mx.gather_qmm(
+                normed[None],
+                clusters["weight"],
+                clusters["scales"],
+                clusters.get("biases"),
+                rhs_indices=best,
+                transpose=True,
+                group_size=table.group_size,
+                bits=table.bits,
+                mode=table.mode,
+            )
+        else:
+            scores = mx.gather_mm(normed[None], clusters["weight"].swapaxes(-1, -2), rhs_indices=best)
+        tokens = self.token_ordering.reshape(similar.shape[0], -1)[best]
+        return tokens.reshape(1, -1), scores.reshape(1, -1)
 
 
 @partial(mx.compile, shapeless=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,20 +11,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import infer_quant_config
 
+from mlx_spec.checkpoint import AGAIN, WEIGHTS, check_weights, shortened
 from mlx_spec.errors import BadCheckpoint
 
 Value = TypeVar("Value")
-
-SHOWN = 3  # tensor names in a message
 
 
 def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str) -> Value:
     """`config[key]`, which must be there and of type `kind`; `where` names the config in the error."""
     value = config.get(key)
     if value is None:
-        raise BadCheckpoint(
-            f"{where} has no {key!r}: the checkpoint is incomplete, download or convert it again"
-        )
+        raise BadCheckpoint(f"{where} has no {key!r}: {AGAIN}")
     if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -43,62 +39,29 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     expected = dict(tree_flatten(module.parameters()))
     _refuse(folder, "lacks the tensors", expected.keys() - tensors.keys())
     _refuse(folder, "has tensors that this drafter has no use for:", tensors.keys() - expected.keys())
-    wrong = [
-        f"{name} {list(array.shape)} instead of {list(expected[name].shape)}"
-        for name, array in tensors.items()
-        if array.shape != expected[name].shape
-    ]
-    _refuse(folder, "has tensors of another shape than its config.json says:", wrong)
+    forms = {name: (_form(array), _form(expected[name])) for name, array in tensors.items()}
+    wrong = [f"{name} {ours} instead of {theirs}" for name, (ours, theirs) in forms.items() if ours != theirs]
+    _refuse(folder, "has tensors of another form than its config.json says:", wrong)
     module.update(tree_unflatten(list(tensors.items())))
     module.eval()
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of the safetensors in `folder`, unread."""
+    """Every tensor of the safetensors in `folder`, unread. Raises BadCheckpoint for missing and cut files."""
+    check_weights(folder)
     tensors: dict[str, mx.array] = {}
-    for file in _files(folder):
-        _check_complete(file)
+    for file in sorted(folder.glob(WEIGHTS)):
         loaded = mx.load(str(file))
         assert isinstance(loaded, dict)
         tensors |= loaded
     return tensors
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-    else:
-        shards = json.loads(index.read_text())["weight_map"].values()
-        files = [folder / name for name in sorted(set(shards))]
-    missing = [file.name for file in files if not file.exists()]
-    if missing or not files:
-        raise BadCheckpoint(f"{folder} lacks {', '.join(missing) or 'safetensors files'}: download it again")
-    return files
-
-
-def _check_complete(file: Path) -> None:
-    """Refuse a safetensors file that ends before its last tensor, or whose header cannot be read."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(length)) if length <= size else None
-        except ValueError:  # UnicodeDecodeError and JSONDecodeError
-            header = None
-    if not isinstance(header, dict):
-        raise BadCheckpoint(f"{file} is no safetensors file or was cut off: download it again")
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    if 8 + length + max(ends, default=0) != size:
-        expected = 8 + length + max(ends, default=0)
-        raise BadCheckpoint(f"{file} has {size} bytes, its header says {expected}: download it again")
-
-
 def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:
     """Turn the layers whose weight has scales into quantized ones of the same bits and group size."""
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
-        if f"{path}.scales" not in tensors or f"{path}.weight" not in tensors:
+        if not isinstance(layer, nn.Linear | nn.Embedding) or f"{path}.scales" not in tensors:
             return False
         return dict(infer_quant_config(path, layer, tensors))
 
@@ -109,8 +72,11 @@ def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> 
             raise BadCheckpoint(f"{folder}: {error}") from error
 
 
+def _form(array: mx.array) -> str:
+    kind = "integers" if mx.issubdtype(array.dtype, mx.integer) else "floats"
+    return f"{kind} {list(array.shape)}"
+
+
 def _refuse(folder: Path, problem: str, names: Collection[str]) -> None:
     if names:
-        shown = sorted(names)[:SHOWN]
-        rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise BadCheckpoint(f"{folder} {problem} {', '.join(shown)}{rest}: download or convert it again")
+        raise BadCheckpoint(f"{folder} {problem} {shortened(sorted(names))}: {AGAIN}")
