@@ -62,17 +62,17 @@ def answer(monkeypatch, *arguments: str, stdin: bytes = b"") -> int:
 class Screen:
     """The program on a terminal of its own."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, stdin: int | None = None) -> None:
         self.text = ""
         self._seen = 0
         self._end, terminal = pty.openpty()
         clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
-            stdin=terminal,
+            stdin=terminal if stdin is None else stdin,
             stdout=terminal,
             stderr=terminal,
-            env=clean | {"TERM": "xterm"} | environment,
+            env=clean | {"TERM": "xterm"},
             start_new_session=True,
             preexec_fn=_take_terminal,
         )
@@ -82,8 +82,8 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        with self.process:  # closes its stdin, waits
+            self.process.kill()
         os.close(self._end)
 
     def type(self, text: str) -> None:
@@ -117,7 +117,7 @@ class Screen:
 
 
 def _take_terminal() -> None:
-    os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session leader opens controls it
+    os.close(os.open(os.ttyname(1), os.O_RDWR))  # the first terminal that a session leader opens controls it
 
 
 # --- arguments
@@ -407,7 +407,7 @@ def test_conversation():
         screen.type("What does os.path.join do?\n")
         screen.wait_for(r"join do\?\r\n(.*\S.*)\r\n\x1b\[2m" + STATUS)
         screen.wait_for("> ")
-        screen.type("And os.path.split?\n")
+        screen.type("\x1b[200~And os.path.split?\n# a second line\x1b[201~\n")  # as a terminal pastes
         screen.wait_for(STATUS + r", \d+ of \d+ prompt tokens reused")
         screen.wait_for("> ")
         screen.type("/stats\n")
@@ -421,6 +421,7 @@ def test_conversation():
         screen.type("\x04")
         assert screen.leave() == 0
         assert "Traceback" not in screen.text
+        assert screen.text.count(" tokens/s · ") == 3  # two answers, /stats
 
 
 def test_interrupts_of_a_conversation(endless):
@@ -432,16 +433,13 @@ def test_interrupts_of_a_conversation(endless):
         for message, status in (("hello", " · interrupted"), ("more", ", .* reused · interrupted")):
             screen.wait_for("> ")
             screen.type(f"{message}\n")
-            screen.wait_for(f"{message}\\r\\n.+")
+            screen.wait_for(f"{message}\\r\\n(\\x1b\\[\\?2004l\\r)?[^\\x1b]+")
             screen.type("\x03")
             screen.wait_for(STATUS + status)
         screen.wait_for("> ")
         screen.type("/exit\n")
         assert screen.leave() == 0
         assert "Traceback" not in screen.text
-
-
-# --- Ctrl-C without a terminal
 
 
 def test_interrupt_of_one_answer(endless):
@@ -456,12 +454,11 @@ def test_interrupt_of_one_answer(endless):
 
 
 def test_interrupt_before_the_answer():
-    pipe = subprocess.PIPE
-    with subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        assert b"stdin" in process.stderr.readline()  # says that it waits for a prompt
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=LIMIT)
-    assert (process.returncode, out, err) == (130, b"", b"mlx-spec: interrupted\n")
+    with Screen(stdin=subprocess.PIPE) as screen:
+        screen.wait_for("reading the prompt from stdin until its end")
+        screen.type("\x03")
+        assert screen.leave() == 130
+        assert screen.text.endswith("\r\nmlx-spec: interrupted\r\n") and "Traceback" not in screen.text
 
 
 def test_second_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
@@ -482,6 +479,8 @@ def test_second_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
         assert answerer.answer(session, "word " * 50_000) == INTERRUPTED
         pressing.join()
         assert "interrupted" in capfd.readouterr().err
+        with interrupts.prompting():
+            pass
         assert answerer.answer(session, "more") == 0
         after = capfd.readouterr().out
         fresh = pair.session()

@@ -24,8 +24,8 @@ class Interrupts:
     """The SIGINT handler of the program, as a context manager.
 
     At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
-    prompt it raises KeyboardInterrupt. During an answer the first one is noted, to be looked at between
-    rounds, and the second one raises. At other times it is ignored.
+    prompt it raises KeyboardInterrupt. From then on the first one is noted, to be looked at between the
+    rounds of an answer. During an answer, the second one raises.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Interrupts:
 
     @property
     def pressed(self) -> bool:
-        """Whether Ctrl-C was pressed during the last answer."""
+        """Whether Ctrl-C was pressed since the last line was entered."""
         return self._pressed
 
     @contextmanager
     def prompting(self) -> Iterator[None]:
         """The program waits for a line."""
-        self._mode = _Mode.PROMPT
+        self._mode, self._pressed = _Mode.PROMPT, False
         try:
             yield
         finally:
@@ -57,7 +57,7 @@ class Interrupts:
     @contextmanager
     def answering(self, hint: str) -> Iterator[None]:
         """An answer is made. Before `begun`, the first Ctrl-C puts `hint` on stderr."""
-        self._mode, self._pressed, self._hint = _Mode.ANSWER, False, hint
+        self._mode, self._hint = _Mode.ANSWER, hint
         try:
             yield
         finally:
@@ -68,7 +68,7 @@ class Interrupts:
         self._hint = ""
 
     def settle(self) -> None:
-        """Ignore Ctrl-C: the answer is over, and its caches are being put in order."""
+        """Raise nothing: the answer is over, and its caches are being put in order."""
         self._mode = _Mode.QUIET
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
@@ -76,12 +76,12 @@ class Interrupts:
             newline = "\n" if os.isatty(2) else ""
             _say(f"{newline}mlx-spec: interrupted\n")
             os._exit(INTERRUPTED)
-        if self._mode is _Mode.ANSWER and not self._pressed:
-            self._pressed = True
-            _say(self._hint)
-        elif self._mode is not _Mode.QUIET:
+        if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and self._pressed):
             self.settle()
             raise KeyboardInterrupt
+        self._pressed = True
+        if self._mode is _Mode.ANSWER:
+            _say(self._hint)
 
 
 def _say(text: str) -> None:

@@ -26,7 +26,7 @@ def _piped_text(terminal: Terminal) -> str | None:
     """All of stdin, or None when it is a terminal or closed. Raises InvalidValue if it is not text."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    if not select.select([sys.stdin], [], [], PATIENCE)[0]:
+    if terminal.is_watched and not select.select([sys.stdin], [], [], PATIENCE)[0]:
         terminal.note("reading the prompt from stdin until its end; </dev/null if there is none")
     try:
         return sys.stdin.buffer.read().decode()

@@ -63,8 +63,7 @@ class Terminal:
 
     def ask(self, prompt: str) -> str:
         """A line from the user, with editing. Raises EOFError, and InvalidValue if it is not text."""
-        with suppress(ImportError):
-            import readline  # noqa: F401  # input() uses it
+        _edit_lines()
         if not _is_terminal(sys.stdout):  # then input() would put the prompt into the answers
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
@@ -108,6 +107,14 @@ def checked(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidValue(f"{name} is not valid text at character {error.start}: give UTF-8") from error
     return text
+
+
+def _edit_lines() -> None:
+    with suppress(ImportError):
+        import readline  # input() uses it
+
+        # Several lines pasted at once are one message. Python switches that off.
+        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
