@@ -64,7 +64,7 @@ def load(
     source, drafter_size = _open_drafter(names, folder, config, text)
     model = _load_target(folder, config)
     facts = Facts(
-        names.target, names.drafter, _vocab_size(model, config, text), _context(config), size, drafter_size
+        names.target, names.drafter, _vocab_size(config, text), _context(config), size, drafter_size
     )
     policy = _Policy(num_draft_tokens, has_drafter=source is not None, disabled=drafter == NONE)
     pair = Pair(facts, text, model, source, policy, kv_bits)
@@ -170,20 +170,21 @@ def _check_vocabularies(drafter: Path, target: Path, text: Text) -> None:
             )
 
 
-def _load_target(folder: Path, config: dict[str, Any]) -> nn.Module:
+def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """The model, by mlx-lm. Whatever its loader trips over becomes one line."""
-    from mlx_lm.utils import load_model
+    from mlx_lm.utils import load_config, load_model
 
-    mended_only: dict[str, Any] = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
     try:
-        model, _ = load_model(folder, strict=True, model_config=mended_only)
+        as_read = load_config(folder)
+        changed = {key: value for key, value in mended(as_read).items() if value != as_read.get(key)}
+        model, _ = load_model(folder, strict=True, model_config=changed)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
         problem = f"no {error}" if isinstance(error, KeyError) else one_line(error)
         raise BadCheckpoint(f"{folder} cannot be loaded as {config['model_type']}: {problem}") from error
     return model
 
 
-def _vocab_size(model: nn.Module, config: Mapping[str, Any], text: Text) -> int:
+def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
     """Rows of the logits, padding included."""
     size = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size")
     return size if isinstance(size, int) else max(text.vocabulary().values()) + 1

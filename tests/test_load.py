@@ -158,7 +158,9 @@ def test_manifest(saved: Path, tmp_path: Path, inside: bool) -> None:
     assert "target and drafter must be paths" in refused(BadCheckpoint, place)
 
 
-@pytest.mark.skipif(not (ROOT / "mlx_spec/demo/target").is_dir(), reason="the demo pair is not built")
+@pytest.mark.skipif(
+    not (ROOT / "mlx_spec/demo/drafter/config.json").is_file(), reason="the demo pair is not built"
+)
 def test_demo() -> None:
     pair = load("demo")
     assert (pair.facts.target, pair.facts.drafter) == ("demo", "demo")
@@ -372,6 +374,10 @@ def test_published_pairs(repository: str, drafter: str | None) -> None:
 COMMIT = "0" * 39 + "1"
 
 
+def _etag(name: str) -> str:
+    return name.encode().hex()[:40]
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the hub as a download needs. owner/model is whole; the others answer with an error."""
 
@@ -384,9 +390,10 @@ class Hub(BaseHTTPRequestHandler):
             return self._json({"id": "owner/model", "sha": COMMIT, "siblings": []})
         if self.path.startswith("/api/models/owner/model/tree/"):
             files = [(file.name, file.stat().st_size) for file in self.folder.iterdir()]
-            return self._json([{"type": "file", "path": n, "size": s, "oid": "a" * 40} for n, s in files])
+            return self._json([{"type": "file", "path": n, "size": s, "oid": _etag(n)} for n, s in files])
         if "/resolve/" in self.path:
-            return self._file((self.folder / Path(self.path).name).read_bytes())
+            name = Path(self.path).name
+            return self._send((self.folder / name).read_bytes(), _etag(name))
         if "gated" in self.path:
             return self._error(403, "GatedRepo")
         if "torn" in self.path:
@@ -396,12 +403,13 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _json(self, value: Any) -> None:
-        self._file(json.dumps(value).encode())
+        self._send(json.dumps(value).encode(), "")
 
-    def _file(self, content: bytes) -> None:
+    def _send(self, content: bytes, etag: str) -> None:
         self.send_response(200)
-        for name, value in (("Content-Length", len(content)), ("ETag", '"a"'), ("X-Repo-Commit", COMMIT)):
-            self.send_header(name, str(value))
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)

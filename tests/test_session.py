@@ -112,8 +112,8 @@ def test_turns_are_those_of_plain_decoding(kind: str, drafter: str) -> None:
     session = pair.session(system="You are tiny.")
     for turn, question in enumerate(QUESTIONS):
         prompt = prompt_of(session, pair, question)
-        pieces = list(session.stream(question, sampling=UNMARKED, max_tokens=24))
-        expected = alone(pair, kind, prompt, 24, UNMARKED)
+        pieces = list(session.stream(question, sampling=UNMARKED, max_tokens=16))
+        expected = alone(pair, kind, prompt, 16, UNMARKED)
         assert tokens_of(pieces) == expected
         assert text_of(pieces) == pair.text.decode(expected)
         assert session.statistics.prompt_tokens == len(prompt)
@@ -129,8 +129,8 @@ def test_seeded_turns_are_those_of_plain_decoding(kind: str) -> None:
     for question in QUESTIONS:
         sampling = Sampling(temperature=0.8, top_k=20, seed=5)
         prompt = prompt_of(session, pair, question)
-        pieces = list(session.stream(question, sampling=sampling, max_tokens=24))
-        assert tokens_of(pieces) == alone(pair, kind, prompt, 24, sampling)
+        pieces = list(session.stream(question, sampling=sampling, max_tokens=16))
+        assert tokens_of(pieces) == alone(pair, kind, prompt, 16, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,8 +221,8 @@ def test_thoughts_stay_out_of_later_prompts(kind: str) -> None:
     for question in QUESTIONS:
         prompt = prompt_of(session, pair, question, thinking=True)
         assert pair.text.decode(prompt).count("thought\n") == 1
-        pieces = list(session.stream(question, sampling=MIXED, max_tokens=40, thinking=True))
-        assert tokens_of(pieces) == alone(pair, kind, prompt, 40, MIXED)
+        pieces = list(session.stream(question, sampling=MIXED, max_tokens=24, thinking=True))
+        assert tokens_of(pieces) == alone(pair, kind, prompt, 24, MIXED)
         assert session.messages[-1].get("reasoning_content", "") == text_of(pieces, "thinking").strip()
         assert session.messages[-1]["content"] == text_of(pieces).strip()
     assert any("reasoning_content" in message for message in session.messages)

@@ -15,7 +15,7 @@ from mlx_spec.text import Reader, Text, read_text, read_tokenizer
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = sorted(ROOT.glob("tests/golden/*/target"))
-FOLDERS = [*GOLDEN, *ROOT.glob("mlx_spec/demo/target")]
+FOLDERS = [*GOLDEN, *(file.parent for file in ROOT.glob("mlx_spec/demo/target/config.json"))]
 SAMPLES = [
     "",
     " ",
