@@ -15,7 +15,9 @@ from mlx_spec.pair import Pair
 PROMPT = "> "
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /usr/bin is a message
 HELLO = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
-ABOUT_DEMO = "a small demo model that explains the Python standard library; for a real one: --target REPO_OR_FOLDER"
+ABOUT_DEMO = (
+    "a small demo model that explains the Python standard library; for a real one: --target REPO_OR_FOLDER"
+)
 
 
 def converse(answerer: Answerer) -> int:
