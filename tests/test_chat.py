@@ -33,7 +33,8 @@ from mlx_spec.types import Reason
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "e2b"
 TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
-HAS_DEMO = (ROOT / "mlx_spec" / "demo" / "target" / "model.safetensors").is_file()
+DEMO = ROOT / "mlx_spec" / "demo"
+HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
 PAIR = [] if HAS_DEMO else TINY
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
 STATUS = r"\d+\.\d tokens/s · .*speculation (on|off): .* · \d+ tokens?"
