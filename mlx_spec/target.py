@@ -20,6 +20,8 @@ from mlx_spec.cache import (
 from mlx_spec.errors import NotRewindable
 from mlx_spec.types import Features, FeatureSpec, KVRows, TargetParts
 
+MARK_BEFORE = 32  # tokens before the end of a prompt where the state of a recurrent target is kept, too:
+# what a chat template puts there to begin an answer is often left out when the next turn repeats it
 MAX_REPLAY = 16  # tokens; a longer backlog of a recurrent target is written for good
 
 
@@ -93,7 +95,7 @@ class LMTarget:
         self._trial: list[mx.array] = []
         self._seen: list[list[mx.array]] = []  # per forward pass of the trial, per tap: [T, D]
         self._before: _Before | None = None
-        self._mark: _Mark | None = None
+        self._marks: list[_Mark] = []
 
     @property
     def size(self) -> int:
@@ -103,13 +105,18 @@ class LMTarget:
     def prefill(self, tokens: list[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits. Returns its features, evaluated."""
         self._begin()
-        self._write(mx.array(tokens, dtype=mx.int32))
+        rows = mx.array(tokens, dtype=mx.int32)
+        early = len(tokens) - MARK_BEFORE if self._recurrent else 0
+        if early > 0:
+            self._write(rows[:early])
+            self._set_mark(self._size + early)
+        self._write(rows[max(early, 0) :])
         features = self._features(len(tokens))
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         mx.eval([c.arrays() for c in self._caches], hidden)
         self._size += len(tokens)
         self._end()
-        self._mark = _Mark(self._size, [c.snapshot() for c in self._caches])
+        self._set_mark(self._size)
         return features
 
     def verify(self, tokens: mx.array) -> mx.array:
@@ -140,25 +147,36 @@ class LMTarget:
     def rewind(self, size: int) -> int:
         """Keep at most the first `size` tokens. Returns how many were kept: fewer where rows are gone.
 
-        The fall-back is the end of the last prefill, then the start.
+        The fall-back is a place at or shortly before the end of the last prefill, then the start.
         """
         assert not self._trial, "rewind during a trial"
-        if size >= self._size:
-            return self._size
-        attention = self._attention_caches()
-        if not self._recurrent and all(c.rewinds(size) for c in attention):
-            for cache in attention:
-                cache.rewind(size)
-            self._size = size
-            if self._mark is not None and self._mark.size > size:
-                self._mark = None
-        elif self._mark is not None and self._mark.size <= size:
-            for layer, saved in zip(self._caches, self._mark.snapshots, strict=True):
-                layer.restore(saved)
-            self._size, self._owed = self._mark.size, self._owed[:0]
-        else:
-            self._reset()
+        if size < self._size and (self._recurrent or not self._shorten(size)):
+            marks = self._marks
+            if not any(self._return_to(mark, size) for mark in reversed(marks)):
+                self._reset()
+            self._marks = [mark for mark in marks if mark.size <= self._size]
         return self._size
+
+    def _shorten(self, size: int) -> bool:
+        """Move the offsets of all caches back to `size`, if that is exact. Says whether it is."""
+        attention = self._attention_caches()
+        exact = all(cache.rewinds(size) for cache in attention)
+        for cache in attention if exact else []:
+            cache.rewind(size)
+        self._size = size if exact else self._size
+        return exact
+
+    def _return_to(self, mark: _Mark, size: int) -> bool:
+        """Restore the caches as they were at `mark`, shortened to `size`. Says whether that was exact."""
+        if self._recurrent and mark.size > size:
+            return False
+        for layer, saved in zip(self._caches, mark.snapshots, strict=True):
+            layer.restore(saved)
+        self._size, self._owed = mark.size, self._owed[:0]
+        return self._recurrent or self._shorten(min(size, mark.size))
+
+    def _set_mark(self, size: int) -> None:
+        self._marks = [*self._marks[-1:], _Mark(size, [c.snapshot() for c in self._caches])]
 
     def _begin(self) -> None:
         recurrent = [c.snapshot() for c in self._caches if isinstance(c, RecurrentCache)]

@@ -184,14 +184,24 @@ def test_a_target_rewound_is_a_target_that_never_wrote(kind: str, kv_bits: int |
         assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
 
 
-def test_the_end_of_the_last_prefill_survives_a_long_answer() -> None:
-    for kind in ("sliding", "recurrent"):
-        target = LMTarget(getattr(tiny, kind)())
-        target.prefill(tiny.prompt(30))
-        for token in tiny.prompt(600):
-            target.verify(mx.array([token]))
-            mx.eval(target.commit(1).hidden)
-        assert target.rewind(35) == 30
+@pytest.mark.parametrize(
+    ("kind", "size", "kept"),
+    [("sliding", 95, 90), ("sliding", 80, 80), ("recurrent", 95, 90), ("recurrent", 80, 58)],
+)
+def test_the_end_of_the_last_prefill_survives_a_long_answer(kind: str, size: int, kept: int) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
+    target = LMTarget(model)
+    target.prefill(prompt)
+    for token in tiny.prompt(600):
+        mx.eval(target.verify(mx.array([token])))
+        target.commit(1)
+    assert target.rewind(size) == target.size == kept
+    fresh, other = LMTarget(model), tiny.prompt(30, seed=11)
+    fresh.prefill(prompt[:kept])
+    for each in (target, fresh):
+        each.prefill((prompt + tiny.prompt(5))[kept:size] + other[:-1])
+    expected, got = (each.verify(mx.array(other[-1:])) for each in (fresh, target))
+    assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "shared", "recurrent"])
