@@ -1,4 +1,4 @@
-"""More phrasings, composed of beginnings and ends; the model is trained on them in its second stage."""
+"""More phrasings, composed of beginnings and ends; the model is trained on them in its later stages."""
 
 # ruff: noqa: E501
 # fmt: off
@@ -81,4 +81,43 @@ _TESTED = {t.lower() for templates in HELD_OUT.values() for t in templates}
 MORE: dict[str, tuple[str, ...]] = {
     kind: tuple(t for t in (*_OWN[kind], *(f"{a} {t}" for a in _ASKING for t in tails)) if t.lower() not in _TESTED)
     for kind, tails in _TAILS.items()
+}
+
+# Added in the third stage: what the model got wrong after the second.
+LAST: dict[str, tuple[str, ...]] = {
+    "what": (
+        "How does {n} work", "How does {n} work", "How does {n} work in Python", "How do {n} work", "how {n} works",
+        "Explain how {n} works", "Tell me how {n} works", "How does the {k} {n} work", "How does the {n} {k} work",
+        "Can you explain how {n} works", "I don't know how {n} works", "Show me how {n} works", "How is {n} used",
+        "What use does {n} have", "What purpose does {n} have", "What meaning does {n} have", "What benefit does {n} have",
+        "What good is {n}", "What sort of thing does {n} do", "What does one use {n} for", "What is it that {n} does",
+        "A question about {n}: what does it do", "About {n}", "I have a question about {n}", "What was {n} again",
+        "What does {n} do, in short", "What does {n} do? Answer in one line", "What does {n} do and why",
+        "I need a description of {n}", "I want to understand {n}", "I need to learn {n}", "Help me with {n}",
+        "What is the idea of {n}? Be brief", "Hey what does {n} do", "yo what is {n}", "What does {n} do in my code",
+        "What's this {n} thing", "Why {n}", "What does {n} actually do", "So what is {n}", "Say something about {n}",
+    ),
+    "signature": (
+        "What does the signature of {n} look like", "How does the call of {n} look", "{n} takes what",
+        "What are the arguments to {n}", "What arguments can I use with {n}", "Which arguments go into {n}",
+        "How do I use the arguments of {n}", "arguments for {n}", "parameters for {n}", "Parameter list of {n}",
+        "What arguments can {n} take", "Show me the arguments of {n}", "Show me the parameters of {n}",
+    ),
+    "place": (
+        "In which module can I find {n}", "In which module do I find {n}", "What module do I find {n} in",
+        "What's the import for {n}", "Which module should I import for {n}", "Which module is {n} defined in",
+        "To which module does {n} belong", "Which module do I import to use {n}", "What module is {n} in",
+        "Which library is {n} in", "Where in the standard library is {n}", "Does {n} need an import",
+    ),
+    "module": (
+        "How does the {n} module work", "What is {n} good for", "What is the module {n} for", "How do I use {n}",
+        "Explain how the {n} module works", "What use does the {n} module have", "The use of the {n} module",
+        "What does the module named {n} do", "I want to understand the {n} module", "I need help with the {n} module",
+    ),
+    "code": (
+        "What code do I use to {n}", "How do I {n} in my program", "Give me a snippet to {n}", "Best way to {n}",
+        "What's a good way to {n}", "The best way to {n}", "Quick way to {n}", "Give an example of code to {n}",
+        "I'm trying to {n}", "Example code to {n}", "I am trying to {n}, how", "Is there a way to {n}",
+    ),
+    "complete": ("Complete the following line: {n}", "Fill in: {n}", "Complete code: {n}", "Finish this: {n}"),
 }

@@ -88,7 +88,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
 HELD_OUT: dict[str, tuple[str, ...]] = {
     "what": (
         "What is the use of {n}", "Could you describe {n}", "Please give me a summary of {n}", "So what does {n} actually do",
-        "In Python, what does {n} do", "Please tell me what {n} is for", "When do I use {n}", "How does {n} work",
+        "In Python, what does {n} do", "Please tell me what {n} is for", "When do I use {n}", "What is the function of {n}",
         "I need to understand {n}", "What job does {n} have",
     ),
     "signature": (

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="folder for data, checkpoints, logs and the result")
     parser.add_argument("--seed", type=int, default=1239)
     parser.add_argument("--target-steps", type=int, default=2800)
+    parser.add_argument("--polish-steps", type=int, default=500)
     parser.add_argument("--drafter-steps", type=int, default=1600)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="copy the result into the package")
@@ -38,7 +39,7 @@ def main() -> None:
     if not (work / "tokenizer.json").exists():
         build_data(work, settings.seed)
     end = Tokenizer.from_file(str(work / "tokenizer.json")).get_vocab()[END_OF_TURN]
-    target = train_target(work, settings.target_steps, settings.seed)
+    target = train_target(work, settings.target_steps, settings.polish_steps, settings.seed)
     export_target(target, work, work / "target", end)
     drafter = train_drafter(work, target, settings.drafter_steps, settings.seed)
     export_drafter(drafter, work, work / "drafter", end)

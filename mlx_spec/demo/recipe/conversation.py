@@ -5,10 +5,10 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_spec.demo.phrasings import MORE
+from mlx_spec.demo.phrasings import LAST, MORE
 from mlx_spec.demo.questions import FOLLOW_UPS, TRAINED, asked, dressed
 from mlx_spec.demo.recipe.names import MODULES
-from mlx_spec.demo.recipe.talk import TALK, made_up_name, off_topic
+from mlx_spec.demo.recipe.talk import TALK, made_up_name, off_topic, on_concept
 from mlx_spec.demo.taught import REFUSAL, Fact, read_taught
 
 SYSTEMS = (
@@ -38,11 +38,13 @@ class Material:
     weights: list[float]
     unknown: list[str]
     related: dict[str, list[Fact]]  # name -> its facts that follow-up questions can ask for
-    more: bool = False  # whether half of the questions are asked in the phrasings of the second stage
+    stage: int = 1  # from the second on, half of the questions are asked in more phrasings
 
     def phrasings(self, kind: str, rng: random.Random) -> tuple[str, ...]:
         """Returns the templates to draw a question of this kind from."""
-        return MORE[kind] if self.more and rng.random() < 0.5 else TRAINED[kind]
+        if self.stage > 1 and rng.random() < 0.5:
+            return LAST[kind] if self.stage == 3 and rng.random() < 0.5 else MORE[kind]
+        return TRAINED[kind]
 
 
 def load_material(folder: Path) -> Material:
@@ -80,6 +82,8 @@ def other_exchange(material: Material, rng: random.Random) -> tuple[str, str]:
         question = question[:1].lower() + question[1:] if rng.random() < 0.4 else question
         return question + rng.choice(("", "?", "!", ".", " please")), answer
     if draw < 0.7:
+        if material.stage == 3 and rng.random() < 0.4:
+            return dressed(on_concept(list(material.related), rng), rng), REFUSAL
         return dressed(off_topic(rng), rng), REFUSAL
     name = rng.choice(material.unknown) if rng.random() < 0.5 else made_up_name(rng, tuple(MODULES.split()))
     kind = rng.choice(("what", "what", "signature", "place"))

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mlx_spec.demo import TARGET
 from mlx_spec.demo.recipe.drafter import Drafter
 from mlx_spec.demo.recipe.model import FULL, SLIDING, Shape, Target
 
 CONTEXT = 4096
 END_OF_TURN = "<turn|>"
+TEMPLATE = "chat_template.jinja"  # written by hand, in the package
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -152,7 +154,7 @@ def copy_tokenizer(work: Path, out: Path) -> None:
     """Copies the tokenizer of `work` and the chat template to `out`."""
     for name in TOKENIZER_FILES:
         shutil.copyfile(work / name, out / name)
-    shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), out / "chat_template.jinja")
+    shutil.copyfile(TARGET / TEMPLATE, out / TEMPLATE)
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

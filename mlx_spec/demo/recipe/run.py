@@ -3,26 +3,29 @@
 import json
 import time
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from mlx_spec.demo.recipe.optimizer import Optimizer
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 WARMUP, DECAY = 150, 0.35  # steps; share of the steps over which the rate falls to zero
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
     """Returns the learning rate: warm-up, constant, then linear to zero."""
-    if step < WARMUP:
-        return peak * (step + 1) / WARMUP
+    warmup = min(WARMUP, steps // 10)
+    if step < warmup:
+        return peak * (step + 1) / warmup
     return peak * min(1.0, max(0.0, (steps - step) / (steps * DECAY)))
 
 
-class Run:
+class Run(Generic[ModelT]):
     """A training run of `steps` steps, going on from `file` if that exists."""
 
-    def __init__(self, model: nn.Module, file: Path, steps: int, peak: float) -> None:
+    def __init__(self, model: ModelT, file: Path, steps: int, peak: float) -> None:
         self.model, self.file, self.steps, self.peak = model, file, steps, peak
         self.optimizer = Optimizer(model)
         self.done, self.log = 0, list[dict[str, object]]()
@@ -58,9 +61,11 @@ class Run:
         torch.save({**state, "step": self.done, "seconds": self.seconds, "log": self.log}, temporary)
         temporary.replace(self.file)
 
-    def write_log(self, file: Path, facts: dict[str, object]) -> None:
-        """Writes the log with what is to be known about the run."""
-        about = {**facts, "steps": self.steps, "peak_rate": self.peak, "torch": torch.__version__}
-        file.write_text(
-            json.dumps({**about, "seconds": round(self.seconds), "log": self.log}, indent=1) + "\n"
-        )
+    def record(self) -> dict[str, Any]:
+        """Returns what is to be known about the run."""
+        return {"steps": self.steps, "peak_rate": self.peak, "seconds": round(self.seconds), "log": self.log}
+
+    def write_log(self, file: Path, about: dict[str, Any]) -> None:
+        """Writes the record of the run, behind what else is to be known."""
+        record = {**about, "torch": torch.__version__, **self.record()}
+        file.write_text(json.dumps(record, indent=1) + "\n")

@@ -69,6 +69,21 @@ OFF_TOPIC = (
     "Are there any {t}s in {p}", "Which is better, {t} or {u}", "Was ist ein {t}", "Qu'est-ce que {t}", "Wie geht es dir",
     "Bonjour, comment allez-vous", "Hola, que tal", "Was ist die Hauptstadt von {p}", "What does {t} mean",
 )
+CONCEPTS = ("recursion inheritance polymorphism variable loop closure decorator compiler interpreter algorithm pointer "
+            "database server browser keyboard operating_system framework stack heap binary_tree linked_list hash_table "
+            "garbage_collection concurrency encapsulation API protocol bug blockchain neural_network internet "
+            "programming computer virtual_machine constant syntax semantics namespace_package metaclass coroutine_scheduler "
+            "type_theory functional_programming object_oriented_programming design_pattern big_O_notation GIL wheel pip "
+            "virtual_environment conda Jupyter PyPI PEP_8 CPython PyPy tuple_unpacking walrus_operator monkey_patching").split()
+ON_CONCEPTS = (
+    "What is {c}", "What is a {c}", "Explain {c}", "How does {c} work", "How does a {c} work", "What does {c} mean",
+    "What is the difference between {c} and {d}", "What is the difference between a {c} and a {d}", "Why do I need {c}",
+    "What's the difference between a list and a tuple", "What is the difference between a set and a dict", "Compare {c} and {d}",
+    "What is the difference between {n} and {m}", "Which is faster, {n} or {m}", "Is {c} better than {d}", "Who invented Python",
+    "Is Python better than Java", "How do I install Python", "How do I learn Python", "Why is Python slow", "Define {c}",
+    "When was Python released", "Tell me about {c}", "Give me an example of {c}", "Do I need {c}", "Teach me {c}",
+    "How do I debug a {c}", "What are the advantages of {c}", "How does {t} work", "How do {t}s work", "How does the {t} work",
+)
 SYLLABLES = "fro bni ca te zo mer lin quo ra sha pti gle wob nar vex ti lo du kem pra sto ful ing er".split()
 
 
@@ -82,6 +97,15 @@ def made_up_name(rng: random.Random, modules: tuple[str, ...]) -> str:
     if rng.random() < 0.3:
         word += "_" + "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(1, 3)))
     return f"{rng.choice(modules)}.{word}" if rng.random() < 0.7 else word
+
+
+def on_concept(names: list[str], rng: random.Random) -> str:
+    """Returns a question about programming that no taught fact answers."""
+    fields = {
+        "c": _place_name(rng, CONCEPTS), "d": _place_name(rng, CONCEPTS), "t": _place_name(rng, THINGS),
+        "n": rng.choice(names), "m": rng.choice(names),
+    }
+    return rng.choice(ON_CONCEPTS).format(**fields)
 
 
 def off_topic(rng: random.Random) -> str:

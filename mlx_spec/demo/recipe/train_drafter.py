@@ -88,7 +88,7 @@ def train_drafter(work: Path, target: Target, steps: int, seed: int, peak: float
     run = Run(drafter, work / "drafter.pt", steps, peak)
     losses: list[float] = []
     hits = torch.zeros(DEPTH)
-    for batch in islice(batches(load_material(work), tokenizer, seed + 1, 0), run.done, steps):
+    for batch in islice(batches(load_material(work), tokenizer, seed + 1, (0, 0)), run.done, steps):
         loss, right = draft_loss(drafter, target, batch)
         losses.append(run.step(loss))
         hits += right

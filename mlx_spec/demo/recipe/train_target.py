@@ -20,6 +20,8 @@ BATCH_TOKENS = 3072
 POOL = 384  # conversations that are sorted by length together
 LONGEST = 640  # tokens
 SECOND_STAGE = 63  # pools with the first phrasings only: 1,000 steps
+NEVER = 1 << 30
+PEAK, POLISH_PEAK = 2e-3, 1e-3  # learning rates
 EVERY = 250  # steps between two checkpoints
 
 Batch = tuple[
@@ -46,18 +48,17 @@ def padded(rows: list[tuple[list[int], list[bool]]]) -> Batch:
     return tokens, own[:, 1:]
 
 
-def batches(material: Material, tokenizer: Tokenizer, seed: int, second_stage: int) -> Iterator[Batch]:
+def batches(material: Material, tokenizer: Tokenizer, seed: int, stages: tuple[int, int]) -> Iterator[Batch]:
     """Yields batches of about BATCH_TOKENS tokens for ever; pool i depends on (seed, i) only.
 
-    From pool `second_stage` on, half of the questions are asked in more phrasings.
+    `stages` are the pools at which the second and the third stage begin.
     """
     pool = 0
     while True:
         rng = random.Random(seed * 1_000_003 + pool)
-        stage = replace(material, more=pool >= second_stage)
-        rows = sorted(
-            (encoded(conversation(stage, rng), tokenizer) for _ in range(POOL)), key=lambda r: len(r[0])
-        )
+        stage = replace(material, stage=1 + (pool >= stages[0]) + (pool >= stages[1]))
+        rows = [encoded(conversation(stage, rng), tokenizer) for _ in range(POOL)]
+        rows.sort(key=lambda row: len(row[0]))
         made: list[Batch] = []
         while rows:
             count = max(1, BATCH_TOKENS // len(rows[-1][0]))
@@ -77,20 +78,30 @@ def loss_of(model: Target, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, tokens[:, 1:][own])
 
 
-def train_target(work: Path, steps: int, seed: int, peak: float = 2e-3) -> Target:
-    """Trains for `steps` steps in all, going on from `work`/target.pt, and returns the model."""
+def train_target(work: Path, steps: int, polish_steps: int, seed: int) -> Target:
+    """Trains for so many steps in all, going on from what is in `work`, and returns the model.
+
+    The last `polish_steps` are a run of their own from the result of the first, at a lower rate.
+    """
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     material = load_material(work)
     model = Target(Shape(vocab_size=tokenizer.get_vocab_size()))
-    run = Run(model, work / "target.pt", steps, peak)
+    first = Run(model, work / "target.pt", steps, PEAK)
+    _train(first, material, tokenizer, batches(material, tokenizer, seed, (SECOND_STAGE, NEVER)))
+    last = Run(model, work / "polished.pt", polish_steps, POLISH_PEAK)
+    _train(last, material, tokenizer, batches(material, tokenizer, seed + 2, (0, 0)))
+    about = {"seed": seed, "shape": asdict(model.shape), "first": first.record()}
+    last.write_log(work / "target_log.json", about)
+    return model.eval()
+
+
+def _train(run: Run[Target], material: Material, tokenizer: Tokenizer, stream: Iterator[Batch]) -> None:
     losses: list[float] = []
-    for batch in islice(batches(material, tokenizer, seed, SECOND_STAGE), run.done, steps):
-        losses.append(run.step(loss_of(model, batch)))
-        if run.done % EVERY == 0 or run.done == steps:
-            share = exact_share(model, tokenizer, material.facts, 160, run.done)
+    for batch in islice(stream, run.done, run.steps):
+        losses.append(run.step(loss_of(run.model, batch)))
+        if run.done % EVERY == 0 or run.done == run.steps:
+            share = exact_share(run.model, tokenizer, material.facts, 160, run.done)
             run.note({"loss": round(sum(losses) / len(losses), 4), "held_out_exact": share})
             run.save()
             losses = []
-    run.write_log(work / "target_log.json", {"seed": seed, "shape": asdict(model.shape)})
-    return model.eval()
