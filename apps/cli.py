@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mlx_spec import __version__
-from mlx_spec.backend import require_backend
 from mlx_spec.errors import SpecError
 
 
@@ -15,7 +14,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one program. Returns its exit status; an error of ours is one line on stderr and status 1."""
     options = _parser().parse_args(arguments)
     try:
-        require_backend()
         return PROGRAMS[options.program](options.arguments)
     except SpecError as error:
         print(f"mlx-spec: {error}", file=sys.stderr)

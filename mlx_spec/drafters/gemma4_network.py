@@ -257,7 +257,8 @@ class _Centroids(nn.Module):
                 mode=table.mode,
             )
         else:
-            scores = mx.gather_mm(normed[None], clusters["weight"].swapaxes(-1, -2), rhs_indices=best)
+            # Not gather_mm, which on the CPU has no bfloat16.
+            scores = normed[None] @ clusters["weight"][best].swapaxes(-1, -2)
         tokens = self.token_ordering.reshape(similar.shape[0], -1)[best]
         return tokens.reshape(1, -1), scores.reshape(1, -1)
 
