@@ -2,7 +2,8 @@
 
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with matches of any length, found as in LZ77
 compressors: a table from the last few tokens to the latest place they occurred at, and a chain from every
-place to the one before.
+place to the one before. A draft is no longer than the match it follows, as in suffix decoding
+(arXiv:2411.04975): what follows two equal tokens is a guess, what follows twenty is nearly certain.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Lookup:
         self._index(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """`limit` tokens copied from behind the longest match, the latest of equals; none without a match.
+        """At most `limit` tokens copied from behind the longest match, the latest of equals.
 
         A copy that reaches the end of the history goes on with what it copied.
         """
         self._index(history)
-        place = self._longest_match(history)
-        if limit < 1 or place is None:
+        place, length = self._longest_match(history)
+        if limit < 1 or not length:
             return no_draft()
-        period = len(history) - place
-        return Draft(mx.array([history[place + i % period] for i in range(limit)], dtype=mx.int32))
+        period, count = len(history) - place, min(limit, length)
+        return Draft(mx.array([history[place + i % period] for i in range(count)], dtype=mx.int32))
 
     def _forget(self) -> None:
         self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
@@ -60,10 +61,11 @@ class Lookup:
             self._latest[key] = place
         self._tail = list(history[max(len(self._before) - TAIL, 0) : len(self._before)])
 
-    def _longest_match(self, history: Sequence[int]) -> int | None:
+    def _longest_match(self, history: Sequence[int]) -> tuple[int, int]:
+        """The place behind the longest match and its length; 0 and 0 if there is none."""
         last = list(history[-self._max_match :])[::-1]
         place = self._latest.get(tuple(history[-self._min_match :]), 0)
-        best, length = None, self._min_match - 1
+        best, length = 0, self._min_match - 1
         for _ in range(PLACES):
             if not place or length == len(last):
                 break
@@ -72,7 +74,7 @@ class Lookup:
                 if found > length:
                     best, length = place, found
             place = self._before[place]
-        return best
+        return (best, length) if best else (0, 0)
 
 
 def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:

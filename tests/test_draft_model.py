@@ -1,0 +1,319 @@
+"""A draft model: whatever happened before, it drafts like a new one; and it is lossless at work."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+
+import lossless
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import llama
+from mlx_lm.models.cache import ChunkedKVCache
+
+import mlx_spec.drafters.draft_model as module
+from mlx_spec.drafters import open_drafter
+from mlx_spec.drafters.draft_model import BACKLOG, CHUNK, SHORT, DraftModel, Vocabulary, common_prefix
+from mlx_spec.errors import BadCheckpoint, NotRewindable
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Features
+
+KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")
+SAME = Vocabulary(tiny.VOCAB, tiny.VOCAB)
+NOTHING = Features()
+TOLERANCE = 1e-4
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    return getattr(tiny, kind)(seed=1)
+
+
+class Recorder:
+    """Greedy; keeps the logits it drew from."""
+
+    def __init__(self) -> None:
+        self.logits: list[mx.array] = []
+
+    def draw(self, logits, history, drafted):
+        assert drafted.size == len(self.logits)
+        self.logits.append(logits)
+        return logits.argmax(axis=-1).astype(mx.int32), None
+
+
+def drafted(drafter: DraftModel, history: list[int], limit: int) -> tuple[list[int], mx.array]:
+    sampler = Recorder()
+    draft = drafter.draft(history, limit, sampler)
+    assert draft.probs is None
+    return draft.tokens.tolist(), mx.concatenate(sampler.logits)
+
+
+def check(drafter: DraftModel, history: list[int], limit: int, kind: str) -> list[int]:
+    """The draft, after comparing it and its logits with those of a new drafter."""
+    ours, logits = drafted(drafter, history, limit)
+    theirs, expected = drafted(DraftModel(model_of(kind), SAME), history, limit)
+    assert ours == theirs
+    assert mx.abs(logits - expected).max().item() < TOLERANCE
+    return ours
+
+
+# What a round emits, given its draft tokens.
+def full(draft: list[int]) -> list[int]:
+    return [*draft, 7]
+
+
+def partial(draft: list[int]) -> list[int]:
+    return [*draft[: len(draft) // 2], (draft[len(draft) // 2] + 1) % tiny.VOCAB]
+
+
+def none(draft: list[int]) -> list[int]:
+    return [(draft[0] + 1) % tiny.VOCAB]
+
+
+def stopped(draft: list[int]) -> list[int]:
+    """A stop token among the accepted ones: nothing follows it."""
+    return draft[:2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_every_outcome_it_is_as_good_as_new(kind):
+    history = tiny.prompt(21)  # longer than the window of 16
+    drafter = DraftModel(model_of(kind), SAME)
+    for outcome in (full, none, partial, full, full, partial, stopped, none, none, full):
+        history = history + outcome(check(drafter, history, 4, kind))
+        drafter.observe(history, NOTHING)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+def test_limits_change_and_plain_rounds_come_between(kind):
+    history = tiny.prompt(9)
+    drafter = DraftModel(model_of(kind), SAME)
+    for turn, limit in enumerate((1, 4, 2, 7, 1, 3)):
+        history = history + (full if turn % 2 else partial)(check(drafter, history, limit, kind))
+        drafter.observe(history, NOTHING)
+        for token in range(turn * SHORT // 2):
+            history = [*history, token]
+            drafter.observe(history, NOTHING)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
+def test_history_is_replaced_between_turns(kind):
+    drafter, first = DraftModel(model_of(kind), SAME), tiny.prompt(50)
+    for history in (
+        first,
+        first[:30],
+        [*first[:30], 9, 9],
+        first[:31],
+        tiny.prompt(40, seed=5),
+        first[:1],
+        first,
+    ):
+        check(drafter, history, 3, kind)
+        drafter.observe(full(history), NOTHING)
+        check(drafter, history, 2, kind)
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_draft_that_was_never_verified(kind):
+    """The round was interrupted: nobody knows whether the draft was right."""
+    drafter, history = DraftModel(model_of(kind), SAME), tiny.prompt(12)
+    draft = check(drafter, history, 4, kind)
+    check(drafter, history, 4, kind)
+    check(drafter, [*history, *draft, 3], 4, kind)
+    check(drafter, [*history, 3, 4, 5], 4, kind)
+    check(drafter, history[:-1], 4, kind)
+    drafter.observe([*history, *draft, 3, 4], NOTHING)  # the next turn: its prompt, not a round
+    check(drafter, [*history, *draft, 3, 4], 2, kind)
+    drafter.observe([*history, 5, 6, 7, 8, 9], NOTHING)
+    check(drafter, [*history, 5, 6, 7, 8, 9], 2, kind)
+
+
+def test_interrupted_draft(monkeypatch):
+    """An exception between two steps leaves nothing behind."""
+    drafter, history = DraftModel(model_of("recurrent"), SAME), tiny.prompt(12)
+    history += partial(check(drafter, history, 4, "recurrent"))
+    drafter.observe(history, NOTHING)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "draw", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.draft(history, 4, Recorder())
+    check(drafter, history, 4, "recurrent")
+    drafter.observe([*history, 3], NOTHING)
+    check(drafter, [*history, 3], 4, "recurrent")
+
+
+def test_prompt_is_written_while_it_is_observed(monkeypatch):
+    """No draft waits for a long prompt, and no pass over it is longer than a chunk."""
+    chunks: list[int] = []
+    prefill = LMTarget.prefill
+
+    def counted(self, tokens):
+        chunks.append(len(tokens))
+        return prefill(self, tokens)
+
+    monkeypatch.setattr(LMTarget, "prefill", counted)
+    drafter, history = DraftModel(model_of("full"), SAME), tiny.prompt(2 * CHUNK + BACKLOG // 2)
+    drafter.observe(history[: 2 * CHUNK - 99], NOTHING)
+    assert chunks == [CHUNK, CHUNK - 100]
+    drafter.observe(history, NOTHING)
+    assert sum(chunks) == len(history) - 1
+    chunks.clear()
+    drafter.draft(history, 4, Recorder())
+    assert not chunks
+    for _ in range(BACKLOG + 10):
+        history.append(1)
+        drafter.observe(history, NOTHING)
+    assert len(chunks) == 1
+    drafter.observe(tiny.prompt(9), NOTHING)
+    drafter.observe(tiny.prompt(BACKLOG + 60, seed=9), NOTHING)
+    fresh = DraftModel(model_of("full"), SAME)
+    assert drafted(drafter, tiny.prompt(300, seed=9), 3)[0] == drafted(fresh, tiny.prompt(300, seed=9), 3)[0]
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
+@pytest.mark.parametrize("outcome", [full, partial, none])
+def test_one_pass_a_token(outcome, kind, monkeypatch):
+    """After a round nothing is written twice, and at most the last draft token is missing."""
+    calls: list[tuple[str, int]] = []
+
+    def count(name: str) -> None:
+        method = getattr(LMTarget, name)
+
+        def counted(self, tokens):
+            calls.append((name, len(tokens)))
+            return method(self, tokens)
+
+        monkeypatch.setattr(LMTarget, name, counted)
+
+    drafter, history = DraftModel(model_of(kind), SAME), tiny.prompt(9)
+    history += outcome(drafted(drafter, history, 4)[0])
+    drafter.observe(history, NOTHING)
+    for name in ("verify", "prefill"):
+        count(name)
+    drafter.draft(history, 4, Recorder())
+    assert calls == [("verify", 2 if outcome is full else 1), *[("verify", 1)] * 3]
+
+
+# --- vocabularies of different length
+
+
+def test_fit():
+    logits = mx.arange(6.0).reshape(1, 6)
+    assert Vocabulary(6, 6).fit(logits).tolist() == logits.tolist()
+    assert Vocabulary(6, 4).fit(logits).tolist() == [[0, 1, 2, 3]]
+    assert Vocabulary(6, 8).fit(logits).tolist() == [[0, 1, 2, 3, 4, 5, -mx.inf, -mx.inf]]
+    assert Vocabulary(6, 8).known([1, 5, 6, 7]) == [1, 5, 5, 5]
+    assert Vocabulary(8, 6).known([1, 5]) == [1, 5]
+
+
+@pytest.mark.parametrize("size", [200, 256, 300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_vocabulary(size, temperature):
+    drafter = DraftModel(tiny.full(seed=1, vocab=size), Vocabulary(size, tiny.VOCAB))
+    sampler = Sampling(temperature=temperature).sampler(10, tiny.VOCAB)
+    history = [*tiny.prompt(10), tiny.VOCAB - 1]
+    draft = drafter.draft(history, 5, sampler)
+    assert draft.tokens.max().item() < min(size, tiny.VOCAB)
+    if temperature:
+        assert draft.probs.shape == (5, tiny.VOCAB)
+        assert mx.abs(draft.probs.sum(axis=-1) - 1).max().item() < 1e-5
+        assert draft.probs[:, size:].sum().item() == 0
+    else:
+        assert draft.probs is None
+
+
+# --- at work
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_with_a_drafter_that_is_often_right(kind):
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(25)
+    noisy = copy.deepcopy(model)
+    noisy.update(tree_map(lambda x: x + 0.02 * mx.random.normal(x.shape, dtype=x.dtype), noisy.parameters()))
+    done = lossless.rounds(LMTarget(model), DraftModel(noisy, SAME), 4, prompt, 48)
+    assert lossless.emitted(done) == lossless.plain(model, prompt, 48)
+    accepted = [round.accepted for round in done]
+    assert 0 < sum(accepted) < 4 * len(done)
+    assert set(accepted) & {1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_with_itself(kind):
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(25)
+    done = lossless.rounds(LMTarget(model), DraftModel(model, SAME), 3, prompt, 32)
+    assert lossless.emitted(done) == lossless.plain(model, prompt, 32)
+    assert all(round.accepted == round.drafted for round in done)
+
+
+def test_common_prefix():
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2], [1, 2, 3]) == 2
+    assert common_prefix([1, 2, 3], (1, 2)) == 2
+    assert common_prefix([1, 2, 3], [1, 5, 3]) == 1
+
+
+# --- from disk
+
+
+def save(folder: Path, model: nn.Module, config: dict) -> None:
+    folder.mkdir(exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def llama_config(model: nn.Module) -> dict:
+    return {key: value for key, value in vars(model.args).items() if value is not None}
+
+
+def test_any_language_model_becomes_a_drafter(tmp_path):
+    model = tiny.full(seed=1)
+    config = llama_config(model)
+    save(tmp_path, model, config)
+    source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
+    assert (source.name, source.vocab_size) == ("llama", tiny.VOCAB)
+    assert source.vocabulary == Vocabulary(tiny.VOCAB, 260)
+    target = LMTarget(tiny.full())
+    draft, _ = drafted(source.make(target.parts), tiny.prompt(9), 3)
+    assert draft == drafted(DraftModel(model, SAME), tiny.prompt(9), 3)[0]
+
+
+def test_sizes_of_nested_configs(tmp_path):
+    model = tiny.full(seed=1)
+    config = llama_config(model)
+    save(tmp_path, model, config)
+    target = {"text_config": {"vocab_size": 300}, "vocab_size": 1}
+    assert open_drafter(tmp_path, config, target).vocabulary.target == 300
+    with pytest.raises(BadCheckpoint, match="target has no 'vocab_size'"):
+        open_drafter(tmp_path, config, {"text_config": {}})
+
+
+def test_incomplete_checkpoint(tmp_path):
+    model = tiny.full(seed=1)
+    config = llama_config(model)
+    del model.model.layers[1].self_attn["q_proj"]
+    save(tmp_path, model, config)
+    with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.self_attn\.q_proj\.weight"):
+        open_drafter(tmp_path, config, config)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
+        open_drafter(tmp_path, config, config)
+
+
+def test_unknown_cache_is_refused_at_the_door(tmp_path, monkeypatch):
+    class Odd(llama.Model):
+        def make_cache(self):
+            return [ChunkedKVCache(8) for _ in self.layers]
+
+    model = tiny.full(seed=1)
+    config = llama_config(model)
+    save(tmp_path, model, config)
+    monkeypatch.setattr(module, "load_model", lambda *_, **__: (Odd(model.args), config))
+    with pytest.raises(NotRewindable, match="ChunkedKVCache"):
+        open_drafter(tmp_path, config, config)
