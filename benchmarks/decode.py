@@ -185,14 +185,11 @@ def report(results: dict[str, Any], prompts: list[tuple[list[int], int]]) -> Non
     lengths = [count for _, count in prompts]
     low, high = results["null, quartiles"]
     quiet, total = results["blocks within the spread"], results["blocks"]
-    used = "; too few for every prompt, so all were used" if results["noisy blocks used"] else ""
-    print(
-        f"\n{len(prompts)} prompts, {min(lengths)} to {max(lengths)} new tokens; ratios to tokens/s of mlx-lm,"
-    )
-    print(
-        f"{results['mlx-lm tokens/s']}. Its second run over its first: {show(results['null'])}, quartiles {low}"
-    )
-    print(f"to {high}; {quiet} of {total} blocks within the spread{used}\n")
+    print(f"\n{len(prompts)} prompts, {min(lengths)} to {max(lengths)} new tokens; ratios to mlx-lm")
+    print(f"mlx-lm: {results['mlx-lm tokens/s']} tokens/s")
+    print(f"null arm: {show(results['null'])}, quartiles {low} to {high}")
+    print(f"{quiet} of {total} blocks are within the spread", end="")
+    print("; all were used\n" if results["noisy blocks used"] else "\n")
     head = ["arm", "decode", "whole", "tokens/s", "prompts that differ", "first at"]
     rows = [
         [name, show(r["decode"]), show(r["whole"]), r["tokens/s"], r["differ"], r["first at"] or "-"]
