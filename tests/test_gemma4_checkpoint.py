@@ -75,6 +75,8 @@ def test_centroid_keys_are_for_centroid_heads():
         ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is no int"),
         ("top", "use_ordered_embeddings", 1, "which is no bool"),
         ("top", "num_centroids", 31, "num_centroids 31 does not divide its vocab_size 512"),
+        ("top", "centroid_intermediate_top_k", 33, "33 is not in 1..32"),
+        ("top", "centroid_intermediate_top_k", 0, "0 is not in 1..32"),
         ("top", "tie_word_embeddings", False, "LM head of its own"),
         ("text", "layer_types", [SLIDING, "chunked_attention"], "chunked_attention"),
         ("text", "layer_types", [], "layer_types"),

@@ -112,6 +112,9 @@ def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapp
     clusters, vocab = config.num_centroids, config.vocab_size
     if clusters and vocab % clusters:
         raise BadCheckpoint(f"the drafter's num_centroids {clusters} does not divide its vocab_size {vocab}")
+    if clusters and not 0 < config.centroid_intermediate_top_k <= clusters:
+        top_k = config.centroid_intermediate_top_k
+        raise BadCheckpoint(f"the drafter's centroid_intermediate_top_k {top_k} is not in 1..{clusters}")
 
 
 class AssistantNetwork(nn.Module):
