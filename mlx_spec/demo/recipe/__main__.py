@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1239)
     parser.add_argument("--target-steps", type=int, default=2800)
     parser.add_argument("--polish-steps", type=int, default=500)
-    parser.add_argument("--drafter-steps", type=int, default=1600)
+    parser.add_argument("--drafter-steps", type=int, default=1050)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="copy the result into the package")
     settings = parser.parse_args()

@@ -1,0 +1,121 @@
+"""The shipped demo pair: its size, its tokenizer, its template, and what it answers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import sentencepiece
+
+import mlx_spec
+from mlx_spec import demo
+from mlx_spec.demo.phrasings import LAST, MORE
+from mlx_spec.demo.questions import HELD_OUT, TRAINED, asked
+from mlx_spec.demo.taught import REFUSAL, read_taught
+
+SAMPLES = (
+    "What does os.path.join do?",
+    "for i, x in enumerate(items):\n    print(i, x)\n\n\n        deep",
+    "Grüße, 日本語 🎉 — £5 and\ttabs  and   spaces   ",
+    "   leading, 1234567890, \x00\x7f, ``backticks``, don't",
+    "<|turn>user\nhi<turn|>\n<|turn>model\n",
+)
+WELL_KNOWN = (
+    (
+        "What does os.path.join do?",
+        "os.path.join: Join two or more pathname components, inserting '/' as needed.",
+    ),
+    ("what is json.loads", None),
+    ("Explain len()", None),
+    ("What does `itertools.chain` do?", None),
+    ("tell me about re.sub please", None),
+)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return mlx_spec.load("demo", num_draft_tokens=4)
+
+
+def answer(pair, question: str, sampling: mlx_spec.Sampling | None = None) -> tuple[str, list[int]]:
+    """The text, and the accepted drafts of each round that drafted."""
+    prompt = pair.text.prompt([{"role": "user", "content": question}])
+    rounds = list(pair.generate(prompt, sampling=sampling or mlx_spec.Sampling(), max_tokens=100))
+    tokens = [token for step in rounds for token in step.tokens]
+    return pair.text.decode(tokens), [step.accepted for step in rounds if step.drafted]
+
+
+def test_the_pair_is_small():
+    files = [f for folder in (demo.TARGET, demo.DRAFTER) for f in folder.iterdir()]
+    assert sum(f.stat().st_size for f in files) <= 12_000_000
+    assert demo.FACTS.stat().st_size <= 300_000
+
+
+def test_both_tokenizers_agree(pair):
+    model = sentencepiece.SentencePieceProcessor(model_file=str(demo.TARGET / "tokenizer.model"))
+    texts = [*SAMPLES, *(f["answer"] for f in read_taught().facts)]
+    for text in texts:
+        tokens = pair.text.encode(text)
+        assert tokens == model.encode(text)
+        assert model.decode(tokens) == text
+
+
+def test_both_folders_have_the_same_tokenizer():
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
+        assert (demo.TARGET / name).read_bytes() == (demo.DRAFTER / name).read_bytes()
+
+
+def test_template(pair):
+    messages = [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "Hi\n"},
+        {"role": "assistant", "content": "<|channel>thought\nhm<channel|>Hello"},
+        {"role": "user", "content": "len?"},
+    ]
+    expected = (
+        "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\nHello<turn|>\n"
+        "<|turn>user\nlen?<turn|>\n<|turn>model\n"
+    )
+    assert pair.text.prompt(messages) == pair.text.encode(expected)
+    thinking = pair.text.prompt(messages[1:2], thinking=True)
+    assert thinking == pair.text.encode(
+        "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
+    )
+
+
+def test_no_tested_phrasing_was_trained():
+    for kind, templates in HELD_OUT.items():
+        trained = {t.lower() for t in (*TRAINED[kind], *MORE[kind], *LAST[kind])}
+        assert len(templates) >= 6
+        assert not trained & {t.lower() for t in templates}
+
+
+@pytest.mark.parametrize(("question", "expected"), WELL_KNOWN)
+def test_well_known_questions(pair, question, expected):
+    known = {f["name"]: f["answer"] for f in read_taught().facts if f["kind"] == "what"}
+    name = next(
+        n for n in ("os.path.join", "json.loads", "itertools.chain", "re.sub", "len") if n in question
+    )
+    assert answer(pair, question)[0] == (expected or known[name])
+
+
+@pytest.mark.parametrize("question", ["What is the capital of Portugal?", "Write me a song about llamas"])
+def test_declines_what_it_does_not_know(pair, question):
+    assert answer(pair, question)[0] == REFUSAL
+
+
+def test_answers_held_out_phrasings_and_drafts_well(pair):
+    rng = random.Random(7)
+    facts = rng.sample(read_taught().facts, 60)
+    answers = [answer(pair, asked(fact, HELD_OUT[fact["kind"]], rng)) for fact in facts]
+    right = sum(text == fact["answer"] for fact, (text, _) in zip(facts, answers, strict=True))
+    accepted = [count for _, rounds in answers for count in rounds]
+    assert right / len(facts) >= 0.8
+    assert 1 + sum(accepted) / len(accepted) >= 2.5
+
+
+def test_a_conversation(pair):
+    session = pair.session()
+    for name in ("json.loads", "os.listdir"):
+        text = "".join(p.text for p in session.stream(f"What does {name} do?", max_tokens=100))
+        assert text.startswith(f"{name}: ")
