@@ -69,6 +69,9 @@ def draft_loss(drafter: Drafter, target: Target, batch: Batch) -> tuple[Tensor, 
             embedded = target.embed(lesson.tokens[..., step]).detach()
             hidden, normed = drafter(embedded, hidden, context)
             valid = lesson.valid[..., step]
+            if not valid.any():  # every answer of the batch is shorter than the chain
+                right.append(torch.ones(()))
+                continue
             logits = drafter.logits(normed[valid])
             goal, law = lesson.tokens[..., step + 1][valid], lesson.laws[..., step, :][valid]
             divergence = F.kl_div(
