@@ -145,7 +145,7 @@ def _open_drafter(
         folder = find(names.drafter_path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
-    own = read_config(folder)
+    own = mended(read_config(folder))
     size = check_weights(folder)
     _check_vocabularies(folder, target, text)
     return open_drafter(folder, own, config), size
