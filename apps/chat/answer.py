@@ -12,8 +12,6 @@ from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Session
 
-HINT = "\n(still reading the prompt; Ctrl-C again stops that too)\n"
-
 
 @dataclass(frozen=True)
 class Answerer:
@@ -27,8 +25,7 @@ class Answerer:
     def answer(self, session: Session, message: str) -> int:
         """Stream one answer and report on it. Returns 0, or INTERRUPTED. Raises SpecError."""
         before = session.statistics
-        hint = HINT if self.terminal.is_watched else ""
-        with self.interrupts.answering(hint), suppress(KeyboardInterrupt):
+        with self.interrupts.answering(), suppress(KeyboardInterrupt):
             self._stream(session, message)
         self.terminal.end(interrupted=self.interrupts.pressed)
         if session.statistics is before:  # stopped before the prompt was ready

@@ -24,14 +24,14 @@ class Interrupts:
     """The SIGINT handler of the program, as a context manager.
 
     At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
-    prompt it raises KeyboardInterrupt. From then on the first one is noted, to be looked at between the
-    rounds of an answer. During an answer, the second one raises.
+    prompt it raises KeyboardInterrupt, and so it does while the prompt of an answer is read. Once the answer
+    has begun, the first one is noted, to be looked at between two rounds; the second one raises.
     """
 
     def __init__(self) -> None:
         self._mode = _Mode.START
         self._pressed = False
-        self._hint = ""
+        self._begun = False
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -55,17 +55,17 @@ class Interrupts:
             self.settle()
 
     @contextmanager
-    def answering(self, hint: str) -> Iterator[None]:
-        """An answer is made. Before `begun`, the first Ctrl-C puts `hint` on stderr."""
-        self._mode, self._hint = _Mode.ANSWER, hint
+    def answering(self) -> Iterator[None]:
+        """An answer is made. Before `begun`, its prompt is being read, which may take long."""
+        self._mode, self._begun = _Mode.ANSWER, False
         try:
             yield
         finally:
             self.settle()
 
     def begun(self) -> None:
-        """The first round is done: from now on one Ctrl-C stops the answer in no time."""
-        self._hint = ""
+        """The first round is done: from now on Ctrl-C waits for the end of a round."""
+        self._begun = True
 
     def settle(self) -> None:
         """Raise nothing: the answer is over, and its caches are being put in order."""
@@ -76,12 +76,11 @@ class Interrupts:
             newline = "\n" if os.isatty(2) else ""
             _say(f"{newline}mlx-spec: interrupted\n")
             os._exit(INTERRUPTED)
-        if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and self._pressed):
+        again = self._pressed or not self._begun
+        self._pressed = True
+        if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and again):
             self.settle()
             raise KeyboardInterrupt
-        self._pressed = True
-        if self._mode is _Mode.ANSWER:
-            _say(self._hint)
 
 
 def _say(text: str) -> None:
