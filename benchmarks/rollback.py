@@ -24,7 +24,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 from timing import finish, parser, table
 from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
@@ -38,6 +43,7 @@ from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 WRITTEN, KEPT = 8, 3
 CHUNK = 1024
+WARM = 10  # rollbacks on a short context before one is timed: behind a long pass all code is cold
 LAYERS = ("full", "sliding", "full", "sliding", "full")
 CACHES: dict[str, tuple[tuple[str, ...], int | None]] = {  # layers, kv_bits
     "full": (("full", "full"), None),
@@ -78,39 +84,63 @@ def main() -> None:
 
 
 def measure_rollbacks(kind: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    layers, bits = CACHES[kind]
     for context in settings.contexts:
-        model = Toy(layers)
-        ours = ours_rollback(model, bits, context, settings.repeats)
-        theirs = mlx_lm_rollback(model, bits, context, settings.repeats)
+        ours = ours_rollback(kind, context, settings.repeats)
+        theirs = mlx_lm_rollback(kind, context, settings.repeats)
         yield {"cache": kind, "context": context, **ours, **theirs}
 
 
-def ours_rollback(model: Toy, bits: int | None, context: int, repeats: int) -> dict[str, Any]:
-    target = LMTarget(model, kv_bits=bits)
-    for low in range(0, context, CHUNK):
-        target.prefill(text(low, low + CHUNK))
-    block = mx.array(text(0, WRITTEN), dtype=mx.int32)
+class Ours:
+    """A target with a filled cache."""
+
+    def __init__(self, layers: tuple[str, ...], bits: int | None, context: int) -> None:
+        self.model = Toy(layers)
+        self.target = LMTarget(self.model, kv_bits=bits)
+        for low in range(0, context, CHUNK):
+            self.target.prefill(text(low, low + CHUNK))
+
+    def write(self) -> None:
+        """Write a block on trial."""
+        self.before = self.target.size, [c.snapshot() for c in self.model.last.caches]
+        mx.eval(self.target.verify(mx.array(text(0, WRITTEN), dtype=mx.int32)))
+
+    def take_back(self) -> None:
+        """What the caches do of a rollback."""
+        size, snapshots = self.before
+        for cache, snapshot in zip(self.model.last.caches, snapshots, strict=True):
+            if isinstance(cache, RecurrentCache):
+                cache.restore(snapshot)
+            else:
+                cache.rewind(size)
+
+    def commit(self) -> None:
+        self.target.commit(KEPT)
+
+    def settle(self) -> None:
+        """Commit, and compute whatever the caches were left to compute."""
+        self.commit()
+        mx.eval([c.arrays() for c in self.model.last.caches])
+        mx.synchronize()
+
+
+def ours_rollback(kind: str, context: int, repeats: int) -> dict[str, Any]:
+    large, small = Ours(*CACHES[kind], context), Ours(*CACHES[kind], CHUNK)
     commits, rewinds, copied, next_pass = [], [], [], []
     for _ in range(repeats + 1):
-        size, saved = target.size, [c.snapshot() for c in model.last.caches]
-        next_pass.append(rise(lambda: mx.eval(target.verify(block)))[1])
-        caches = model.last.caches
-
-        def alone(caches: list[Any] = caches, size: int = size, saved: list[Any] = saved) -> None:
-            for cache, before in zip(caches, saved, strict=True):
-                if isinstance(cache, RecurrentCache):
-                    cache.restore(before)
-                else:
-                    cache.rewind(size)
-
-        rewinds.append(rise(alone)[0])
-        target.commit(0)
-        mx.eval(target.verify(block))
-        commits.append(rise(lambda: target.commit(KEPT))[0])
-        settled(caches)
-        mx.eval(target.verify(block))
-        copied.append(rise(lambda c=caches: (target.commit(KEPT), settled(c)))[1])
+        next_pass.append(rise(large.write)[1])
+        for _ in range(WARM):
+            small.write()
+            small.take_back()
+            small.target.commit(0)
+        rewinds.append(rise(large.take_back)[0])
+        large.target.commit(0)
+        large.write()
+        for _ in range(WARM):
+            small.write()
+            small.commit()
+        commits.append(rise(large.commit)[0])
+        large.write()
+        copied.append(rise(large.settle)[1])
     return {
         "commit us": median_us(commits),
         "rewind us": median_us(rewinds),
@@ -119,26 +149,36 @@ def ours_rollback(model: Toy, bits: int | None, context: int, repeats: int) -> d
     }
 
 
-def mlx_lm_rollback(model: Toy, bits: int | None, context: int, repeats: int) -> dict[str, Any]:
+def mlx_lm_rollback(kind: str, context: int, repeats: int) -> dict[str, Any]:
+    layers, bits = CACHES[kind]
+    model = Toy(layers)
+    caches, small = mlx_lm_filled(model, bits, context), mlx_lm_filled(model, bits, CHUNK)
+    block = mx.array([text(0, WRITTEN)])
+    trims, copied, next_pass, taken = [], [], [], 0
+    for _ in range(repeats + 1):
+        next_pass.append(rise(lambda: mx.eval(model(block, caches)))[1])
+        for _ in range(WARM):
+            mx.eval(model(block, small))
+            trim_prompt_cache(small, WRITTEN - KEPT)
+        before = caches[0].offset if isinstance(caches[0], KVCache | QuantizedKVCache) else 0
+        seconds, grown = rise(lambda: trim_prompt_cache(caches, WRITTEN - KEPT))
+        taken = before - caches[0].offset if before else 0
+        trims.append(seconds)
+        copied.append(grown)
+    return {
+        "mlx-lm trim us": median_us(trims) if taken else "refused",
+        "mlx-lm bytes": max(copied[1:]) if taken else "-",
+        "mlx-lm next pass": int(statistics.median(next_pass[1:])),
+    }
+
+
+def mlx_lm_filled(model: Toy, bits: int | None, context: int) -> list[Any]:
     caches = make_prompt_cache(model)
     for low in range(0, context, CHUNK):
         mx.eval(model(mx.array([text(low, low + CHUNK)]), caches), [c.state for c in caches])
     if bits:
         caches[:-1] = [c.to_quantized(group_size=64, bits=bits) for c in caches[:-1]]
-    block = mx.array([text(0, WRITTEN)])
-    trims, copied, next_pass, taken = [], [], [], 0
-    for _ in range(repeats + 1):
-        next_pass.append(rise(lambda: mx.eval(model(block, caches)))[1])
-        seconds, grown = rise(lambda: trim_prompt_cache(caches, WRITTEN - KEPT))
-        trims.append(seconds)
-        copied.append(grown)
-        taken = trim_prompt_cache(caches, 0) if caches[0].is_trimmable() else -1
-    refused = taken < 0
-    return {
-        "mlx-lm trim us": "refused" if refused else median_us(trims),
-        "mlx-lm bytes": "-" if refused else max(copied[1:]),
-        "mlx-lm next pass": int(statistics.median(next_pass[1:])),
-    }
+    return list(caches)
 
 
 def measure_rounds(settings: argparse.Namespace) -> list[dict[str, Any]]:
@@ -223,12 +263,6 @@ def rise(action: Callable[[], Any]) -> tuple[float, int]:
     action()
     seconds = time.perf_counter() - start
     return seconds, max(mx.get_peak_memory() - before, 0)
-
-
-def settled(caches: list[Any]) -> None:
-    """Compute whatever the caches were left to compute."""
-    mx.eval([c.arrays() for c in caches])
-    mx.synchronize()
 
 
 def text(low: int, high: int) -> list[int]:
