@@ -19,7 +19,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -57,7 +58,7 @@ CACHES: dict[str, tuple[tuple[str, ...], int | None]] = {  # layers, kv_bits
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
-    options.add_argument("--repeats", type=int, default=100, help="rollbacks measured")
+    options.add_argument("--repeats", type=int, default=50, help="rollbacks measured at each context")
     options.add_argument("--rounds", type=int, default=10, help="rounds measured")
     settings = options.parse_args()
     if settings.quick:
@@ -83,11 +84,22 @@ def main() -> None:
     finish("rollback", results, settings, started)
 
 
-def measure_rollbacks(kind: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for context in settings.contexts:
-        ours = ours_rollback(kind, context, settings.repeats)
-        theirs = mlx_lm_rollback(kind, context, settings.repeats)
-        yield {"cache": kind, "context": context, **ours, **theirs}
+def measure_rollbacks(kind: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
+    """The contexts take turns, so that what slows the machine for a while slows all of them."""
+    layers, bits = CACHES[kind]
+    small, ours = Ours(layers, bits, CHUNK), [Ours(layers, bits, c) for c in settings.contexts]
+    theirs = [Theirs(layers, bits, context) for context in settings.contexts]
+    samples: list[dict[str, list[float]]] = [defaultdict(list) for _ in settings.contexts]
+    order = list(range(len(settings.contexts)))
+    for repeat in range(settings.repeats + 1):
+        for i in [*order[repeat % len(order) :], *order[: repeat % len(order)]]:
+            once = {**ours[i].measure(small), **theirs[i].measure()}
+            for what, value in once.items() if repeat else ():  # the first pays for compilation
+                samples[i][what].append(value)
+    return [
+        {"cache": kind, "context": context, **summary(found)}
+        for context, found in zip(settings.contexts, samples, strict=True)
+    ]
 
 
 class Ours:
@@ -113,72 +125,71 @@ class Ours:
             else:
                 cache.rewind(size)
 
-    def commit(self) -> None:
-        self.target.commit(KEPT)
-
     def settle(self) -> None:
-        """Commit, and compute whatever the caches were left to compute."""
-        self.commit()
+        """Compute whatever the caches were left to compute."""
         mx.eval([c.arrays() for c in self.model.last.caches])
         mx.synchronize()
 
-
-def ours_rollback(kind: str, context: int, repeats: int) -> dict[str, Any]:
-    large, small = Ours(*CACHES[kind], context), Ours(*CACHES[kind], CHUNK)
-    commits, rewinds, copied, next_pass = [], [], [], []
-    for _ in range(repeats + 1):
-        next_pass.append(rise(large.write)[1])
+    def measure(self, small: Ours) -> dict[str, float]:
+        found = {"next pass": rise(self.write)[1]}
         for _ in range(WARM):
             small.write()
             small.take_back()
             small.target.commit(0)
-        rewinds.append(rise(large.take_back)[0])
-        large.target.commit(0)
-        large.write()
+        found["rewind us"] = rise(self.take_back)[0] * 1e6
+        self.target.commit(0)
+        self.write()
         for _ in range(WARM):
             small.write()
-            small.commit()
-        commits.append(rise(large.commit)[0])
-        large.write()
-        copied.append(rise(large.settle)[1])
-    return {
-        "commit us": median_us(commits),
-        "rewind us": median_us(rewinds),
-        "bytes": max(copied[1:]),
-        "next pass": int(statistics.median(next_pass[1:])),
-    }
+            small.target.commit(KEPT)
+        seconds, grown = rise(lambda: self.target.commit(KEPT), self.settle)
+        return {**found, "commit us": seconds * 1e6, "bytes": grown}
 
 
-def mlx_lm_rollback(kind: str, context: int, repeats: int) -> dict[str, Any]:
-    layers, bits = CACHES[kind]
-    model = Toy(layers)
-    caches, small = mlx_lm_filled(model, bits, context), mlx_lm_filled(model, bits, CHUNK)
-    block = mx.array([text(0, WRITTEN)])
-    trims, copied, next_pass, taken = [], [], [], 0
-    for _ in range(repeats + 1):
-        next_pass.append(rise(lambda: mx.eval(model(block, caches)))[1])
+class Theirs:
+    """mlx-lm's model and caches, filled."""
+
+    def __init__(self, layers: tuple[str, ...], bits: int | None, context: int) -> None:
+        self.model = Toy(layers)
+        self.caches, self.small = self.filled(bits, context), self.filled(bits, CHUNK)
+        self.block = mx.array([text(0, WRITTEN)])
+
+    def filled(self, bits: int | None, context: int) -> list[Any]:
+        caches = make_prompt_cache(self.model)
+        for low in range(0, context, CHUNK):
+            mx.eval(self.model(mx.array([text(low, low + CHUNK)]), caches), [c.state for c in caches])
+        if bits:
+            caches[:-1] = [c.to_quantized(group_size=64, bits=bits) for c in caches[:-1]]
+        return list(caches)
+
+    def measure(self) -> dict[str, float]:
+        found = {"mlx-lm next pass": rise(lambda: mx.eval(self.model(self.block, self.caches)))[1]}
         for _ in range(WARM):
-            mx.eval(model(block, small))
-            trim_prompt_cache(small, WRITTEN - KEPT)
-        before = caches[0].offset if isinstance(caches[0], KVCache | QuantizedKVCache) else 0
-        seconds, grown = rise(lambda: trim_prompt_cache(caches, WRITTEN - KEPT))
-        taken = before - caches[0].offset if before else 0
-        trims.append(seconds)
-        copied.append(grown)
+            mx.eval(self.model(self.block, self.small))
+            trim_prompt_cache(self.small, WRITTEN - KEPT)
+        first = self.caches[0]
+        before = first.offset if isinstance(first, KVCache | QuantizedKVCache) else 0
+        seconds, grown = rise(lambda: trim_prompt_cache(self.caches, WRITTEN - KEPT))
+        if before and first.offset < before:
+            found |= {"mlx-lm trim us": seconds * 1e6, "mlx-lm bytes": grown}
+        return found
+
+
+def summary(found: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians; of the bytes of a rollback the most."""
+
+    def us(what: str) -> Any:
+        return round(statistics.median(found[what]), 2) if what in found else "refused"
+
     return {
-        "mlx-lm trim us": median_us(trims) if taken else "refused",
-        "mlx-lm bytes": max(copied[1:]) if taken else "-",
-        "mlx-lm next pass": int(statistics.median(next_pass[1:])),
+        "commit us": us("commit us"),
+        "rewind us": us("rewind us"),
+        "bytes": max(found["bytes"]),
+        "next pass": int(statistics.median(found["next pass"])),
+        "mlx-lm trim us": us("mlx-lm trim us"),
+        "mlx-lm bytes": max(found.get("mlx-lm bytes", ["-"])),
+        "mlx-lm next pass": int(statistics.median(found["mlx-lm next pass"])),
     }
-
-
-def mlx_lm_filled(model: Toy, bits: int | None, context: int) -> list[Any]:
-    caches = make_prompt_cache(model)
-    for low in range(0, context, CHUNK):
-        mx.eval(model(mx.array([text(low, low + CHUNK)]), caches), [c.state for c in caches])
-    if bits:
-        caches[:-1] = [c.to_quantized(group_size=64, bits=bits) for c in caches[:-1]]
-    return list(caches)
 
 
 def measure_rounds(settings: argparse.Namespace) -> list[dict[str, Any]]:
@@ -221,7 +232,7 @@ def speculative(K: int, make: Callable[[LMTarget], Drafter], needs: FeatureSpec)
         target = LMTarget(Toy(LAYERS), needs)
         sampler = Sampling().sampler(context, VOCAB)
         room = (K + 1) * (rounds + 8)
-        return generate(target, make(target), Fixed(K), sampler, text(0, context), max_tokens=room)
+        return generate(target, [make(target)], Fixed(K), sampler, text(0, context), max_tokens=room)
 
     return steps
 
@@ -254,23 +265,20 @@ ARMS: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-def rise(action: Callable[[], Any]) -> tuple[float, int]:
-    """Seconds, and bytes by which memory rose above what was in use."""
+def rise(action: Callable[[], Any], then: Callable[[], None] = lambda: None) -> tuple[float, int]:
+    """Seconds of an action, and bytes by which memory rose above what was in use, until after `then`."""
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     start = time.perf_counter()
     action()
     seconds = time.perf_counter() - start
+    then()
     return seconds, max(mx.get_peak_memory() - before, 0)
 
 
 def text(low: int, high: int) -> list[int]:
     return [(7 * (i % 11) + i // 5) % VOCAB for i in range(low, high)]
-
-
-def median_us(seconds: list[float]) -> float:
-    return round(statistics.median(seconds[1:]) * 1e6, 2)
 
 
 def flatness(kind: str, results: list[dict[str, Any]]) -> float:
