@@ -88,17 +88,18 @@ def measure(
         sampler = Unseeded(law, key=settings.seed * 1000 + text)
         decoding = pair.open()
         history = list(prompt)
-        decoding.drafter.observe(history, decoding.target.prefill(history[:-1]))
+        drafter = decoding.drafters[0]
+        drafter.observe(history, decoding.target.prefill(history[:-1]))
         found: list[dict[str, Floats]] = []
         for step in range(settings.tokens):
-            if step % settings.stride == 0:
+            if step and (step - 1) % settings.stride == 0:  # nothing is drafted behind a prompt
                 chains = [sampled(decoding, law, sampler, history) for _ in range(settings.chains)]
                 average = {rule: np.mean([c[rule] for c in chains], axis=0) for rule in chains[0]}
                 found.append({**average, "argmax walk": walked(pair, decoding, law, history)})
             logits = decoding.target.verify(mx.array(history[-1:]))
             token, _ = sampler.draw(logits, history, mx.array([], dtype=mx.int32))
             history += token.tolist()
-            decoding.drafter.observe(history, decoding.target.commit(1))
+            drafter.observe(history, decoding.target.commit(1))
             if history[-1] in pair.text.eos:
                 break
         yield Measured(len(found), {rule: np.sum([f[rule] for f in found], axis=0) for rule in found[0]})
@@ -106,7 +107,7 @@ def measure(
 
 def sampled(decoding: Decoding, law: Law, sampler: Unseeded, history: list[int]) -> dict[str, Floats]:
     """Every rule's expectation on a chain drawn from the drafter."""
-    draft = decoding.drafter.draft(history, K, sampler)
+    draft = decoding.drafters[0].draft(history, K, sampler)
     if draft.probs is None:
         sys.exit("acceptance needs a drafter with a law: lookup has none")
     p = target_law(decoding, law, history, draft.tokens)
@@ -124,7 +125,7 @@ def sampled(decoding: Decoding, law: Law, sampler: Unseeded, history: list[int])
 
 def walked(pair: Pair, decoding: Decoding, law: Law, history: list[int]) -> Floats:
     """The expectation of the target's draws following the drafter's greedy chain."""
-    draft = decoding.drafter.draft(history, K, Sampling().sampler(len(history), pair.facts.vocab_size))
+    draft = decoding.drafters[0].draft(history, K, Sampling().sampler(len(history), pair.facts.vocab_size))
     p = target_law(decoding, law, history, draft.tokens)
     return runs(p[np.arange(K), np.array(draft.tokens)])
 

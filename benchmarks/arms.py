@@ -1,41 +1,44 @@
-"""Decoders to compare: each takes prompt tokens and a count and yields the new tokens as they come."""
+"""Our decoders to compare: each takes a prompt and yields what its rounds bring."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-import mlx_lm
-from mlx.utils import tree_flatten
-from mlx_lm.generate import generate_step, stream_generate
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_spec import load
-from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.engine import generate
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.tuning.policy import Adaptive, Fixed
-from mlx_spec.types import DraftLengthPolicy, Round
+from mlx_spec.session import Decoding
+from mlx_spec.tuning import profile
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.tuner import Tuner
 
-Decoder = Callable[[list[int], int], Iterator[list[int]]]  # (prompt, count) -> tokens, as they come
+Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
+Decoder = Callable[["Prompt"], Iterator[Step]]  # steps, as they come
+Arms = dict[str, Callable[[], Decoder]]  # what an arm needs is loaded when it is made
 PROMPTS = Path(__file__).parent / "prompts"
-EXTRA_VISION = {  # an empty vision tower: mlx-vlm builds one although the checkpoint has none
-    "num_hidden_layers": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "position_embedding_size": 4,
-}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    kind: str
+    tokens: list[int]
+    count: int  # tokens to generate
+    banned: frozenset[int] = frozenset()  # tokens that must not be generated
+
+    @property
+    def bias(self) -> dict[int, float] | None:
+        """Of the logits."""
+        return dict.fromkeys(sorted(self.banned), float("-inf")) or None
 
 
 @dataclass
@@ -44,41 +47,63 @@ class Folders:
 
     target: Path
     drafter: Path | None
+    draft_model: Path | None = None  # a small model with the target's vocabulary
     _kept: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     @classmethod
-    def find(cls, target: str, drafter: str | None) -> Folders:
+    def find(cls, target: str, drafter: str | None, draft_model: str | None = None) -> Folders:
+        small = Path(draft_model).expanduser() if draft_model else None
         if target == "demo":
             from mlx_spec import demo
 
-            return cls(demo.TARGET, demo.DRAFTER)
-        return cls(Path(target).expanduser(), Path(drafter).expanduser() if drafter else None)
+            return cls(demo.TARGET, demo.DRAFTER, small)
+        return cls(Path(target).expanduser(), Path(drafter).expanduser() if drafter else None, small)
 
     def cast(self, dtype: str) -> Folders:
         """Copies with every floating-point weight in another type."""
-        result = Folders(self.target, self.drafter)
-        result.target = result.copy(self.target, getattr(mx, dtype))
-        result.drafter = result.copy(self.drafter, getattr(mx, dtype)) if self.drafter else None
+        wanted = getattr(mx, dtype)
+
+        def change(array: mx.array) -> mx.array:
+            return array.astype(wanted) if mx.issubdtype(array.dtype, mx.floating) else array
+
+        result = Folders(self.target, self.drafter, self.draft_model)
+        result.target = result.copy(self.target, change)
+        result.drafter = result.copy(self.drafter, change) if self.drafter else None
+        result.draft_model = result.copy(self.draft_model, change) if self.draft_model else None
         return result
 
-    def copy(self, folder: Path, dtype: mx.Dtype | None, **config: Any) -> Path:
-        """A copy with keys of config.json set (None: left out); weights are linked unless they are cast."""
+    def shuffled(self, folder: Path, seed: int) -> Path:
+        """A copy whose weights stand in random places of their tensors: as large as before, and useless."""
+        keys = iter(mx.random.split(mx.random.key(seed), 10_000))
+
+        def change(array: mx.array) -> mx.array:
+            weights = mx.issubdtype(array.dtype, mx.floating) or array.dtype == mx.uint32
+            if array.ndim < 2 or not weights:
+                return array
+            return mx.random.permutation(array.flatten(), key=next(keys)).reshape(array.shape)
+
+        return self.copy(folder, change)
+
+    def copy(self, folder: Path, change: Callable[[mx.array], mx.array] | None, **config: Any) -> Path:
+        """A copy with keys of config.json set (None: left out); weights are linked unless they change."""
         self._kept.append(tempfile.TemporaryDirectory())
         new = Path(self._kept[-1].name)
         for file in folder.iterdir():
-            if file.suffix != ".safetensors" or dtype is None:
+            if file.suffix != ".safetensors" or change is None:
                 (new / file.name).symlink_to(file.resolve())
                 continue
-            tensors = mx.load(str(file))
-            for name, array in tensors.items():
-                if mx.issubdtype(array.dtype, mx.floating):
-                    tensors[name] = array.astype(dtype)
+            tensors = {name: change(array) for name, array in read(file).items()}
             mx.save_safetensors(str(new / file.name), tensors, {"format": "mlx"})
         old = json.loads((folder / "config.json").read_text())
         (new / "config.json").unlink()
         changed = {k: v for k, v in {**old, **config}.items() if v is not None or k not in config}
         (new / "config.json").write_text(json.dumps(changed))
         return new
+
+
+def read(file: Path) -> dict[str, mx.array]:
+    """The tensors of a safetensors file."""
+    return cast(dict[str, mx.array], mx.load(str(file)))
 
 
 def prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
@@ -90,88 +115,87 @@ def prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
     return [pair.text.prompt([{"role": "user", "content": line}]) for line in lines]
 
 
-def ours(folders: Folders) -> tuple[Pair, dict[str, Decoder]]:
-    """The pair, and mlx_spec at every depth."""
-    pair = load(folders.target, folders.drafter or "none")
+def ours(folders: Folders, seed: int) -> tuple[Pair, Arms]:
+    """The pair, and mlx_spec at every depth and with every drafter."""
 
-    def decoder(make: Callable[[], DraftLengthPolicy], *, lookup: bool = False) -> Decoder:
-        def run(prompt: list[int], count: int) -> Iterator[list[int]]:
-            for done in rounds(pair, make(), prompt, count, lookup=lookup):
-                yield done.tokens
+    @cache
+    def open_pair(drafter: Path | str) -> Pair:
+        return load(folders.target, drafter)
 
-        return run
+    def pinned(drafter: Path | str, k: int) -> Decoder:
+        return fixed(open_pair(drafter), k)
 
-    session = Adaptive()  # what a conversation does: the policy outlives an answer
-    arms = {"plain": decoder(lambda: Fixed(0)), "lookup": decoder(Adaptive, lookup=True)}
+    def free(drafter: Path | str) -> Decoder:
+        return conversation(open_pair(drafter))
+
+    own, small = folders.drafter or "none", folders.draft_model
+    arms: Arms = {
+        "no drafter": lambda: cold(open_pair("none")),
+        "plain": partial(pinned, own, 0),
+        "plain, again": partial(pinned, own, 0),
+        "lookup": partial(free, "lookup"),
+    }
     if folders.drafter is not None:
-        arms |= {f"K={k}": decoder(lambda k=k: Fixed(k)) for k in range(1, 9)}
-        arms |= {"adaptive": decoder(lambda: session), "adaptive, cold": decoder(Adaptive)}
-    return pair, arms
+        useless = cache(partial(folders.shuffled, folders.drafter, seed))
+        arms |= {f"K={k}": partial(pinned, own, k) for k in range(1, 9)}
+        arms["adaptive"] = partial(free, own)
+        arms["adaptive, cold"] = lambda: cold(open_pair(own))
+        arms["random drafter, adaptive"] = lambda: free(useless())
+        arms["random drafter, K=4"] = lambda: pinned(useless(), 4)
+    if small is not None:
+        arms |= {f"draft model, K={k}": partial(pinned, small, k) for k in range(1, 9)}
+        arms["draft model, adaptive"] = partial(free, small)
+    return open_pair(own), arms
 
 
-def rounds(
-    pair: Pair, policy: DraftLengthPolicy, prompt: list[int], count: int, *, lookup: bool = False
-) -> Iterator[Round]:
-    """Greedy rounds of a fixed number of tokens: nothing stops them."""
+def fixed(pair: Pair, k: int) -> Decoder:
+    """k draft tokens in every round, from the pair's own drafter: lookup is only offered to a free policy."""
+
+    def run(prompt: Prompt) -> Iterator[Step]:
+        opened = pair.open()
+        decoding = Decoding(opened.target, opened.drafters[:1], Fixed(k))
+        return rounds(pair, decoding, prompt)
+
+    return run
+
+
+def cold(pair: Pair) -> Decoder:
+    """The policy of a new process: costs are saved, but nothing is known of earlier answers."""
+
+    def run(prompt: Prompt) -> Iterator[Step]:
+        decoding, known = pair.open(), pair.policies
+        if isinstance(known, Tuner):
+            new = Tuner(known.names, known.key, profile.folder())
+            decoding = replace(decoding, policy=new.make(decoding.target, decoding.drafters))
+        return rounds(pair, decoding, prompt)
+
+    return run
+
+
+def conversation(pair: Pair) -> Decoder:
+    """The pair's own policy, which outlives an answer, as in a conversation."""
     decoding = pair.open()
-    drafter = LookupSource().make(decoding.target.parts) if lookup else decoding.drafter
-    sampler = Sampling().sampler(len(prompt), pair.facts.vocab_size)
-    return generate(decoding.target, drafter, policy, sampler, prompt, max_tokens=count)
+
+    def run(prompt: Prompt) -> Iterator[Step]:
+        decoding.target.rewind(0)
+        return rounds(pair, decoding, prompt)
+
+    return run
 
 
-def of_mlx_lm(folders: Folders) -> dict[str, Decoder]:
-    """mlx-lm's loop, and the same with text."""
-    model, tokenizer = mlx_lm.load(str(folders.target))
-    endless = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[-1])
-
-    def tokens(prompt: list[int], count: int) -> Iterator[list[int]]:
-        for token, _ in generate_step(mx.array(prompt), model, max_tokens=count):
-            yield [int(token)]
-
-    def text(prompt: list[int], count: int) -> Iterator[list[int]]:
-        for response in stream_generate(model, endless, mx.array(prompt), max_tokens=count):
-            yield [int(response.token)]
-
-    mx.eval(model.parameters())
-    return {"mlx-lm": tokens, "mlx-lm, text": text}
-
-
-def of_mlx_vlm(folders: Folders) -> dict[str, Decoder]:
-    """mlx-vlm's loop, plain and with its own MTP rounds. Empty where it is not installed."""
-    if importlib.util.find_spec("mlx_vlm") is None:
-        print("mlx-vlm is not installed: its arms are left out\n")
-        return {}
-    from mlx_vlm.generate.ar import generate_step as vlm_step
-    from mlx_vlm.speculative.drafters import load_drafter
-    from mlx_vlm.utils import load_model
-
-    config = json.loads((folders.target / "config.json").read_text())
-    target = folders.target
-    if config.get("vision_config", 0) is None:
-        target = folders.copy(target, None, vision_config=EXTRA_VISION)
-    model = load_model(target, strict=False)
-    drafter, kind = load_drafter(str(folders.drafter)) if folders.drafter else (None, None)
-
-    def decoder(K: int) -> Decoder:
-        mtp = {"draft_model": drafter, "draft_kind": kind, "draft_block_size": K + 1} if K else {}
-
-        def run(prompt: list[int], count: int) -> Iterator[list[int]]:
-            ids = mx.array([prompt])
-            for token, _ in vlm_step(ids, model, None, None, max_tokens=count, temperature=0.0, **mtp):
-                yield [int(token)]
-
-        return run
-
-    mx.eval(model.parameters())
-    depths = range(1, 9) if drafter is not None else ()
-    return {"mlx-vlm": decoder(0), **{f"mlx-vlm K={k}": decoder(k) for k in depths}}
+def rounds(pair: Pair, decoding: Decoding, prompt: Prompt) -> Iterator[Step]:
+    """Greedy rounds of a fixed number of tokens: nothing stops them."""
+    target, drafters, policy = decoding.target, decoding.drafters, decoding.policy
+    sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.facts.vocab_size)
+    for done in generate(target, drafters, policy, sampler, prompt.tokens, max_tokens=prompt.count):
+        yield done.tokens, done.drafted
 
 
 def size(folders: Folders) -> dict[str, int]:
-    """Parameters of target and drafter."""
-    found = {"target": folders.target, "drafter": folders.drafter}
+    """Parameters of target and drafters."""
+    found = {"target": folders.target, "drafter": folders.drafter, "draft model": folders.draft_model}
     return {
-        name: sum(v.size for f in folder.glob("*.safetensors") for _, v in tree_flatten(mx.load(str(f))))
+        name: sum(array.size for file in folder.glob("*.safetensors") for array in read(file).values())
         for name, folder in found.items()
         if folder is not None
     }

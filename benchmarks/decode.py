@@ -1,14 +1,18 @@
 """How fast is decoding, against mlx-lm and mlx-vlm on the same weights in the same run?
 
-Arms: mlx-lm (its `generate_step`; "text" is `stream_generate`, which also detokenises), mlx_spec plain, at
-fixed K, adaptive (one policy for all prompts, as in a conversation; "cold": a new one each time) and with
-lookup, mlx-vlm plain and with its own MTP rounds. All are greedy, ignore end-of-text tokens and generate the
-same number of tokens: as many as the plain answer has, at most `--tokens`.
+Arms: mlx-lm (its `generate_step`; "text" is `stream_generate`, which also detokenises; "draft model" is its
+own speculative decoding with `--draft-model`), mlx_spec plain, at fixed K, adaptive (one policy for all
+prompts, as in a conversation; "cold": what a new process would do), with lookup, with a draft model, without
+a drafter and with a random drafter, whose weights were shuffled, mlx-vlm plain and with its own MTP rounds.
+All are greedy, do not stop at end-of-text tokens and generate the same number of tokens: as many as the plain
+answer has, at most `--tokens`; texts that are to be continued get `--tokens` more, end-of-text tokens banned.
 
 Protocol: for each prompt and repeat one block, mlx-lm first and last, the other arms between in the order of
-a balanced Latin square. An arm's ratio is taken to the mean of the two mlx-lm runs of its block; the second
-of them against the first is the null arm. The first block of each prompt is dropped, and so are blocks whose
-null is off by more than `--spread`. Medians of ratios with bootstrap 95 % intervals, prompts drawn first.
+a balanced Latin square. An arm's ratio is taken to the mean of the two mlx-lm runs of its block, and to the
+mean of the two plain runs of mlx_spec in it ("plain, again" stands among the arms like any other); the second
+mlx-lm run against the first is the null arm. The first block of each prompt is dropped, and so are blocks
+whose null is off by more than `--spread`. Medians of ratios with bootstrap 95 % intervals, prompts drawn
+first, over all prompts and by kind.
 
 "decode" counts from the first tokens on, so the prompt is left out; "whole" is end to end. Tokens are
 compared with mlx-lm's: how many prompts differ, and the first position that does.
@@ -17,56 +21,52 @@ compared with mlx-lm's: how many prompts differ, and the first position that doe
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
-import sys
 import time
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import arms
-import mlx.core as mx
-from timing import finish, interval, latin_square, parser, table
+from arms import Folders, Prompt, ours, size
+from blocks import BASE, measure, summary
+from peers import of_mlx_lm, of_mlx_vlm
+from timing import finish, parser, table
+from workload import read_prompts
 
-from mlx_spec.pair import Pair
-from mlx_spec.tuning.policy import Fixed
-
-BASE = "mlx-lm"
-OURS = ["plain", *(f"K={k}" for k in range(1, 7)), "adaptive", "adaptive, cold", "lookup"]
-DEFAULT = ["mlx-lm, text", *OURS, "mlx-vlm", *(f"mlx-vlm K={k}" for k in range(1, 5))]
-
-
-@dataclass(frozen=True)
-class Run:
-    tokens: list[int]
-    decode: float  # tokens a second behind the first
-    whole: float  # tokens a second from the start
-
-
-@dataclass(frozen=True)
-class Block:
-    """All arms once on one prompt."""
-
-    first: Run
-    last: Run
-    runs: dict[str, Run]
-
-    @property
-    def null(self) -> float:
-        return self.last.decode / self.first.decode
-
-    def ratio(self, arm: str, measure: str) -> float:
-        base = (getattr(self.first, measure) + getattr(self.last, measure)) / 2
-        return float(getattr(self.runs[arm], measure) / base)
+OURS = ["no drafter", "plain", "plain, again", *(f"K={k}" for k in range(1, 7)), "adaptive", "adaptive, cold"]
+USELESS = ["lookup", "random drafter, adaptive", "random drafter, K=4"]
+SMALL = ["mlx-lm draft model, K=2", "mlx-lm draft model, K=4", "draft model, K=2", "draft model, K=4"]
+PEERS = ["mlx-vlm", *(f"mlx-vlm K={k}" for k in range(1, 5))]
+DEFAULT = ["mlx-lm, text", *OURS, *USELESS, *SMALL, "draft model, adaptive", *PEERS]
+QUICK = ["plain", "plain, again", "K=2", "adaptive", "lookup", *USELESS[1:2], *SMALL[::2], *PEERS[::2]]
+MEASURES = ("decode", "whole", "to plain")
+COUNTS = ("tokens/s", "tokens a step", "differ")
 
 
 def main() -> None:
+    settings = arguments()
+    started = time.time()
+    folders = Folders.find(settings.target, settings.drafter, settings.draft_model)
+    if settings.dtype:
+        folders = folders.cast(settings.dtype)
+    pair, arms = ours(folders, settings.seed)
+    arms |= {**of_mlx_lm(folders), **of_mlx_vlm(folders)}
+    names = [name for name in settings.arms if name in arms]
+    prompts = read_prompts(settings, pair, folders.target)
+    decoders = {name: arms[name]() for name in (BASE, *names)}
+    blocks = measure(decoders, names, prompts, settings)
+    results = summary(blocks, prompts, names, settings)
+    report(results, prompts)
+    results["parameters"] = size(folders)
+    finish("decode", results, settings, started)
+
+
+def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--target", default="demo", help="demo, or a folder")
     options.add_argument("--drafter", help="a folder")
-    options.add_argument("--prompts", type=Path, help="a file with one prompt a line")
+    options.add_argument("--draft-model", help="a folder: a small model with the target's vocabulary")
+    options.add_argument("--prompts", type=Path, help="a folder like those in prompts/, or one file of it")
+    options.add_argument("--kinds", nargs="+", help="of prompts, if not all")
+    options.add_argument("--per-kind", type=int, help="prompts of each kind, if not all")
     options.add_argument("--tokens", type=int, default=128)
     options.add_argument("--least", type=int, default=16, help="tokens of a shorter answer are gone on with")
     options.add_argument("--repeats", type=int, default=9, help="blocks a prompt; the first is dropped")
@@ -75,114 +75,13 @@ def main() -> None:
     options.add_argument("--spread", type=float, default=0.04)
     settings = options.parse_args()
     if settings.quick:
-        settings.tokens, settings.repeats = 8, 2
-        settings.arms = ["plain", "K=2", "adaptive", "lookup", "mlx-vlm", "mlx-vlm K=2"]
-    started = time.time()
-    folders = arms.Folders.find(settings.target, settings.drafter)
-    if settings.dtype:
-        folders = folders.cast(settings.dtype)
-    pair, own = arms.ours(folders)
-    decoders = {**arms.of_mlx_lm(folders), **own, **arms.of_mlx_vlm(folders)}
-    names = [name for name in settings.arms if name in decoders]
-    prompts = read_prompts(settings, pair)
-    blocks = measure(decoders, names, prompts, settings)
-    results = summary(blocks, names, settings)
-    report(results, prompts)
-    results["parameters"] = arms.size(folders)
-    finish("decode", results, settings, started)
+        settings.tokens, settings.repeats, settings.per_kind, settings.arms = 8, 2, 1, QUICK
+        settings.kinds = settings.kinds or ["chat", "prose"]
+    return settings
 
 
-def read_prompts(settings: argparse.Namespace, pair: Pair) -> list[tuple[list[int], int]]:
-    """Prompts as tokens, each with the number of tokens to generate."""
-    result = []
-    for prompt in arms.prompts(settings, pair):
-        length = pair.facts.context_length
-        most = min(settings.tokens, length - len(prompt)) if length else settings.tokens
-        answer = [t for r in arms.rounds(pair, Fixed(0), prompt, most) for t in r.tokens]
-        ends = [i + 1 for i, token in enumerate(answer) if token in pair.text.eos]
-        result.append((prompt, min(most, max(ends[0] if ends else most, settings.least))))
-    return result
-
-
-def measure(
-    decoders: dict[str, arms.Decoder],
-    names: list[str],
-    prompts: list[tuple[list[int], int]],
-    settings: argparse.Namespace,
-) -> list[list[Block]]:
-    """Blocks by prompt, the first of each already dropped."""
-    square = latin_square(names)
-    random.Random(settings.seed).shuffle(square)
-    done: list[list[Block]] = [[] for _ in prompts]
-    for repeat in range(settings.repeats):
-        for i, (prompt, count) in enumerate(prompts):
-            order = square[(repeat * len(prompts) + i) % len(square)]
-            first, *runs, last = [run(decoders[n], prompt, count) for n in (BASE, *order, BASE)]
-            block = Block(first, last, dict(zip(order, runs, strict=True)))
-            if repeat > 0:
-                done[i].append(block)
-        print(f"repeat {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
-    return done
-
-
-def run(decoder: arms.Decoder, prompt: list[int], count: int) -> Run:
-    mx.synchronize()
-    tokens: list[int] = []
-    start = time.perf_counter()
-    first, at = 0, start
-    for new in decoder(prompt, count):
-        tokens += new
-        end = time.perf_counter()
-        if first == 0:
-            first, at = len(tokens), end
-        if len(tokens) >= count:
-            break
-    mx.synchronize()  # mlx-lm has queued one step more
-    return Run(tokens, (len(tokens) - first) / (end - at), len(tokens) / (end - start))
-
-
-def summary(blocks: list[list[Block]], names: list[str], settings: argparse.Namespace) -> dict[str, Any]:
-    quiet = [[b for b in by_prompt if abs(b.null - 1) <= settings.spread] for by_prompt in blocks]
-    total, kept = sum(map(len, blocks)), sum(map(len, quiet))
-    used = quiet if all(quiet) else blocks
-    flat = [b for by_prompt in used for b in by_prompt]
-    base = [r.decode for b in flat for r in (b.first, b.last)]
-    rows: dict[str, Any] = {}
-    for name in names:
-        decode = [[b.ratio(name, "decode") for b in by_prompt] for by_prompt in used]
-        whole = [[b.ratio(name, "whole") for b in by_prompt] for by_prompt in used]
-        rows[name] = {
-            "decode": interval(decode, settings.seed),
-            "whole": interval(whole, settings.seed),
-            "tokens/s": round(statistics.median(b.runs[name].decode for b in flat), 1),
-            **differences(name, blocks),
-        }
-    null = [[b.null for b in by_prompt] for by_prompt in blocks]
-    nulls = sorted(n for by_prompt in null for n in by_prompt)
-    return {
-        "arms": rows,
-        "mlx-lm tokens/s": round(statistics.median(base), 1),
-        "null": interval(null, settings.seed),
-        "null, quartiles": [round(nulls[len(nulls) * i // 4], 3) for i in (1, 3)],
-        "blocks": total,
-        "blocks within the spread": kept,
-        "noisy blocks used": used is blocks,
-    }
-
-
-def differences(name: str, blocks: list[list[Block]]) -> dict[str, Any]:
-    """How many prompts gave other tokens than mlx-lm, and where the first of them did."""
-    places: dict[int, int] = defaultdict(int)
-    for i, by_prompt in enumerate(blocks):
-        for block in by_prompt:
-            a, b = block.first.tokens, block.runs[name].tokens
-            if a != b:
-                places[i] = next(j for j, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    return {"differ": len(places), "first at": min(places.values(), default=None)}
-
-
-def report(results: dict[str, Any], prompts: list[tuple[list[int], int]]) -> None:
-    lengths = [count for _, count in prompts]
+def report(results: dict[str, Any], prompts: list[Prompt]) -> None:
+    lengths = [prompt.count for prompt in prompts]
     low, high = results["null, quartiles"]
     quiet, total = results["blocks within the spread"], results["blocks"]
     print(f"\n{len(prompts)} prompts, {min(lengths)} to {max(lengths)} new tokens; ratios to mlx-lm")
@@ -190,16 +89,30 @@ def report(results: dict[str, Any], prompts: list[tuple[list[int], int]]) -> Non
     print(f"null arm: {show(results['null'])}, quartiles {low} to {high}")
     print(f"{quiet} of {total} blocks are within the spread", end="")
     print("; all were used\n" if results["noisy blocks used"] else "\n")
-    head = ["arm", "decode", "whole", "tokens/s", "prompts that differ", "first at"]
+    head = "arm|decode|whole|decode, to plain|tokens/s|tokens a step|prompts that differ|first at".split("|")
     rows = [
-        [name, show(r["decode"]), show(r["whole"]), r["tokens/s"], r["differ"], r["first at"] or "-"]
+        [name, *(show(r[m]) for m in MEASURES), *(r[c] for c in COUNTS), shown(r["first at"])]
         for name, r in results["arms"].items()
     ]
     table(head, rows)
+    print("By kind of prompt, decode, ratios to mlx_spec plain; * where tokens differ from mlx-lm's:\n")
+    table(["arm", *results["kinds"]], by_kind(results))
 
 
-def show(values: list[float]) -> str:
-    return f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]"
+def by_kind(results: dict[str, Any]) -> list[list[str]]:
+    kinds = results["kinds"].values()
+    return [
+        [name, *(show(kind[name]["to plain"]) + ("*" if kind[name]["differ"] else "") for kind in kinds)]
+        for name in results["arms"]
+    ]
+
+
+def shown(place: int | None) -> object:
+    return "-" if place is None else place
+
+
+def show(values: list[float] | None) -> str:
+    return "-" if values is None else f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]"
 
 
 if __name__ == "__main__":

@@ -7,17 +7,19 @@ cache holds a token that was not emitted; at least one token was emitted.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import cast
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.types import (
-    Decision,
+    Choice,
+    Draft,
     Drafter,
     DraftLengthPolicy,
+    Features,
     Round,
     Sampler,
     Target,
@@ -25,11 +27,13 @@ from mlx_spec.types import (
 
 PREFILL_STEP = 1024  # prompt tokens in one forward pass
 CLEAR_EVERY = 256  # rounds; block lengths vary, so freed buffers of many sizes pile up
+PATIENCE = 2  # rounds without a draft, after which plain decoding looks ahead although one is wanted
+CERTAIN = 2**20  # the int32 that stands for a probability of 1 in what is read from the device
 
 
 def generate(
     target: Target,
-    drafter: Drafter,
+    drafters: Sequence[Drafter],
     policy: DraftLengthPolicy,
     sampler: Sampler,
     prompt: list[int],
@@ -39,49 +43,51 @@ def generate(
 ) -> Iterator[Round]:
     """Yield rounds of tokens with the law of plain decoding, token for token where the law leaves no choice.
 
-    The target may already hold a prefix of the prompt. A stop token is emitted and ends the last round.
-    Closing the generator is safe at every yield. Raises InvalidValue for an empty prompt.
+    The policy chooses among the drafters by index; there may be none. The target may already hold a prefix
+    of the prompt. A stop token is emitted and ends the last round. Closing the generator is safe at every
+    yield. Raises InvalidValue for an empty prompt.
     """
     if not prompt:
         raise InvalidValue("the prompt is empty: give at least one token")
-    sequence = _Sequence(target, drafter, sampler, list(prompt), frozenset(stop), max_tokens)
+    sequence = _Sequence(target, drafters, policy, sampler, list(prompt), frozenset(stop), max_tokens)
     try:
         sequence.prefill()
         while sequence.room > 0:
-            round = sequence.next(policy.decide())
-            policy.observe(round)
-            yield round
+            yield sequence.next()
     finally:
         sequence.close()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a drafter drafted and the policy left of it."""
+
+    drafter: int
+    proposed: int
+    draft: Draft
+    confidence: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A token drawn after the pending one, whose row is on trial. Not yet read."""
+
+    token: mx.array  # [1] int32
+    logits: mx.array  # [1, V], what it was drawn from
 
 
 @dataclass
 class _Sequence:
     target: Target
-    drafter: Drafter
+    drafters: Sequence[Drafter]
+    policy: DraftLengthPolicy
     sampler: Sampler
     history: list[int]
     stop: frozenset[int]
     room: int  # tokens that may still be emitted; 0 behind a stop token
-    ahead: mx.array | None = None  # [1] drawn after the pending token, whose row is on trial, not yet read
+    ahead: _Ahead | None = None
     rounds: int = 0
-
-    def next(self, decision: Decision) -> Round:
-        """The next round. A token that is already on its way is emitted before anything is drafted."""
-        limit = min(decision.limit, self.room - 1)
-        if limit > 0 and self.ahead is None:
-            round = self.speculate(limit)
-        else:
-            round = self.plain(look_ahead=decision.limit == 0 and self.room > 1)
-        stopped = round.tokens[-1] in self.stop
-        self.room = 0 if stopped else self.room - len(round.tokens)
-        if self.room == 0:
-            self.close()
-        self.rounds += 1
-        if self.rounds % CLEAR_EVERY == 0:
-            mx.clear_cache()
-        reason: Literal["stop", "length"] | None = "stop" if stopped else None if self.room else "length"
-        return replace(round, reason=decision.reason, finish_reason=reason)
+    misses: int = 0  # rounds in a row in which a draft was wanted and no drafter had one
 
     def prefill(self) -> None:
         """Write all of the prompt but its last token."""
@@ -89,57 +95,137 @@ class _Sequence:
         for low in range(start, end, PREFILL_STEP):
             high = min(low + PREFILL_STEP, end)
             features = self.target.prefill(self.history[low:high])
-            self.drafter.observe(self.history[: high + 1], features)
+            for drafter in self.drafters:
+                drafter.observe(self.history[: high + 1], features)
         mx.clear_cache()
 
-    def speculate(self, limit: int) -> Round:
-        """One round: at most `limit` draft tokens, verified in one pass."""
+    def next(self) -> Round:
+        """The next round. A token that is already on its way is emitted before anything is drafted."""
+        decision = self.policy.decide(self.history)
         start = time.perf_counter()
-        draft = self.drafter.draft(self.history, limit, self.sampler)
-        K = draft.tokens.size
-        if K == 0:
-            return self.plain(look_ahead=False)
+        wanted = [replace(c, limit=min(c.limit, self.room - 1)) for c in decision.choices]
+        wanted = [choice for choice in wanted if choice.limit > 0]
+        round = self._round(wanted, decision.shadow)
+        stopped = round.tokens[-1] in self.stop
+        self.room = 0 if stopped else self.room - len(round.tokens)
+        if self.room == 0:
+            self.close()
+        self.rounds += 1
+        if self.rounds % CLEAR_EVERY == 0:
+            mx.clear_cache()
+        done = replace(
+            round,
+            seconds=time.perf_counter() - start,
+            reason=decision.reason,
+            finish_reason="stop" if stopped else None if self.room else "length",
+            plain_seconds=decision.plain_seconds,
+        )
+        self.policy.observe(done)
+        return done
+
+    def _round(self, wanted: list[Choice], shadow: int | None) -> Round:
+        found, ahead = None, self.ahead is not None
+        if wanted and (not ahead or self.misses >= PATIENCE):
+            found = self.draft(wanted)
+            self.misses = 0 if found else self.misses + 1
+        if found and not ahead and found.draft.tokens.size:
+            return self.verify(found)
+        # What is on its way must land before something can be drafted.
+        land = bool(found) or (bool(wanted) and self.misses < PATIENCE) or (ahead and shadow is not None)
+        probe = None if ahead or wanted or shadow is None else self.draft([Choice(shadow, 1)])
+        round = self.plain(look_ahead=not land and self.room > 1, probe=probe)
+        if found is None or ahead:
+            return round
+        return replace(round, drafter=found.drafter, proposed=found.proposed, confidence=found.confidence)
+
+    def draft(self, wanted: list[Choice]) -> _Found | None:
+        """What the first drafter that has something to draft drafted, cut as the policy will have it."""
+        for choice in wanted:
+            draft = self.drafters[choice.drafter].draft(self.history, choice.limit, self.sampler)
+            proposed = draft.tokens.size
+            if not choice.selective or draft.confidence is None:
+                found = _Found(choice.drafter, proposed, draft)
+            else:
+                confidence = tuple(c / CERTAIN for c in _read(_packed(draft.confidence)))
+                keep = self.policy.cut(choice.drafter, confidence)
+                probs = None if draft.probs is None else draft.probs[:keep]
+                found = _Found(choice.drafter, proposed, Draft(draft.tokens[:keep], probs), confidence)
+            if proposed:
+                return found
+        return None
+
+    def verify(self, found: _Found) -> Round:
+        """Judge a draft in one pass of the target."""
+        draft = found.draft
         pending = mx.array(self.history[-1:], dtype=mx.int32)
         logits = self.target.verify(mx.concatenate([pending, draft.tokens]))
         verdict = self.sampler.verify(logits, self.history, draft)
         accepted, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
         tokens = self._until_stop([*drafted[:accepted], last])
-        seconds = time.perf_counter() - start
-        self._commit(tokens)
-        return Round(tokens, K, min(accepted, len(tokens)), seconds)
+        self._observe(tokens, self.target.commit(len(tokens)))
+        return Round(
+            tokens,
+            draft.tokens.size,
+            min(accepted, len(tokens)),
+            drafter=found.drafter,
+            proposed=found.proposed,
+            confidence=found.confidence,
+        )
 
-    def plain(self, *, look_ahead: bool) -> Round:
-        """One token without a draft; with `look_ahead` the next one is already on its way."""
-        start = time.perf_counter()
+    def plain(self, *, look_ahead: bool, probe: _Found | None = None) -> Round:
+        """One token without a draft; with `look_ahead` the next one is already on its way.
+
+        A probe is a draft of one token that is not verified, only compared with what comes.
+        """
         none = mx.array([], dtype=mx.int32)
-        if self.ahead is None:
-            logits = self.target.verify(mx.array(self.history[-1:], dtype=mx.int32))
-            self.ahead, _ = self.sampler.draw(logits, self.history, none)
+        ahead = self.ahead or self._advance(mx.array(self.history[-1:], dtype=mx.int32), none)
         features = self.target.commit(1)
-        token, self.ahead = self.ahead, None
+        self.ahead = None
         if look_ahead:
-            logits = self.target.verify(token)
-            self.ahead, _ = self.sampler.draw(logits, self.history, token)
-            mx.async_eval(token, self.ahead)
-        self.history += _read(token)
-        seconds = time.perf_counter() - start
-        self.drafter.observe(self.history, features)
-        return Round(self.history[-1:], 0, 0, seconds)
+            self.ahead = self._advance(ahead.token, ahead.token)
+            mx.async_eval(ahead.token, self.ahead.token)
+        if probe is None:
+            round = Round(_read(ahead.token), 0, 0)
+        else:
+            agreement = self.sampler.agreement(ahead.logits, self.history, ahead.token, probe.draft)
+            confidence = agreement[:0] if probe.draft.confidence is None else probe.draft.confidence
+            token, agreed, *sure = _read(
+                mx.concatenate([ahead.token, _packed(agreement), _packed(confidence)])
+            )
+            round = Round(
+                [token],
+                0,
+                0,
+                drafter=probe.drafter,
+                confidence=tuple(c / CERTAIN for c in sure),
+                agreement=agreed / CERTAIN,
+            )
+        self._observe(round.tokens, features)
+        return round
 
     def close(self) -> None:
         """Drop what is on trial."""
         self.ahead = None
         self.target.commit(0)
 
-    def _commit(self, tokens: list[int]) -> None:
-        features = self.target.commit(len(tokens))
+    def _advance(self, token: mx.array, drafted: mx.array) -> _Ahead:
+        logits = self.target.verify(token)
+        return _Ahead(self.sampler.draw(logits, self.history, drafted)[0], logits)
+
+    def _observe(self, tokens: list[int], features: Features) -> None:
         self.history += tokens
-        self.drafter.observe(self.history, features)
+        for drafter in self.drafters:
+            drafter.observe(self.history, features)
 
     def _until_stop(self, tokens: list[int]) -> list[int]:
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self.stop), tokens)
 
 
+def _packed(probabilities: mx.array) -> mx.array:
+    """Probabilities as int32, to be read together with tokens."""
+    return (probabilities.astype(mx.float32) * CERTAIN).astype(mx.int32)
+
+
 def _read(array: mx.array) -> list[int]:
-    """The one device-to-host copy of a round."""
+    """The one device-to-host copy of a round; a selective round makes a second."""
     return cast(list[int], array.tolist())

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_spec.drafters import DrafterSource
-    from mlx_spec.pair import Pair
+    from mlx_spec.pair import Pair, Policies
     from mlx_spec.text import Text
-    from mlx_spec.types import DraftLengthPolicy
 
 DEMO, LOOKUP, NONE = "demo", "lookup", "none"
 KV_BITS = (4, 8)
@@ -55,19 +54,21 @@ def load(
     config = mended(read_config(folder))
     size = check_weights(folder)
     _check_supported(folder, config)
-
     from mlx_spec.pair import Facts, Pair
+    from mlx_spec.policies import always, tuned
     from mlx_spec.text import read_text
 
     _raise_wired_limit()
     text = read_text(folder, config)
-    source, drafter_size = _open_drafter(names, folder, config, text)
-    model = _load_target(folder, config)
-    facts = Facts(
-        names.target, names.drafter, _vocab_size(config, text), _context(config), size, drafter_size
-    )
-    policy = _Policy(num_draft_tokens, has_drafter=source is not None, disabled=drafter == NONE)
-    pair = Pair(facts, text, model, source, policy, kv_bits)
+    found = _open_drafter(names, folder, config, text)
+    sizes = size, check_weights(found.folder) if found and found.folder else 0
+    facts = Facts(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
+    offered = _offered(found, num_draft_tokens)
+    if offered and num_draft_tokens is None:
+        policies: Policies = tuned(folder, {o.source.name: o.folder for o in offered}, config, kv_bits)
+    else:
+        policies = always(num_draft_tokens if offered else 0, disabled=bool(offered) or drafter == NONE)
+    pair = Pair(facts, text, _load_target(folder, config), [o.source for o in offered], policies, kv_bits)
     _try(pair, kv_bits)
     return pair
 
@@ -133,22 +134,39 @@ def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
     raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
 
 
-def _open_drafter(
-    names: _Names, target: Path, config: Mapping[str, Any], text: Text
-) -> tuple[DrafterSource | None, int]:
-    """The drafter and the bytes of its weights; None and 0 if there is to be none."""
-    from mlx_spec.drafters import FAMILIES, open_drafter
+@dataclass(frozen=True)
+class _Drafter:
+    """A drafter and its checkpoint; None: it has none."""
+
+    source: DrafterSource
+    folder: Path | None
+
+
+def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> _Drafter | None:
+    """The drafter of these names; None if there is to be none."""
+    from mlx_spec.drafters import open_drafter
+    from mlx_spec.drafters.lookup import LookupSource
 
     if names.drafter_path is None:
-        return (FAMILIES[LOOKUP](target, {}, config) if names.drafter == LOOKUP else None), 0
+        return _Drafter(LookupSource(), None) if names.drafter == LOOKUP else None
     try:
         folder = find(names.drafter_path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     own = mended(read_config(folder))
-    size = check_weights(folder)
+    check_weights(folder)
     _check_vocabularies(folder, target, text)
-    return open_drafter(folder, own, config), size
+    return _Drafter(open_drafter(folder, own, config), folder)
+
+
+def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
+    """The drafters among which the policy chooses: where it is free to, lookup comes for nothing."""
+    from mlx_spec.drafters.lookup import LookupSource
+
+    if found is None:
+        return []
+    free = num_draft_tokens is None and found.folder is not None
+    return [found, *([_Drafter(LookupSource(), None)] if free else [])]
 
 
 def _check_vocabularies(drafter: Path, target: Path, text: Text) -> None:
@@ -201,25 +219,6 @@ def _raise_wired_limit() -> None:
 
     if mx.metal.is_available():
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-
-
-@dataclass(frozen=True)
-class _Policy:
-    """Makes the policy of a new sequence."""
-
-    num_draft_tokens: int | None
-    has_drafter: bool
-    disabled: bool
-
-    def __call__(self) -> DraftLengthPolicy:
-        from mlx_spec.tuning.policy import Adaptive, Fixed
-        from mlx_spec.types import Reason
-
-        if not self.has_drafter:
-            return Fixed(0, Reason.DISABLED if self.disabled else Reason.NO_DRAFTER)
-        if self.num_draft_tokens is None:
-            return Adaptive()
-        return Fixed(self.num_draft_tokens, Reason.FIXED if self.num_draft_tokens else Reason.DISABLED)
 
 
 def _try(pair: Pair, kv_bits: int | None) -> None:

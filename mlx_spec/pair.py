@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.nn as nn
 
@@ -14,7 +15,7 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.session import Decoding, Session
 from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
-from mlx_spec.types import Draft, DraftLengthPolicy, Features, FeatureSpec, Round, Sampler, no_draft
+from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec, Round, Target
 
 GREEDY = Sampling()
 
@@ -31,17 +32,12 @@ class Facts:
     drafter_bytes: int
 
 
-class NoDrafter:
-    """Drafts nothing."""
+class Policies(Protocol):
+    """Makes the draft-length policies of a pair."""
 
-    needs = FeatureSpec()
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """Nothing to keep."""
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """No tokens."""
-        return no_draft()
+    def make(self, target: Target, drafters: Sequence[Drafter]) -> DraftLengthPolicy:
+        """The policy of a new sequence."""
+        ...
 
 
 class Pair:
@@ -55,15 +51,16 @@ class Pair:
         facts: Facts,
         text: Text,
         model: nn.Module,
-        drafter: DrafterSource | None,
-        make_policy: Callable[[], DraftLengthPolicy],
+        drafters: Sequence[DrafterSource],
+        policies: Policies,
         kv_bits: int | None = None,
     ) -> None:
         self.facts = facts
         self.text = text
         self._model = model
-        self._drafter = drafter
-        self._make_policy = make_policy
+        self._drafters = tuple(drafters)
+        self._needs = _needs(drafters)
+        self.policies = policies
         self._kv_bits = kv_bits
 
     def generate(
@@ -87,10 +84,9 @@ class Pair:
 
     def open(self) -> Decoding:
         """The parts of a new sequence, its caches empty."""
-        needs = self._drafter.needs if self._drafter else None
-        target = LMTarget(self._model, needs, kv_bits=self._kv_bits)
-        drafter = self._drafter.make(target.parts) if self._drafter else NoDrafter()
-        return Decoding(target, drafter, self._make_policy())
+        target = LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
+        drafters = tuple(source.make(target.parts) for source in self._drafters)
+        return Decoding(target, drafters, self.policies.make(target, drafters))
 
     def run(
         self,
@@ -107,7 +103,7 @@ class Pair:
         sampler = sampling.sampler(len(prompt), self.facts.vocab_size)
         ends = self.text.eos | frozenset(stop)
         return engine.generate(
-            decoding.target, decoding.drafter, decoding.policy, sampler, prompt, max_tokens=room, stop=ends
+            decoding.target, decoding.drafters, decoding.policy, sampler, prompt, max_tokens=room, stop=ends
         )
 
     def _room(self, prompt: list[int], max_tokens: int) -> int:
@@ -129,3 +125,10 @@ class Pair:
                 "shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
+
+
+def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:
+    """What the target must record: of several drafters only one may read its activations."""
+    wanted = [source.needs for source in drafters if source.needs != FeatureSpec()]
+    assert len(wanted) <= 1, "two drafters that read activations"
+    return wanted[0] if wanted else FeatureSpec()

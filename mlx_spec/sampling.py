@@ -17,11 +17,11 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.noise import gumbel, key_of
 from mlx_spec.types import Draft, Sampler
 from mlx_spec.verify import Rule, block, match
 
 LARGEST_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
-HALF_STEP = 2.0**-33  # half the spacing of `mx.random.uniform` near 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,10 @@ class Greedy:
         """Int32 [2]: number accepted, next token."""
         return match(self.draw(logits, history, draft.tokens)[0], draft.tokens)
 
+    def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
+        """1 where the drafted token is the one drawn, else 0; float32 [1]."""
+        return (token == draft.tokens[:1]).astype(mx.float32)
+
 
 class Seeded:
     """Draws with noise that depends on the seed and the token's position alone, shared by drafter and target.
@@ -164,7 +168,7 @@ class Seeded:
         """Tokens [T] int32, and None: the chance is not the draw's own."""
         T, V = logits.shape
         first = len(history) + drafted.shape[0] - T + 1  # index in the sequence of the token that row 0 draws
-        keys = mx.array([_key(self._seed, first + j) for j in range(T)], dtype=mx.uint32)
+        keys = mx.array([key_of(self._seed, first + j) for j in range(T)], dtype=mx.uint32)
         noise = mx.vmap(partial(gumbel, (V,)))(keys)
         scores = self._law.scores(logits, history, drafted)
         return (scores + noise).argmax(axis=-1).astype(mx.int32), None
@@ -172,6 +176,10 @@ class Seeded:
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         """Int32 [2]: number accepted, next token."""
         return match(self.draw(logits, history, draft.tokens)[0], draft.tokens)
+
+    def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
+        """1 where the drafted token is the one drawn, else 0; float32 [1]."""
+        return (token == draft.tokens[:1]).astype(mx.float32)
 
 
 class Unseeded:
@@ -196,28 +204,25 @@ class Unseeded:
         K = draft.tokens.shape[0]
         if draft.probs is None or K == 0:
             return match(self._choose(scores), draft.tokens)
-        uniform = mx.random.uniform(shape=(K,), key=self._next_key())
-        noise = gumbel((scores.shape[-1],), self._next_key())
+        uniform = mx.random.uniform(shape=(K,), key=self._nextkey_of())
+        noise = gumbel((scores.shape[-1],), self._nextkey_of())
         return self._rule(mx.softmax(scores, axis=-1), draft.tokens, draft.probs, uniform, noise)
+
+    def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
+        """What target and drafter have in common, the sum of min(p, q), or p of a token not drawn; [1]."""
+        p = mx.softmax(self._law.scores(logits, history, draft.tokens[:0]), axis=-1)
+        if draft.probs is None:
+            return mx.take_along_axis(p, draft.tokens[:1, None], axis=-1)[:, 0]
+        return mx.minimum(p, draft.probs[:1]).sum(axis=-1)
 
     def _choose(self, scores: mx.array) -> mx.array:
         """One token a row, [T] int32."""
-        noise = gumbel(tuple(scores.shape), self._next_key())
+        noise = gumbel(tuple(scores.shape), self._nextkey_of())
         return (scores + noise).argmax(axis=-1).astype(mx.int32)
 
-    def _next_key(self) -> mx.array:
+    def _nextkey_of(self) -> mx.array:
         self._keys += 1
-        return mx.array(_key(self._seed, self._keys), dtype=mx.uint32)
-
-
-def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
-    """Gumbel noise, float32, always finite.
-
-    The token that wins has a small exponential, so that end gets the finer one of the uniform's ends: spacing
-    2**-32 where -log(u) would have 2**-24, too coarse for a law over 262,144 tokens.
-    """
-    uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), HALF_STEP)
-    return -mx.log(-mx.log1p(-uniform))
+        return mx.array(key_of(self._seed, self._keys), dtype=mx.uint32)
 
 
 def keep_top_k(scores: mx.array, largest: mx.array) -> mx.array:
@@ -251,20 +256,6 @@ def _with_drafted(counts: mx.array, drafted: mx.array, rows: int) -> mx.array:
     row = mx.arange(rows)[:, None]
     within = mx.arange(K) <= row + (K - rows)  # [T, K]
     return counts.at[row, drafted].add(within.astype(mx.float32))
-
-
-def _key(seed: int, index: int) -> list[int]:
-    """Two 32-bit words, one pair for each (seed, index): splitmix64, started at the mixed seed."""
-    start = _mix(seed % 2**64)
-    word = _mix((start + index * 0x9E3779B97F4A7C15) % 2**64)
-    return [word >> 32, word % 2**32]
-
-
-def _mix(word: int) -> int:
-    """The finaliser of splitmix64, a bijection of 64-bit words."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-    return word ^ (word >> 31)
 
 
 def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array | None:

@@ -21,7 +21,7 @@ class Decoding:
     """The parts of one sequence. They keep their caches from one generation to the next."""
 
     target: LMTarget
-    drafter: Drafter
+    drafters: tuple[Drafter, ...]
     policy: DraftLengthPolicy
 
 
@@ -65,7 +65,9 @@ class Statistics:
     drafted_at: tuple[int, ...] = ()  # [i]: rounds that drafted more than i tokens
     accepted_at: tuple[int, ...] = ()  # [i]: rounds that accepted more than i
     prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0  # in the engine, not in whoever reads the answer
+    decode_seconds: float = 0.0  # of all rounds, in the engine, not in whoever reads the answer
+    plain_seconds: float = 0.0  # what plain decoding takes for the tokens of `compared_seconds`
+    compared_seconds: float = 0.0  # of the rounds for which that is known
     finish_reason: Literal["stop", "length"] | None = None  # None: interrupted
     reason: Reason = Reason.NO_DRAFTER  # why the last round drafted as many tokens as it did
 
@@ -79,9 +81,22 @@ class Statistics:
         """Tokens of a speculative round, the recovered or bonus token included; 0 if there was none."""
         return self.speculative_tokens / self.speculative_rounds if self.speculative_rounds else 0.0
 
+    @property
+    def gain(self) -> float | None:
+        """Speed as a multiple of plain decoding as measured here; None where that was not measured."""
+        return self.plain_seconds / self.compared_seconds if self.compared_seconds > 0 else None
+
+    @property
+    def draft_length(self) -> int:
+        """Draft tokens of most speculative rounds; 0 if there were none."""
+        longer = (*self.drafted_at[1:], 0)
+        exactly = [a - b for a, b in zip(self.drafted_at, longer, strict=False)]
+        return exactly.index(max(exactly)) + 1 if exactly else 0
+
     def plus(self, round: Round, seconds: float) -> Statistics:
-        """With one more round, which took `seconds`; in the first one that is the prefill, too."""
+        """With one more round, for which the caller waited `seconds`; in the first that is prefill, too."""
         prefill = max(seconds - round.seconds, 0.0) if not self.rounds else 0.0
+        plain = round.plain_seconds
         speculative = round.drafted > 0
         return replace(
             self,
@@ -94,7 +109,9 @@ class Statistics:
             drafted_at=_counted(self.drafted_at, round.drafted),
             accepted_at=_counted(self.accepted_at, round.accepted),
             prefill_seconds=self.prefill_seconds + prefill,
-            decode_seconds=self.decode_seconds + seconds - prefill,
+            decode_seconds=self.decode_seconds + round.seconds,
+            plain_seconds=self.plain_seconds + (plain or 0.0) * len(round.tokens),
+            compared_seconds=self.compared_seconds + (0.0 if plain is None else round.seconds),
             finish_reason=round.finish_reason,
             reason=round.reason,
         )

@@ -102,6 +102,11 @@ class LMTarget:
         """Committed tokens."""
         return self._size
 
+    @property
+    def on_trial(self) -> int:
+        """Rows written and not yet committed."""
+        return sum(tokens.size for tokens in self._trial)
+
     def prefill(self, tokens: list[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits. Returns its features, evaluated."""
         self._begin()
@@ -111,6 +116,8 @@ class LMTarget:
             self._write(rows[:early])
             self._set_mark(self._size + early)
         self._write(rows[max(early, 0) :])
+        if not self._needs.prompt:
+            self._seen = []  # before they are computed
         features = self._features(len(tokens))
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         mx.eval([c.arrays() for c in self._caches], hidden)
@@ -121,7 +128,7 @@ class LMTarget:
 
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T tokens on trial and return logits [T, V]. A second call extends the trial."""
-        assert sum(t.size for t in self._trial) + tokens.size <= MAX_TRIAL, "trial too long for the caches"
+        assert self.on_trial + tokens.size <= MAX_TRIAL, "trial too long for the caches"
         if not self._trial:
             if self._owed.size > MAX_REPLAY:
                 self._write(self._owed[:0])
@@ -135,7 +142,7 @@ class LMTarget:
 
         `commit(0)` also mends the caches after a forward pass that was interrupted half way.
         """
-        written = sum(t.size for t in self._trial)
+        written = self.on_trial
         assert 0 <= keep <= written, f"commit of {keep} rows, {written} on trial"
         features = self._features(keep)
         if keep < written or keep == 0:
@@ -203,7 +210,7 @@ class LMTarget:
         T, rows = tokens.size, mx.concatenate([self._owed, tokens]) if self._owed.size else tokens
         self._owed = self._owed[:0] if self._owed.size else self._owed
         logits: mx.array = self._model(rows[None], cache=self._caches)[0]
-        self._seen.append([tap.seen[0][0, rows.size - T :] for tap in self._taps])
+        self._seen.append([tap.seen.pop()[0, rows.size - T :] for tap in self._taps])
         return logits[rows.size - T :] if rows.size > T else logits
 
     def _features(self, keep: int) -> Features:

@@ -27,6 +27,7 @@ class Reason(enum.StrEnum):
     PAYS = "speculation pays"
     COST = "verification costs more than it gains"
     ACCEPTANCE = "too few draft tokens accepted"
+    LEDGER = "speculation has lost time so far"
     PROBE = "probing"
 
 
@@ -37,6 +38,7 @@ class FeatureSpec:
     hidden_layers: tuple[int, ...] = ()  # decoder-layer outputs (residual stream), 0-based; -1 is the last
     final_hidden: bool = False  # output of the final norm: what the LM head reads
     shared_kv: bool = False  # K/V of the last cache-owning layer of each attention type
+    prompt: bool = True  # False: hidden states are wanted of generated tokens, not of those of a prompt
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Features:
     """Target activations of T positions that were just committed.
 
     Row j belongs to the position just before `history[-T:][j]`, so that it pairs with the token that
-    follows it. `shared_kv` is a function: a drafter calls it while drafting and drops what it returned,
-    because a view that outlives the draft would force the next write to copy the whole buffer.
+    follows it. Of a prompt there are no hidden states where `FeatureSpec.prompt` is False. `shared_kv` is a
+    function: a drafter calls it while drafting and drops what it returned, because a view that outlives the
+    draft would force the next write to copy the whole buffer.
     """
 
     hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
@@ -77,7 +80,9 @@ class Draft:
     probs: mx.array | None = (
         None  # [K, V] float32, the law each token was drawn from; None: no chance involved
     )
-    confidence: mx.array | None = None  # [K] the drafter's own probability of each token
+    confidence: mx.array | None = None  # [K] float32: the largest probability of the law behind each token
+    # Known before that token is drawn, on purpose: a decision to verify a token that looks at the token
+    # itself changes the law of what is verified.
 
 
 def no_draft() -> Draft:
@@ -86,11 +91,22 @@ def no_draft() -> Draft:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """How many tokens to draft at most in the next round, and why. 0 is plain decoding."""
+class Choice:
+    """A drafter, by its index, and the most tokens to draft with it."""
 
+    drafter: int
     limit: int
+    selective: bool = False  # read the confidence, too, and ask the policy how many of them to verify
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to draft in the next round, and why."""
+
+    choices: tuple[Choice, ...]  # in this order until one drafts a token; none: plain decoding
     reason: Reason
+    shadow: int | None = None  # plain decoding, but this drafter drafts one token that is not verified
+    plain_seconds: float | None = None  # measured time of one plain token here; None: not known
 
 
 @dataclass(frozen=True)
@@ -100,9 +116,14 @@ class Round:
     tokens: list[int]
     drafted: int  # draft tokens that were verified
     accepted: int  # draft tokens among `tokens`
-    seconds: float  # from the start of the draft to the verdict
+    seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
     finish_reason: Literal["stop", "length"] | None = None
+    drafter: int | None = None  # the one that drafted, or was asked for a shadow token
+    proposed: int = 0  # draft tokens, those not verified included
+    confidence: tuple[float, ...] = ()  # of those proposed, where it was read
+    agreement: float | None = None  # the chance that an unverified (shadow) token would have been accepted
+    plain_seconds: float | None = None  # measured time of one plain token here; None: not known
 
 
 class Target(Protocol):
@@ -111,6 +132,11 @@ class Target(Protocol):
     @property
     def size(self) -> int:
         """Committed tokens, S."""
+        ...
+
+    @property
+    def on_trial(self) -> int:
+        """Rows written and not yet committed."""
         ...
 
     def prefill(self, tokens: list[int]) -> Features:
@@ -146,6 +172,13 @@ class Sampler(Protocol):
         """Judge a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
         ...
 
+    def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
+        """The chance, float32 [1], that the first token of a draft would be accepted.
+
+        `token` [1] was drawn from `logits` [1, V] in its place.
+        """
+        ...
+
 
 class Drafter(Protocol):
     """Guesses the tokens after the pending one. Holds the state of one sequence."""
@@ -162,10 +195,18 @@ class Drafter(Protocol):
 
 
 class DraftLengthPolicy(Protocol):
-    """Decides how many tokens to draft."""
+    """Decides how many tokens to draft, and with which drafter."""
 
-    def decide(self) -> Decision:
-        """The most tokens to draft next, and why."""
+    def decide(self, history: Sequence[int]) -> Decision:
+        """What to draft after `history`, and why. Called once a round, before anything else in it."""
+        ...
+
+    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
+        """How many of the tokens just drafted to verify, from the confidence of each.
+
+        Whether token j is verified may depend on `confidence[: j + 1]` only. Later ones know which token j
+        was, and a choice by them would change the law of sampled text.
+        """
         ...
 
     def observe(self, round: Round) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
@@ -17,3 +18,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed() -> None:
     """The same random numbers in every run of a test, whatever ran before it."""
     mx.random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured is not kept where the user keeps it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

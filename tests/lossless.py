@@ -50,7 +50,7 @@ def rounds(
 ) -> list[Round]:
     """All rounds of a greedy generation."""
     sampler = GREEDY.sampler(len(prompt), vocab)
-    return list(generate(target, drafter, Fixed(K), sampler, prompt, max_tokens=count))
+    return list(generate(target, [drafter], Fixed(K), sampler, prompt, max_tokens=count))
 
 
 def emitted(done: list[Round]) -> list[int]:

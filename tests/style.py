@@ -27,6 +27,7 @@ SYNCS = {
     "mlx_spec/load.py": "weights are read before the first question, not during it",
     "mlx_spec/tuning/": "measures seconds",
     "mlx_spec/demo/recipe/": "trains",
+    "convert/": "reads and writes checkpoints; nothing waits behind it",
 }
 
 ENVIRONMENT = {"NO_COLOR": "apps/"}  # variable -> where it may be read
@@ -39,12 +40,12 @@ FAMILIES_ALLOWED = ("mlx_spec/known.py", "mlx_spec/drafters/", "mlx_spec/demo/",
 LAYERS = (
     ("types",),
     ("errors",),
-    ("backend", "checkpoint"),
-    ("cache", "verify", "sampling", "tuning", "demo"),
+    ("backend", "checkpoint", "transfer"),
+    ("cache", "verify", "noise", "sampling", "tuning", "demo"),
     ("target", "drafters"),
     ("engine",),
     ("session", "text", "template"),
-    ("pair", "load", "hub", "known"),
+    ("pair", "policies", "load", "hub", "known"),
     ("", "convert", "demo.recipe"),  # "" is mlx_spec/__init__.py, the public face
     ("apps",),
     ("__main__", "chat", "serve"),

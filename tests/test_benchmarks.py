@@ -6,39 +6,160 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "tests" / "golden" / "e2b-trained"
-FOLDERS = ["--target", str(PAIR / "target"), "--drafter", str(PAIR / "assistant"), "--dtype", "float32"]
+TARGET = str(PAIR / "target")
+FOLDERS = ["--target", TARGET, "--drafter", str(PAIR / "assistant"), "--dtype", "float32"]
 CASES = {
     "rollback": ([], {"rollback", "ratios", "bytes", "rounds"}),
-    "decode": (FOLDERS, {"arms", "null", "mlx-lm tokens/s", "blocks"}),
+    "decode": ([*FOLDERS, "--draft-model", TARGET], {"arms", "kinds", "null", "mlx-lm tokens/s", "prompts"}),
     "acceptance": (FOLDERS, {"T=1", "parameters"}),
+    "round_costs": (["--random", "tiny"], {"bandwidth, GB/s", "contexts"}),
+    "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
 }
+README = """Before
+<!-- table: decode -->
+<!-- end -->
+between
+<!-- figure: kinds decode-here -->
+old
+<!-- end -->
+after
+"""
+
+
+def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
 
 
 def run(script: str, arguments: list[str]) -> dict[str, Any]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = python(script, "--quick", *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return record
 
 
 @pytest.mark.parametrize("script", CASES)
-def test_benchmark_runs(script: str) -> None:
+def test_benchmark_runs(script: str, tmp_path: Path) -> None:
     arguments, keys = CASES[script]
-    record = run(script, arguments)
+    plot = tmp_path / "plot.svg"
+    record = run(script, [*arguments, *(["--plot", str(plot)] if script == "round_costs" else [])])
+    results = record["results"]
     assert record["benchmark"] == script
-    assert keys <= record["results"].keys()
+    assert keys <= results.keys()
     assert {"device", "os", "versions", "commit", "load_average", "settings"} <= record.keys()
     assert {"mlx", "mlx-lm", "mlx-vlm"} <= record["versions"].keys()
     if script == "rollback":
-        assert record["results"]["bytes"] == 0
+        assert results["bytes"] == 0
     if script == "decode":
-        assert record["results"]["arms"]["plain"]["differ"] == 0
+        check_decode(results)
+    if script == "round_costs":
+        assert [len(found["verify"]) for found in results["contexts"].values()] == [3, 3]
+        assert len(ET.parse(plot).getroot().findall("{*}circle")) == 6
+    if script == "blas":
+        check_blas(results)
+
+
+def check_decode(results: dict[str, Any]) -> None:
+    arms, kinds = results["arms"], results["kinds"]
+    assert set(kinds) == {"chat", "prose"}
+    for name in ("plain", "K=2", "adaptive", "lookup", "random drafter, adaptive", "draft model, K=2"):
+        assert arms[name]["differ"] == 0
+    assert arms["plain"]["steps without a draft"] == 1
+    assert arms["K=2"]["drafted a step"] > 1
+    # The draft model is the target itself: but for the last, shorter one, every round brings K + 1 tokens.
+    assert arms["draft model, K=2"]["tokens a step"] > 2.5
+    assert len({prompt["hash"] for prompt in results["prompts"]}) == 2
+
+
+def check_blas(results: dict[str, Any]) -> None:
+    arms = results["arms"]
+    assert [arms[f"K={k}"]["differ"] for k in (1, 4, 8)] == [0, 0, 0]
+    assert arms["K=1"]["tokens a step"] < arms["K=4"]["tokens a step"]
+    assert results["verify"]["1"] == 1
+
+
+def test_blas_that_is_not_there(tmp_path: Path) -> None:
+    done = python("blas", "--quick", "--blas", str(tmp_path / "none.so"))
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("none.so")
+
+
+@pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="it would fit")
+def test_shapes_too_large_for_the_machine() -> None:
+    done = python("round_costs", "--random", "e4b", "--quick")
+    assert "GB are the most here" in done.stderr
+
+
+@pytest.fixture
+def readme(tmp_path: Path) -> Path:
+    """A README with two blocks, and a record for them."""
+    arm = {"decode": [1.5, 1.4, 1.6], "whole": [1.2, 1.1, 1.3], "to plain": [1.4, 1.3, 1.5], "differ": 0}
+    other = {**arm, "to plain": None, "differ": 2}
+    results = {
+        "arms": {"adaptive": {**arm, "tokens/s": 12.5}, "mlx-vlm": {**other, "tokens/s": 11.0}},
+        "kinds": {"chat": {"adaptive": arm}, "prose": {"adaptive": arm}},
+        "null": [1.0, 0.99, 1.01],
+        "null, quartiles": [0.98, 1.02],
+        "mlx-lm tokens/s": 9.0,
+        "blocks": 8,
+        "blocks within the spread": 7,
+        "noisy blocks used": False,
+    }
+    record = {"benchmark": "decode", "results": results, "settings": {}, "time": "2026-01-01", "blas": None}
+    about = {"device": "here", "cores": 2, "backend": "cpu", "commit": "abc", "versions": {"mlx": "0.32"}}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "decode-here.txt").write_text(f"a table\n{json.dumps({**record, **about})}\n")
+    file = tmp_path / "README.md"
+    file.write_text(README)
+    return file
+
+
+def figures(readme: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("figures", "--readme", str(readme), "--results", str(readme.parent / "results"), *arguments)
+
+
+def test_figures_follow_the_record(readme: Path) -> None:
+    assert figures(readme, "--check").returncode == 1
+    assert readme.read_text() == README
+    assert figures(readme).returncode == 0
+    text = readme.read_text()
+    assert "| adaptive | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.40 [1.30, 1.50] | 12.5 | 0 |" in text
+    assert "| mlx-vlm | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | - | 11.0 | 2 |" in text
+    assert "](results/decode-here.kinds.svg)" in text
+    assert "old" not in text
+    prose = ["Before", "between", "after"]
+    assert [line for line in text.splitlines() if line in prose] == prose
+    figure = ET.parse(readme.parent / "results" / "decode-here.kinds.svg").getroot()
+    assert len(figure.findall("{*}circle")) == 2
+    assert figures(readme, "--check").returncode == 0
+
+
+def test_stale_figures_are_noticed(readme: Path) -> None:
+    figures(readme)
+    record = readme.parent / "results" / "decode-here.txt"
+    record.write_text(record.read_text().replace("1.5,", "1.7,"))
+    done = figures(readme, "--check")
+    assert done.returncode == 1
+    assert "README.md" in done.stderr
+
+
+def test_blocks_without_a_record(readme: Path) -> None:
+    readme.write_text(README.replace("decode-here", "decode-there"))
+    assert "no record decode-there of decode" in figures(readme).stderr
+    readme.write_text(README.replace("kinds", "speed"))
+    assert "no figure is called 'speed'" in figures(readme).stderr
+
+
+def test_our_own_readme_is_current() -> None:
+    done = python("figures", "--check")
+    assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ DEMO = ROOT / "mlx_spec" / "demo"
 HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
 PAIR = [] if HAS_DEMO else TINY
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
-STATUS = r"\d+\.\d tokens/s · .*speculation (on|off): .* · \d+ tokens?"
+STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · .*speculation (on|off): .* · \d+ tokens?"
 LIMIT = 120  # seconds until a process counts as hung
 
 
@@ -191,6 +191,8 @@ SPECULATED = Statistics(
     accepted_at=(10, 6, 3),
     prefill_seconds=0.5,
     decode_seconds=2.0,
+    plain_seconds=2.1,
+    compared_seconds=1.5,
     finish_reason="stop",
     reason=Reason.PAYS,
 )
@@ -199,7 +201,7 @@ PLAIN = Statistics(prompt_tokens=3, generated_tokens=1, rounds=1, decode_seconds
 
 def test_status_of_a_speculative_answer():
     assert status_line(SPECULATED, 2048) == (
-        "18.5 tokens/s · 3.4 tokens/round (K up to 4) · speculation on: pays · "
+        "18.5 tokens/s, 1.40 x plain · K=4, 50% accepted, 3.4 tokens/round · speculation on: pays · "
         "37 tokens, 5 of 12 prompt tokens reused"
     )
 

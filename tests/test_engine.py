@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import pytest
 import tiny
@@ -12,7 +14,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning.policy import Fixed
-from mlx_spec.types import Decision, FeatureSpec, Reason, Round
+from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Round, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
@@ -89,7 +91,7 @@ def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K:
     target, drafter = LMTarget(model), Scripted(prompt + truth)
     done = list(
         engine.generate(
-            target, drafter, Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30, stop=[stop]
+            target, [drafter], Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30, stop=[stop]
         )
     )
     assert emitted(done) == truth[:end]
@@ -107,7 +109,7 @@ def test_closing_between_rounds_leaves_cache_and_text_equal(kind: str, K: int) -
     truth = plain(model, prompt, 30)
     target = LMTarget(model)
     stream = engine.generate(
-        target, Scripted(prompt + truth, 2), Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
+        target, [Scripted(prompt + truth, 2)], Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
     )
     got = [t for _ in range(3) for t in next(stream).tokens]
     stream.close()
@@ -133,7 +135,7 @@ def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
     streams = [
         engine.generate(
             LMTarget(model, needs),
-            Scripted(p + t, 2, needs),
+            [Scripted(p + t, 2, needs)],
             Fixed(K),
             GREEDY.sampler(len(p), 256),
             p,
@@ -159,8 +161,11 @@ class Alternating:
     def __init__(self) -> None:
         self.rounds = 0
 
-    def decide(self) -> Decision:
-        return Decision(3 if self.rounds // 3 % 2 else 0, Reason.PROBE)
+    def decide(self, history: Sequence[int]) -> Decision:
+        return Decision((Choice(0, 3),) if self.rounds // 3 % 2 else (), Reason.PROBE)
+
+    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
+        raise AssertionError("nothing selective was decided")
 
     def observe(self, round: Round) -> None:
         self.rounds += 1
@@ -174,7 +179,7 @@ def test_switching_between_plain_and_speculative_rounds(kind: str) -> None:
     drafter = Scripted(prompt + truth, 3, needs)
     sampler = GREEDY.sampler(17, 256)
     done = list(
-        engine.generate(LMTarget(model, needs), drafter, Alternating(), sampler, prompt, max_tokens=60)
+        engine.generate(LMTarget(model, needs), [drafter], Alternating(), sampler, prompt, max_tokens=60)
     )
     assert emitted(done) == truth
     assert any(r.drafted for r in done) and any(not r.drafted for r in done)
@@ -192,7 +197,7 @@ def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch
     sampler = sampling.sampler(17, 256)
     done = list(
         engine.generate(
-            LMTarget(MODELS["full"]), Scripted([5] * 90), Fixed(K), sampler, prompt, max_tokens=40
+            LMTarget(MODELS["full"]), [Scripted([5] * 90)], Fixed(K), sampler, prompt, max_tokens=40
         )
     )
     assert len(copies) == len(done)
@@ -201,3 +206,120 @@ def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidValue, match="prompt is empty"):
         rounds(LMTarget(MODELS["full"]), Scripted([]), 0, [], 5)
+
+
+class Told:
+    """Decides as it was told to, cuts likewise, and keeps what it observed."""
+
+    def __init__(self, *decisions: Decision, keep: Sequence[int] = ()) -> None:
+        self.decisions, self.keep = decisions, list(keep)
+        self.rounds: list[Round] = []
+        self.cuts: list[tuple[int, tuple[float, ...]]] = []
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        return self.decisions[len(self.rounds) % len(self.decisions)]
+
+    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
+        self.cuts.append((drafter, tuple(confidence)))
+        return min(self.keep[len(self.cuts) % len(self.keep)], len(confidence))
+
+    def observe(self, round: Round) -> None:
+        self.rounds.append(round)
+
+
+class Sure(Scripted):
+    """A script with a confidence that tells the positions apart."""
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        tokens = super().draft(history, limit, sampler).tokens
+        return Draft(tokens, confidence=mx.arange(1, tokens.size + 1) / 8)
+
+
+def told(
+    kind: str, drafters: list[Scripted], policy: Told, prompt: list[int], needs: FeatureSpec
+) -> list[int]:
+    sampler = GREEDY.sampler(len(prompt), 256)
+    target = LMTarget(MODELS[kind], needs)
+    return emitted(list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=50)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_may_cut_what_was_drafted(kind: str) -> None:
+    prompt = tiny.prompt(17)
+    truth = plain(MODELS[kind], prompt, 50)
+    selective = Decision((Choice(0, 4, selective=True),), Reason.PAYS, plain_seconds=0.5)
+    policy = Told(selective, selective, Decision((), Reason.COST), keep=[4, 0, 2, 1, 3])
+    needs = FeatureSpec(final_hidden=True)
+    assert told(kind, [Sure(prompt + truth, 3, needs)], policy, prompt, needs) == truth
+    assert {c for _, c in policy.cuts} >= {(0.125, 0.25, 0.375, 0.5)}
+    seen = [r for r in policy.rounds if r.proposed == 4]
+    assert {r.drafted for r in seen} == {0, 1, 2, 3, 4} and all(r.accepted <= r.drafted for r in seen)
+    assert all(r.drafter == 0 and r.confidence == (0.125, 0.25, 0.375, 0.5) for r in seen)
+    assert {r.plain_seconds for r in policy.rounds} == {0.5, None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_drafter_is_asked_where_one_has_nothing(kind: str) -> None:
+    prompt = tiny.prompt(17)
+    truth = plain(MODELS[kind], prompt, 50)
+
+    class Seldom(Scripted):
+        def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+            return super().draft(history, limit if len(history) % 3 == 0 else 0, sampler)
+
+    policy = Told(Decision((Choice(0, 2), Choice(1, 4)), Reason.PAYS))
+    drafters = [Seldom(prompt + truth), Scripted(prompt + truth, 2)]
+    assert told(kind, drafters, policy, prompt, FeatureSpec()) == truth
+    assert {r.drafter for r in policy.rounds if r.drafted} == {0, 1}
+    assert drafters[0].histories == drafters[1].histories
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str) -> None:
+    prompt = tiny.prompt(17)
+    truth = plain(MODELS[kind], prompt, 50)
+
+    class Late(Scripted):
+        def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+            return super().draft(history, limit if len(history) > 40 else 0, sampler)
+
+    policy = Told(Decision((Choice(0, 4),), Reason.PAYS))
+    sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
+    ahead, done = [], []
+    for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=50):
+        done.append(round)
+        ahead.append(bool(target._trial))
+    assert emitted(done) == truth
+    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 23]
+    assert [ahead[i] for i in early] == [False, *[True] * (len(early) - 1)]
+    assert sum(r.drafted for r in done) >= 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
+def test_a_shadow_token_is_compared_and_not_verified(kind: str, sampling: Sampling) -> None:
+    prompt, needs = tiny.prompt(17), FeatureSpec(final_hidden=True)
+
+    def run(policy: Told | Fixed, drafter: Scripted) -> list[Round]:
+        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind], needs)
+        return list(engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=50))
+
+    truth = emitted(run(Fixed(0), Scripted([])))
+    policy = Told(Decision((), Reason.PROBE, shadow=0))
+    assert emitted(run(policy, Sure(prompt + truth, 3, needs))) == truth
+    probed = [r for r in policy.rounds if r.agreement is not None]
+    assert len(probed) >= 24  # a token on its way lands first: every second round
+    assert {r.agreement for r in probed} == {0.0, 1.0}
+    assert all(r.confidence == (0.125,) and r.drafter == 0 and not r.drafted for r in probed)
+    misses = [i for i, r in enumerate(probed, 1) if r.agreement == 0]
+    assert misses == [i for i in range(1, len(probed) + 1) if i % 3 == 0]
+
+
+def test_agreement_of_a_sampled_shadow_token_is_what_the_laws_share() -> None:
+    logits, other = mx.random.normal((1, 50)), mx.random.normal((1, 50))
+    p, q = mx.softmax(logits, axis=-1), mx.softmax(other, axis=-1)
+    sampler = Sampling(temperature=1.0).sampler(1, 50)
+    token = mx.array([3], dtype=mx.int32)
+    drawn = sampler.agreement(logits, [1], token, Draft(token, q))
+    assert drawn.tolist() == pytest.approx([mx.minimum(p, q).sum().item()])
+    assert sampler.agreement(logits, [1], token, Draft(token)).tolist() == pytest.approx([p[0, 3].item()])

@@ -63,7 +63,10 @@ def largest(a: mx.array, b: mx.array) -> float:
 
 
 def write_whole(target: LMTarget, ids: list[int]) -> Features:
-    return target.prefill(ids)
+    """The last row apart: of a prompt the assistant reads no hidden states."""
+    assert target.prefill(ids[:-1]).final_hidden is None
+    target.verify(mx.array(ids[-1:]))
+    return target.commit(1)
 
 
 def write_in_pieces(target: LMTarget, ids: list[int]) -> Features:
@@ -125,12 +128,13 @@ def test_three_steps(pair, case, write):
 
 
 def speculate(pair: str, case: str, K: int, count: int = 207) -> list:
-    """Rounds from the first greedy token on, where the golden rounds begin."""
+    """Rounds behind the first greedy token, which comes without a draft: where the golden rounds begin."""
     model, source = load(pair)
     target = LMTarget(model, source.needs)
     facts = golden(pair, case)[0]
-    prompt = facts["ids"] + facts["greedy"][:1]
-    return lossless.rounds(target, source.make(target.parts), K, prompt, count, VOCAB)
+    first, *done = lossless.rounds(target, source.make(target.parts), K, facts["ids"], count + 1, VOCAB)
+    assert first.tokens == facts["greedy"][:1] and not first.drafted
+    return done
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -229,7 +233,7 @@ def test_centroid_head_scores_the_rows_of_its_tokens(bits):
 def test_wrong_input_changes_the_first_step(pair):
     facts, tensors = golden(pair, "long")
     model, source = load(pair)
-    target = LMTarget(model, dataclasses.replace(source.needs, hidden_layers=(-1,)))
+    target = LMTarget(model, dataclasses.replace(source.needs, hidden_layers=(-1,), prompt=True))
     features = target.prefill(facts["ids"])
     token, last = mx.array(facts["greedy"][:1]), features.final_hidden[-1:]
     length, window = facts["length"], source.sliding_window
@@ -270,7 +274,7 @@ def test_after_any_round_it_is_as_good_as_new(pair):
     truth, end = facts["ids"] + facts["greedy"], facts["length"]
     target = LMTarget(model, source.needs)
     drafter, sampler = source.make(target.parts), lossless.GREEDY.sampler(end, VOCAB)
-    drafter.observe(truth[:end], target.prefill(truth[: end - 1]))
+    drafter.observe(truth[:end], write_whole(target, truth[: end - 1]))
     for kept in (4, 2, 1, 4, 2, 1):
         block = [*truth[end - 1 : end - 1 + kept], *[5] * (4 - kept)]
         target.verify(mx.array(block))
@@ -278,7 +282,7 @@ def test_after_any_round_it_is_as_good_as_new(pair):
         drafter.observe(truth[:end], target.commit(kept))
         fresh = LMTarget(model, source.needs)
         other = source.make(fresh.parts)
-        other.observe(truth[:end], fresh.prefill(truth[: end - 1]))
+        other.observe(truth[:end], write_whole(fresh, truth[: end - 1]))
         ours, theirs = (d.draft(truth[:end], 4, sampler).tokens for d in (drafter, other))
         assert ours.tolist() == theirs.tolist()
 
@@ -288,7 +292,10 @@ def test_no_draft_without_the_features_of_this_history():
     target, history = LMTarget(model, source.needs), golden("e2b", "short")[0]["ids"]
     drafter, sampler = source.make(target.parts), lossless.GREEDY.sampler(1, VOCAB)
     assert drafter.draft(history[:1], 3, sampler).tokens.size == 0
-    drafter.observe(history, target.prefill(history[:-1]))
+    drafter.observe(history[:-1], target.prefill(history[:-2]))
+    assert drafter.draft(history[:-1], 3, sampler).tokens.size == 0  # behind a prompt
+    target.verify(mx.array(history[-2:-1]))
+    drafter.observe(history, target.commit(1))
     assert drafter.draft(history, 3, sampler).tokens.size == 3
     assert drafter.draft(history, 0, sampler).tokens.size == 0
     assert drafter.draft(history[:-1], 3, sampler).tokens.size == 0
@@ -299,7 +306,7 @@ def test_draft_keeps_no_view_of_the_cache():
     model, source = load("26b")
     target, history = LMTarget(model, source.needs), golden("26b", "long")[0]["ids"]
     drafter, seen = source.make(target.parts), []
-    features = target.prefill(history[:-1])
+    features = write_whole(target, history[:-1])
 
     def shared_kv():
         rows = features.shared_kv()
@@ -317,7 +324,7 @@ def test_draws_with_chance_leave_their_law():
     model, source = load("e4b-trained")
     target, history = LMTarget(model, source.needs), golden("e4b-trained", "long")[0]["ids"]
     drafter = source.make(target.parts)
-    drafter.observe(history, target.prefill(history[:-1]))
+    drafter.observe(history, write_whole(target, history[:-1]))
     draft = drafter.draft(history, 3, lossless.Sampling(temperature=1.0).sampler(1, VOCAB))
     assert draft.probs.shape == (3, VOCAB)
     assert largest(draft.probs.sum(axis=-1), mx.ones(3)) < 1e-5

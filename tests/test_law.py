@@ -120,7 +120,7 @@ def excess(
     target, counts = LMTarget(weights), np.zeros((V,) * COUNT)
     for i in range(generations):
         target.rewind(len(PROMPT) - 1)
-        done = list(generate(target, drafter, Fixed(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
+        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
         assert done[0].drafted == (0 if isinstance(drafter, Nothing) else COUNT - 1)
         counts[tuple(emitted(done))] += 1
     return chi_square.excess(counts, exact(weights, sampling))
@@ -159,7 +159,7 @@ def test_filters_left_out_are_caught() -> None:
 
 def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
     sampler = sampling.sampler(len(PROMPT), V)
-    rounds = list(generate(LMTarget(model()), drafter, Fixed(K), sampler, PROMPT, max_tokens=count))
+    rounds = list(generate(LMTarget(model()), [drafter], Fixed(K), sampler, PROMPT, max_tokens=count))
     if not isinstance(drafter, Nothing):
         assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
     return emitted(rounds)

@@ -7,9 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from hub_stand_in import Hub, serving
 from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
@@ -94,7 +93,7 @@ def test_assistants(golden: Path, name: str) -> None:
 
 
 def test_draft_model_and_lookup(saved: Path) -> None:
-    prompt = tiny.prompt(30)
+    prompt = tiny.prompt(15) * 2
     plain = load(saved / "target", "none")
     expected = [t for r in plain.generate(prompt, max_tokens=20) for t in r.tokens]
     for drafter in (saved / "drafter", "lookup"):
@@ -371,70 +370,21 @@ def test_published_pairs(repository: str, drafter: str | None) -> None:
 # --- repositories
 
 
-COMMIT = "0" * 39 + "1"
-
-
-def _etag(name: str) -> str:
-    return name.encode().hex()[:40]
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download needs. owner/model is whole; the others answer with an error."""
-
-    folder: Path
-    asked: list[str]
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        if self.path.startswith("/api/models/owner/model/revision/"):
-            return self._json({"id": "owner/model", "sha": COMMIT, "siblings": []})
-        if self.path.startswith("/api/models/owner/model/tree/"):
-            files = [(file.name, file.stat().st_size) for file in self.folder.iterdir()]
-            return self._json([{"type": "file", "path": n, "size": s, "oid": _etag(n)} for n, s in files])
-        if "/resolve/" in self.path:
-            name = Path(self.path).name
-            return self._send((self.folder / name).read_bytes(), _etag(name))
-        if "gated" in self.path:
-            return self._error(403, "GatedRepo")
-        if "torn" in self.path:
-            return self._error(500, "Broken")
-        return self._error(401, "RepoNotFound")
-
-    do_HEAD = do_GET
-
-    def _json(self, value: Any) -> None:
-        self._send(json.dumps(value).encode(), "")
-
-    def _send(self, content: bytes, etag: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def _error(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 Find = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def find(target: Path, tmp_path: Path) -> Iterator[Find]:
-    """`hub.find` in a process of its own, that asks the little hub and has an empty cache."""
+def served(target: Path) -> Iterator[Hub]:
+    """A hub with owner/model, which holds more than a checkpoint needs."""
     (target / "pytorch_model.bin").write_bytes(b"x")
     (target / "own.py").write_text("x = 1")
-    Hub.folder, Hub.asked = target, []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving({"owner/model": target}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def find(served: Hub, tmp_path: Path) -> Find:
+    """`hub.find` in a process of its own, that asks the little hub and has an empty cache."""
 
     def run(name: str, setup: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
         code = f"""
@@ -447,27 +397,19 @@ try:
 except SpecError as error:
     print(type(error).__name__, error)
 """
-        variables = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_DISABLE_XET": "1",
-            "PATH": "",
-        }
         return subprocess.run(
             [sys.executable, "-W", "error", "-c", code],
-            env=variables | environment,
+            env=served.variables(tmp_path / "hf") | environment,
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=60,
         )
 
-    yield run
-    server.shutdown()
-    server.server_close()
+    return run
 
 
-def test_download(find: Find, target: Path) -> None:
+def test_download(find: Find, served: Hub, target: Path) -> None:
     done = find("owner/model")
     folder = Path(done.stdout.strip())
     assert folder.is_dir(), done.stderr
@@ -480,10 +422,10 @@ def test_download(find: Find, target: Path) -> None:
     assert "Fetching" in done.stderr and "bytes" not in done.stdout
     assert check_weights(folder) == (target / "model.safetensors").stat().st_size
     # once it is there, nobody is asked
-    Hub.asked.clear()
+    served.asked.clear()
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         assert find("owner/model", **environment).stdout.strip() == str(folder)
-    assert Hub.asked == []
+    assert served.asked == []
     (folder / "model.safetensors").unlink()
     assert "not complete in the local cache" in find("owner/model", HF_HUB_OFFLINE="1").stdout
     assert find("owner/model").stdout.strip() == str(folder) and check_weights(folder)
@@ -518,7 +460,7 @@ def test_offline(find: Find) -> None:
 
 def test_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_000_000_000))
-    hub._check_space("owner/model", 900_000_000)
+    hub.check_space("owner/model", 900_000_000, Path("/tmp/hub"))
     with pytest.raises(hub.NoSpace, match=r"owner/model needs 2.3 GB on the disk of .*, 2.0 GB are free"):
-        hub._check_space("owner/model", 1_200_000_000)
-    hub._check_space("owner/model", 0)
+        hub.check_space("owner/model", 1_200_000_000, Path("/tmp/hub"))
+    hub.check_space("owner/model", 0, Path("/tmp/hub"))

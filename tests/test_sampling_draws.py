@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from test_sampling import HISTORY, NONE, PENALTIES, PROMPT, V, law_of, logits
 
-from mlx_spec.sampling import Greedy, Law, Sampling, Seeded, Unseeded, gumbel
+from mlx_spec.noise import gumbel
+from mlx_spec.sampling import Greedy, Law, Sampling, Seeded, Unseeded
 from mlx_spec.types import Draft, no_draft
 from mlx_spec.verify import token
 

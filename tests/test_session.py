@@ -15,7 +15,8 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
 from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.pair import Facts, NoDrafter, Pair
+from mlx_spec.pair import Facts, Pair
+from mlx_spec.policies import Always
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
 from mlx_spec.target import LMTarget
@@ -69,16 +70,17 @@ def make_pair(
     text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
     facts = Facts("tiny", drafter, tiny.VOCAB, context, 0, 0)
     kv_bits = 8 if kind == "quantized" else None
-    return Pair(facts, text, model, source(drafter, model), lambda: Fixed(K), kv_bits)
+    drafters = sources(drafter, model)
+    return Pair(facts, text, model, drafters, Always(Fixed(K if drafters else 0)), kv_bits)
 
 
-def source(drafter: str, model: nn.Module) -> DrafterSource | None:
+def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
     vocabulary = Vocabulary(tiny.VOCAB, tiny.VOCAB)
-    made: dict[str, Callable[[], DrafterSource | None]] = {
-        "none": lambda: None,
-        "lookup": LookupSource,
-        "same": lambda: DraftModelSource(model, vocabulary, "same"),
-        "other": lambda: DraftModelSource(MODELS["quantized"], vocabulary, "other"),
+    made: dict[str, Callable[[], list[DrafterSource]]] = {
+        "none": list,
+        "lookup": lambda: [LookupSource()],
+        "same": lambda: [DraftModelSource(model, vocabulary, "same")],
+        "other": lambda: [DraftModelSource(MODELS["quantized"], vocabulary, "other")],
     }
     return made[drafter]()
 
@@ -87,9 +89,7 @@ def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampli
     """What plain decoding with fresh caches says."""
     target = LMTarget(MODELS[kind], kv_bits=8 if kind == "quantized" else None)
     sampler = sampling.sampler(len(prompt), tiny.VOCAB)
-    rounds = engine.generate(
-        target, NoDrafter(), Fixed(0), sampler, prompt, max_tokens=count, stop=pair.text.eos
-    )
+    rounds = engine.generate(target, [], Fixed(0), sampler, prompt, max_tokens=count, stop=pair.text.eos)
     return [token for round in rounds for token in round.tokens]
 
 
@@ -324,7 +324,7 @@ def test_prompt_too_long_leaves_the_conversation_alone() -> None:
 
 def test_no_template_no_session() -> None:
     pair = make_pair("full")
-    bare = Pair(pair.facts, Text(TOKENIZER, None, ()), MODELS["full"], None, lambda: Fixed(0))
+    bare = Pair(pair.facts, Text(TOKENIZER, None, ()), MODELS["full"], [], Always(Fixed(0)))
     with pytest.raises(InvalidValue, match="no chat template"):
         bare.session()
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
 
-OFF = frozenset({Reason.DISABLED, Reason.NO_DRAFTER, Reason.COST, Reason.ACCEPTANCE})
+TOLD = 16  # tokens; the gain of fewer is chance
+OFF = frozenset({Reason.DISABLED, Reason.NO_DRAFTER, Reason.COST, Reason.ACCEPTANCE, Reason.LEDGER})
 
 
 def status_line(statistics: Statistics, max_tokens: int) -> str:
-    """One line: tokens/s, acceptance length, speculation on or off and why, how many tokens, what cut it."""
-    parts = [f"{statistics.tokens_per_second:.1f} tokens/s"]
+    """One line: tokens/s, gain, draft length and acceptance, on or off and why, tokens, what cut it."""
+    speed = f"{statistics.tokens_per_second:.1f} tokens/s"
+    gain = statistics.gain if statistics.generated_tokens >= TOLD else None
+    parts = [speed if gain is None else f"{speed}, {gain:.2f} x plain"]
     if statistics.speculative_rounds:
-        depth = len(statistics.drafted_at)
-        parts.append(f"{statistics.acceptance_length:.1f} tokens/round (K up to {depth})")
+        rate = statistics.accepted / statistics.drafted
+        length = f"{statistics.acceptance_length:.1f} tokens/round"
+        parts.append(f"K={statistics.draft_length}, {rate:.0%} accepted, {length}")
     if statistics.rounds:
         parts.append(_speculation(statistics.reason))
     parts.append(_tokens(statistics))

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model
 
 from mlx_spec.checkpoint import AGAIN, check_weights, one_line
+from mlx_spec.drafters.chain import Chain
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -70,17 +71,14 @@ class DraftModel:
             self._write(history, missing - 1)
         rows = self._vocabulary.known(history[len(self._written) :])
         logits = self._model.verify(mx.array(rows, dtype=mx.int32))[-1:]
-        drafted, laws = mx.array([], dtype=mx.int32), []
+        chain = Chain(history, sampler)
         for step in range(limit):
-            token, law = sampler.draw(self._vocabulary.fit(logits), history, drafted)
-            drafted = mx.concatenate([drafted, token])
-            laws.append(law)
+            token = chain.extend(self._vocabulary.fit(logits))
             if step + 1 < limit:
                 logits = self._model.verify(token)
         self._written += history[len(self._written) :]
         self._on_trial, self._guesses = len(rows), limit - 1
-        known = [law for law in laws if law is not None]
-        return Draft(drafted, mx.concatenate(known) if known else None)
+        return chain.draft()
 
     def _align(self, history: Sequence[int]) -> int:
         """Keep the rows of the longest common prefix, without the pending token. Returns their number."""

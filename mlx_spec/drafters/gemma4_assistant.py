@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.drafters.chain import Chain
 from mlx_spec.drafters.gemma4_network import (
     FULL,
     SLIDING,
@@ -42,7 +43,9 @@ class _Seen:
 class Gemma4Assistant:
     """Drafts one sequence. Remembers the newest target features and nothing else."""
 
-    needs = FeatureSpec(final_hidden=True, shared_kv=True)
+    # The hidden state before the last token of a prompt knows nothing of the answer: the first token comes
+    # without a draft, and a prefill can skip the layers that only feed its hidden states.
+    needs = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
 
     def __init__(self, network: AssistantNetwork, sliding_window: int, parts: TargetParts) -> None:
         self._network = network
@@ -52,7 +55,9 @@ class Gemma4Assistant:
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """The newest row of `features` belongs to the position before the last of `history`."""
-        assert features.final_hidden is not None
+        if features.final_hidden is None:  # of a prompt
+            self._seen = None
+            return
         newest = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
         self._seen = _Seen(len(history), newest)
 
@@ -65,14 +70,11 @@ class Gemma4Assistant:
         shared = visible(features.shared_kv(), self._window)
         position = mx.array(len(history) - 1)
         token, hidden = mx.array([history[-1]], dtype=mx.int32), features.final_hidden
-        drafted, laws = mx.array([], dtype=mx.int32), []
+        chain = Chain(history, sampler)
         for _ in range(limit):
             hidden, normed = self._network(self._parts.embed(token), hidden, position, shared)
-            token, law = sampler.draw(self._network.logits(normed), history, drafted)
-            drafted = mx.concatenate([drafted, token])
-            laws.append(law)
-        known = [law for law in laws if law is not None]
-        return Draft(drafted, mx.concatenate(known) if known else None)
+            token = chain.extend(self._network.logits(normed))
+        return chain.draft()
 
 
 def visible(shared: Mapping[str, KVRows], sliding_window: int) -> dict[str, KVRows]:

@@ -5,21 +5,24 @@ Source: transformers `models/gemma4_assistant`. Parameter names are those of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
+from mlx_spec.drafters.gemma4_centroids import Centroids
 from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import KVRows
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
+Stage = Callable[..., tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True)
@@ -127,18 +130,51 @@ class AssistantNetwork(nn.Module):
         self.post_projection = nn.Linear(width, config.backbone_hidden_size, bias=False)
         self.model = _Body(config)
         if config.num_centroids:
-            self.masked_embedding = _Centroids(config)
+            self.masked_embedding = Centroids(
+                config.hidden_size,
+                config.vocab_size,
+                config.num_centroids,
+                config.centroid_intermediate_top_k,
+            )
 
     def __call__(
         self, embedded: mx.array, hidden: mx.array, position: mx.array, shared: Mapping[str, KVRows]
     ) -> tuple[mx.array, mx.array]:
         """Embedding and hidden state of the target [1, D] to next hidden state [1, D], final norm [1, h]."""
-        x = mx.concatenate([embedded, hidden], axis=-1)
-        x = self.pre_projection(x.astype(self.model.norm.weight.dtype))
-        for layer in self.model.layers:
-            x = layer(x, position, shared[layer.attention_type])
-        x = self.model.norm(x)
-        return self.post_projection(x), x
+        enter, *between, leave = self._stages
+        x, queries = enter(embedded, hidden, position)
+        *inner, last = [shared[layer.attention_type] for layer in self.model.layers]
+        for rows, stage in zip(inner, between, strict=True):
+            x, queries = stage(x, _attend(queries, rows), position)
+        hidden, normed = leave(x, _attend(queries, last))
+        return hidden, normed
+
+    @cached_property
+    def _stages(self) -> list[Stage]:
+        """The step cut at its attentions, whose K and V grow: what lies between them is compiled once.
+
+        Made at the first step, from the weights as they are then.
+        """
+        layers, norm = self.model.layers, self.model.norm
+
+        def enter(embedded: mx.array, hidden: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
+            x = mx.concatenate([embedded, hidden], axis=-1)
+            x = self.pre_projection(x.astype(norm.weight.dtype))
+            return x, layers[0].queries(x, position)
+
+        def between(before: _Layer, after: _Layer) -> Stage:
+            def stage(x: mx.array, attended: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
+                x = before.finish(x, attended)
+                return x, after.queries(x, position)
+
+            return stage
+
+        def leave(x: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
+            x = norm(layers[-1].finish(x, attended))
+            return self.post_projection(x), x
+
+        stages: list[Stage] = [enter, *(between(a, b) for a, b in pairwise(layers)), leave]
+        return [mx.compile(stage) for stage in stages]
 
     def logits(self, normed: mx.array) -> mx.array:
         """Final norm [1, h] to logits [1, V]; a centroid head leaves all but its best clusters at -inf."""
@@ -182,15 +218,20 @@ class _Layer(nn.Module):
         self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
         self.layer_scalar = mx.ones((1,))
 
-    def __call__(self, x: mx.array, position: mx.array, shared: KVRows) -> mx.array:
-        attended = self.self_attn(self.input_layernorm(x), position, shared)
-        x = x + self.post_attention_layernorm(attended)
+    def queries(self, x: mx.array, position: mx.array) -> mx.array:
+        """Residual stream [1, h] to queries [1, H, 1, Dk]."""
+        return self.self_attn.queries(self.input_layernorm(x), position)
+
+    def finish(self, x: mx.array, attended: mx.array) -> mx.array:
+        """Residual stream [1, h] and attention [1, H, 1, Dv] to the residual stream behind this layer."""
+        x = x + self.post_attention_layernorm(self.self_attn.project(attended, x.dtype))
         forwarded = self.mlp(self.pre_feedforward_layernorm(x))
-        return _scaled_sum(x, self.post_feedforward_layernorm(forwarded), self.layer_scalar)
+        scaled: mx.array = (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
+        return scaled
 
 
 class _Attention(nn.Module):
-    """Queries only; K and V are the target's. One query sees all rows it is given, so there is no mask."""
+    """Queries only; K and V are the target's."""
 
     def __init__(self, config: AssistantConfig, index: int) -> None:
         super().__init__()
@@ -203,11 +244,13 @@ class _Attention(nn.Module):
         base = required(rope, "rope_theta", float, "rope_parameters")
         self._rope = initialize_rope(self._head_dim, base, traditional=False, scaling_config=dict(rope))
 
-    def __call__(self, x: mx.array, position: mx.array, shared: KVRows) -> mx.array:
+    def queries(self, x: mx.array, position: mx.array) -> mx.array:
         queries = self.q_norm(self.q_proj(x).reshape(1, self._num_heads, 1, self._head_dim))
-        queries = self._rope(queries, offset=position).astype(shared.keys.dtype)
-        attended = mx.fast.scaled_dot_product_attention(queries, shared.keys, shared.values, scale=1.0)
-        projected: mx.array = self.o_proj(attended.reshape(1, -1).astype(x.dtype))
+        rotated: mx.array = self._rope(queries, offset=position)
+        return rotated
+
+    def project(self, attended: mx.array, dtype: mx.Dtype) -> mx.array:
+        projected: mx.array = self.o_proj(attended.reshape(1, -1).astype(dtype))
         return projected
 
 
@@ -219,59 +262,13 @@ class _MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        activated = _geglu(self.gate_proj(x), self.up_proj(x))
+        activated = nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x)
         projected: mx.array = self.down_proj(activated)
         return projected
 
 
-class _Centroids(nn.Module):
-    """Scores the tokens of the best clusters alone: 2048 + 4096 dot products stand for 262144.
-
-    The rows of a cluster are neighbours in the sorted table, so that its scores are one gathered product,
-    of a quantized table too.
-    """
-
-    def __init__(self, config: AssistantConfig) -> None:
-        super().__init__()
-        self._top_k = config.centroid_intermediate_top_k
-        self.centroids = nn.Linear(config.hidden_size, config.num_centroids, bias=False)
-        self.token_ordering = mx.zeros((config.vocab_size,), dtype=mx.int32)  # token ids, cluster by cluster
-
-    def __call__(
-        self, normed: mx.array, table: nn.Embedding | nn.QuantizedEmbedding
-    ) -> tuple[mx.array, mx.array]:
-        """Final norm [1, h] and the sorted table to token ids [1, C] and their scores [1, C]."""
-        similar = self.centroids(normed)[0]
-        best = mx.argpartition(similar, kth=-self._top_k)[-self._top_k :]
-        clusters = {
-            name: rows.reshape(similar.shape[0], -1, rows.shape[-1])
-            for name, rows in table.parameters().items()
-        }
-        if isinstance(table, nn.QuantizedEmbedding):
-            scores = mx.gather_qmm(
-                normed[None],
-                clusters["weight"],
-                clusters["scales"],
-                clusters.get("biases"),
-                rhs_indices=best,
-                transpose=True,
-                group_size=table.group_size,
-                bits=table.bits,
-                mode=table.mode,
-            )
-        else:
-            # Not gather_mm, which on the CPU has no bfloat16.
-            scores = normed[None] @ clusters["weight"][best].swapaxes(-1, -2)
-        tokens = self.token_ordering.reshape(similar.shape[0], -1)[best]
-        return tokens.reshape(1, -1), scores.reshape(1, -1)
-
-
-@partial(mx.compile, shapeless=True)
-def _geglu(gate: mx.array, up: mx.array) -> mx.array:
-    activated: mx.array = nn.gelu_approx(gate) * up
-    return activated
-
-
-@partial(mx.compile, shapeless=True)
-def _scaled_sum(x: mx.array, update: mx.array, scale: mx.array) -> mx.array:
-    return (x + update) * scale
+def _attend(queries: mx.array, rows: KVRows) -> mx.array:
+    """One query [1, H, 1, Dk] sees all rows it is given, so there is no mask; [1, H, 1, Dv]."""
+    queries = queries.astype(rows.keys.dtype)
+    attended: mx.array = mx.fast.scaled_dot_product_attention(queries, rows.keys, rows.values, scale=1.0)
+    return attended

@@ -35,14 +35,16 @@ class Lookup:
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """At most `limit` tokens copied from behind the longest match, the latest of equals.
 
-        A copy that reaches the end of the history goes on with what it copied.
+        A copy that reaches the end of the history goes on with what it copied. The confidence is that of a
+        rule of succession: n / (n + 1) behind a match of n tokens.
         """
         self._index(history)
         place, length = self._longest_match(history)
         if limit < 1 or not length:
             return no_draft()
         period, count = len(history) - place, min(limit, length)
-        return Draft(mx.array([history[place + i % period] for i in range(count)], dtype=mx.int32))
+        tokens = mx.array([history[place + i % period] for i in range(count)], dtype=mx.int32)
+        return Draft(tokens, confidence=mx.full((count,), length / (length + 1)))
 
     def _forget(self) -> None:
         self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place

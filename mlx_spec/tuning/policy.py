@@ -2,127 +2,256 @@
 
 from __future__ import annotations
 
-from mlx_spec.errors import InvalidValue
-from mlx_spec.types import Decision, Reason, Round
+import time
+from collections.abc import Callable, Sequence
 
-MAX_DRAFT_TOKENS = 16
-LENGTHS = (0, 1, 2, 3, 4, 6, 8)  # draft lengths the running estimate chooses from
-WARM_UP = (0, 0, 0, 4, 4, 2, 2)  # the first round of a length pays for compilation and is not counted
-MEMORY = 0.9  # weight of the past in a running mean of seconds
-DECAY = 0.97  # the same for acceptance, a round
-PRIOR = (1.4, 2.0)  # accepted, tried: what is believed of a position before anything was seen
-FIRST_PAUSE, LAST_PAUSE = 16, 512  # plain rounds between two probes; doubles while probes do not pay
-REFRESH = 64  # speculative rounds after which one plain round is timed again
-MARGIN = 1.02  # speculation must promise this much more than plain decoding
+from mlx_spec.errors import InvalidValue
+from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
+from mlx_spec.tuning.costs import CLAMP, MAX_DRAFT_TOKENS, Costs
+from mlx_spec.tuning.hindsight import Hindsight
+from mlx_spec.tuning.ledger import Ledger
+from mlx_spec.tuning.plan import Plan, Planner
+from mlx_spec.tuning.probes import Probes
+from mlx_spec.types import Choice, Decision, Reason, Round
+
+WARM_UP = 2  # plain tokens timed before anything is drafted
+FIRST_LENGTH = 2  # tokens drafted first where nothing was measured: a wrong guess costs little
+LOOK = 16  # rounds after which the plan is made anew
+MOVED = 0.3  # logits of drift after which it is made anew at once
+SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
+UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
+LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
+PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
 class Fixed:
-    """Always the same number of draft tokens."""
+    """Always the same number of draft tokens, from the first drafter that has any."""
 
-    def __init__(self, num_draft_tokens: int, reason: Reason = Reason.FIXED) -> None:
+    def __init__(self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1) -> None:
         if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InvalidValue(
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"
             )
-        self._decision = Decision(num_draft_tokens, reason)
+        choices = tuple(Choice(drafter, num_draft_tokens) for drafter in range(drafters))
+        self._decision = Decision(choices if num_draft_tokens else (), reason)
 
-    def decide(self) -> Decision:
+    def decide(self, history: Sequence[int]) -> Decision:
         """The fixed number."""
         return self._decision
+
+    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
+        """All of them."""
+        return len(confidence)
 
     def observe(self, round: Round) -> None:
         """Nothing to learn."""
 
 
 class Adaptive:
-    """A running estimate per position: what each draft length was seen to cost and to bring.
+    """What pays, from measured costs and observed acceptance; plain decoding where nothing does.
 
-    Tokens of a round with k draft tokens are 1 + sum over i <= k of the product of a_j, j <= i, where a_j is
-    how often position j was accepted once the ones before it were (Leviathan et al., arXiv:2211.17192, with
-    a rate per position). The length with the most tokens a second is drafted; plain decoding is length 0.
+    `costs` and `experience` are shared by all sequences of a pair, everything else is of one sequence.
     """
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # a round that drafted this many
-        self._seen: dict[int, int] = {}
-        self._accepted = [PRIOR[0]] * MAX_DRAFT_TOKENS
-        self._tried = [PRIOR[1]] * MAX_DRAFT_TOKENS
-        self._rounds = 0
-        self._since = 0  # rounds since the other mode, plain or speculative, was last tried
-        self._pause = FIRST_PAUSE
-        self._decision = Decision(0, Reason.WARMING_UP)
+    def __init__(
+        self,
+        costs: Costs,
+        drafters: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        experience: Sequence[Experience] | None = None,
+    ) -> None:
+        self._costs, self._clock = costs, clock
+        self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
+        self._planner = Planner(costs, self._acceptance)
+        self._ledger, self._probes, self._hindsight = Ledger(), Probes(), Hindsight()
+        self._plan: Plan | None = None
+        self._decision: Decision | None = None  # given, and not yet observed
+        self._context = 0
+        self._asked = self._done = 0.0  # times of the last decision and the last observation
+        self._flight = False  # a token is on its way
+        self._age, self._since_solve, self._solve_gap = 0, 0, SOLVE // 2
+        self._drift = 0.0  # when the plan was made
+        self._asker = 0  # the drafter that is asked for the next shadow token
+        self._missed = 0  # rounds in a row in which a draft was wanted and none came
+        self._read = [0] * drafters  # selective rounds by drafter
+        self._unread = RELEARN  # rounds since confidence was last read
+        self._in_line = 0  # speculative rounds in a row that took the expected time
 
-    def decide(self) -> Decision:
-        """The length to draft now. The same answer until the next round is observed."""
+    def decide(self, history: Sequence[int]) -> Decision:
+        """What to draft now. The same answer until the round is observed."""
+        self._asked = self._clock()
+        if self._decision is None or self._context != len(history):
+            self._context = len(history)
+            self._decision = self._next()
         return self._decision
 
+    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
+        """How many to verify; token j by `confidence[: j + 1]` alone."""
+        rule = self._planner.rules.get(drafter)
+        if rule is None or not self._ruled(drafter):
+            return len(confidence)
+        return rule.cut([bin_of(c) for c in confidence])
+
     def observe(self, round: Round) -> None:
-        """Learn what the round cost and which positions were accepted; decide the next."""
-        self._rounds += 1
-        self._learn_cost(round)
-        self._learn_acceptance(round)
-        self._decision = self._next(round)
+        """Learn what the round took and what was accepted."""
+        now = self._clock()
+        decision = self._decision
+        assert decision is not None, "a round was observed that was never decided on"
+        self._decision = None
+        self._age += 1
+        self._since_solve += 1
+        for acceptance in self._acceptance:
+            acceptance.tick()
+        if decision.choices and round.drafter is not None:
+            self._drafted(round, decision, now - self._asked)
+        elif round.agreement is not None:
+            self._shadowed(round, now - self._asked)
+        else:
+            self._plainly(round, decision, now)
+        self._done = now
 
-    def _learn_cost(self, round: Round) -> None:
-        k, seconds = round.drafted, round.seconds
-        self._seen[k] = self._seen.get(k, 0) + 1
-        if k not in self._seconds or self._seen[k] == 2:
-            self._seconds[k] = seconds
-            return
-        clamped = min(seconds, 2 * self._seconds[k])  # a pause of the machine is not a cost of the round
-        self._seconds[k] += (1 - MEMORY) * (clamped - self._seconds[k])
+    # --- decisions
 
-    def _learn_acceptance(self, round: Round) -> None:
-        for position in range(min(round.accepted + 1, round.drafted)):
-            self._accepted[position] = DECAY * self._accepted[position] + (position < round.accepted)
-            self._tried[position] = DECAY * self._tried[position] + 1
+    def _next(self) -> Decision:
+        context, probes = self._context, self._probes
+        plain = self._costs.plain(context)
+        if plain is None or not self._acceptance:
+            return Decision((), Reason.WARMING_UP if self._acceptance else Reason.NO_DRAFTER, None, plain)
+        if not self._ledger.open:
+            return Decision((), Reason.LEDGER, None, plain)
+        if probes.timing > 0 or self._costs.timed(context) < WARM_UP:
+            return Decision((), Reason.PROBE if self._plan else Reason.WARMING_UP, None, plain)
+        plan = self._look(context)
+        held = self._hindsight.length
+        if plan.choices or held:
+            probes.drafting()
+            if held:
+                return Decision((Choice(0, held),), Reason.PAYS, None, plain)
+            choices = plan.choices if self._unread < RELEARN else tuple(map(self._curious, plan.choices))
+            if self._costs.guessed(context):
+                choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
+            return Decision(choices, Reason.PAYS, None, plain)
+        probes.resting(hopeful=plan.reason is Reason.ACCEPTANCE)
+        if probes.trying > 0:
+            return Decision((plan.best(plain),), Reason.PROBE, None, plain)
+        if probes.shadowing:
+            return Decision((), Reason.PROBE, self._asker, plain)
+        return Decision((), plan.reason, None, plain)
 
-    def _next(self, round: Round) -> Decision:
-        if self._rounds < len(WARM_UP):
-            return Decision(WARM_UP[self._rounds], Reason.WARMING_UP)
-        best = max(LENGTHS, key=self._rate)
-        pays = best > 0 and self._rate(best) > MARGIN * self._rate(0)
-        speculative = round.drafted > 0
-        self._since += 1
-        if pays:
-            self._pause = FIRST_PAUSE
-            if self._since < REFRESH:
-                return Decision(best, Reason.PAYS)
-            self._since = 0
-            return Decision(0, Reason.PROBE)
-        if speculative:
-            self._since = 0
-        if self._since < self._pause:
-            return Decision(0, self._why_not())
-        self._since, self._pause = 0, min(2 * self._pause, LAST_PAUSE)
-        return Decision(max(LENGTHS[1:], key=self._rate), Reason.PROBE)
+    def _look(self, context: int) -> Plan:
+        """The plan, made anew where it is old or the text has changed."""
+        plan = self._plan
+        still = plan is not None and (not plan.choices or abs(self._drifted() - self._drift) < MOVED)
+        if plan is not None and still and self._age < LOOK:
+            return plan
+        again = self._since_solve >= self._solve_gap
+        self._plan = plan = self._planner.look(context, again=again)
+        if plan.rounds is not None:
+            self._hindsight.price(plan.rounds)
+        self._drift, self._age = self._drifted(), 0
+        if again:
+            used = any(choice.selective for choice in plan.choices)
+            self._since_solve, self._solve_gap = 0, SOLVE if used else min(2 * self._solve_gap, LAST_SOLVE)
+        return plan
 
-    def _rate(self, k: int) -> float:
-        """Tokens a second expected of rounds that draft k."""
-        return self._tokens(k) / self._cost(k)
+    def _drifted(self) -> float:
+        return sum(a.drift for a in self._acceptance)
 
-    def _tokens(self, k: int) -> float:
-        reach, total = 1.0, 1.0
-        for position in range(k):
-            reach *= self._accepted[position] / self._tried[position]
-            total += reach
-        return total
+    def _curious(self, choice: Choice) -> Choice:
+        """With the confidence read, to learn what it is worth."""
+        known = self._acceptance[choice.drafter].told or not self._read[choice.drafter]
+        return Choice(choice.drafter, choice.limit, selective=True) if known else choice
 
-    def _cost(self, k: int) -> float:
-        """Seconds of a round that drafts k, from the nearest measured lengths on both sides."""
-        if k in self._seconds:
-            return self._seconds[k]
-        below = max((m for m in self._seconds if m < k), default=0)
-        above = min((m for m in self._seconds if m > k), default=None)
-        if above is None and below == 0:
-            return self._seconds[0]  # nothing was ever drafted: trying costs no more than plain decoding
-        if above is None:
-            below, above = sorted(self._seconds)[-2:]
-        slope = (self._seconds[above] - self._seconds[below]) / (above - below)
-        return max(self._seconds[below] + slope * (k - below), self._seconds[below])
+    def _ruled(self, drafter: int) -> bool:
+        """Whether the plan has confidence decide."""
+        plan = self._plan
+        return plan is not None and any(c.selective for c in plan.choices if c.drafter == drafter)
 
-    def _why_not(self) -> Reason:
-        """COST when even drafts that are all accepted would not pay, else ACCEPTANCE."""
-        perfect = max((k + 1) / self._cost(k) for k in LENGTHS[1:])
-        return Reason.COST if perfect <= MARGIN * self._rate(0) else Reason.ACCEPTANCE
+    # --- observations
+
+    def _plainly(self, round: Round, decision: Decision, now: float) -> None:
+        """A round without a draft."""
+        plain, flight = self._costs.plain(self._context), self._flight
+        wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
+        landing = flight and (shadow is not None or (bool(wanted) and self._missed == 0))
+        steady = flight and not wanted and shadow is None
+        if wanted and not landing:
+            self._missed += 1
+            self._age = LOOK if self._missed & (self._missed - 1) == 0 else self._age  # 1, 2, 4, 8 ... in a row
+        for drafter in () if landing else wanted if shadow is None else [shadow]:
+            self._acceptance[drafter].missed()
+        if shadow is not None and not landing:
+            self._looked_aside(0.0)
+        if steady and (plain is None or self._asked - self._done <= plain / 2):
+            self._time_plain(now - self._done)
+        if self._probes.timing and not wanted:
+            self._probes.timing -= steady or decision.reason is not Reason.PROBE
+        if plain is not None:
+            most = PAUSE * max(self._costs.verify(1, self._context) or plain, plain)
+            seconds = plain if steady or landing else min(now - self._asked, most)
+            self._enter(round, seconds, plain)
+        self._flight = not landing and (not wanted or self._missed > 1)
+
+    def _time_plain(self, seconds: float) -> None:
+        plain = self._costs.plain(self._context)
+        self._costs.saw_plain(self._context, seconds)
+        if plain is not None and abs(seconds / plain - 1) > UNSURE:
+            self._probes.retime()
+
+    def _shadowed(self, round: Round, seconds: float) -> None:
+        """A token was drafted and not verified."""
+        plain = self._costs.plain(self._context)
+        assert round.drafter is not None and round.agreement is not None and plain is not None
+        self._enter(round, min(seconds, 2 * PAUSE * plain), plain, round.agreement)
+        self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
+        self._looked_aside(round.agreement)
+        self._flight = True
+
+    def _looked_aside(self, agreement: float) -> None:
+        self._probes.shadowed(agreement)
+        self._age = LOOK
+        self._asker = (self._asker + 1) % len(self._acceptance)
+
+    def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
+        """A round with a draft."""
+        drafter = round.drafter
+        assert drafter is not None
+        choice = next(c for c in decision.choices if c.drafter == drafter)
+        self._flight, self._missed = False, 0
+        self._read[drafter] += choice.selective
+        if not choice.selective:
+            self._unread += 1
+        elif self._read[drafter] >= LEARN:
+            self._unread = 0
+        for other in decision.choices[: decision.choices.index(choice)]:
+            self._acceptance[other.drafter].missed()
+        self._acceptance[drafter].saw(round, choice.limit)
+        self._charge(round, choice, seconds)
+        if self._probes.trying:
+            self._probes.trying -= 1
+            self._age = LOOK
+
+    def _enter(self, round: Round, seconds: float, plain: float, agreement: float | None = None) -> None:
+        """In the books: what a round brought and took."""
+        steps = seconds / plain
+        self._ledger.enter(len(round.tokens), steps)
+        if len(self._acceptance) == 1:
+            rejected = round.drafted > 0 and len(round.tokens) > round.accepted < round.drafted
+            chance = self._acceptance[0].next(round) if agreement is None else agreement
+            self._hindsight.enter(round.accepted, rejected=rejected, next_right=chance, steps=steps)
+
+    def _charge(self, round: Round, choice: Choice, seconds: float) -> None:
+        """Learn what the round took, and enter it in the ledger."""
+        context, kind = self._context, (choice.drafter, round.proposed, round.drafted)
+        plain, expected = self._costs.plain(context), self._costs.round(*kind, context)
+        assert plain is not None and expected is not None
+        expected += choice.selective * (self._costs.host(context) or 0.0)
+        counted = seconds
+        if seconds > CLAMP * expected:
+            counted = min(seconds, PAUSE * expected) if self._in_line > 1 else seconds
+            self._in_line, self._age = 0, LOOK
+        else:
+            self._in_line += 1
+        self._costs.saw_round(*kind, context, seconds, selective=choice.selective)
+        self._enter(round, counted, plain)

@@ -1,0 +1,224 @@
+"""Does speculation win where memory is the limit? Dense float32 weights and an optimized BLAS, on a CPU.
+
+MLX's CPU backend multiplies float32 matrices with cblas_sgemm. The BLAS that comes with MLX for Linux is
+plain: a pass over M rows costs M passes. An optimized one reads the weights once for a few rows, as GPUs do.
+`--blas FILE` starts the script again with that library in front, such as libopenblas.so.0 of Debian's
+libopenblas0-pthread; `--coretype` is for an OpenBLAS that does not recognise the processor.
+
+The target is random (Llama's layers, few and wide), so acceptance is scripted: the draft token for a position
+is the true one with a given probability, and whether it is, is drawn once for each position: every arm has
+the same luck. Drafting costs nothing, as with lookup. The arms are mlx-lm, mlx_spec plain, at fixed K and
+adaptive, which gets neither the probability nor a confidence; it keeps one policy for each probability. The
+protocol is that of decode.py, the kinds of prompt are the probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from arms import Decoder, Prompt, Step
+from blocks import AGAIN, BASE, PLAIN, Block, measure, summary, within
+from decode import report, show
+from mlx_lm.generate import generate_step
+from shapes import RandomPair, llama_f32
+from timing import finish, interval, parser, table
+
+from mlx_spec.engine import generate
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.tuning import calibrate, profile
+from mlx_spec.tuning.bandwidth import device_name
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.tuner import Tuner
+from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Features, FeatureSpec, Sampler
+
+FIXED = tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Script(Prompt):
+    """A prompt, its true continuation and which of its positions are drafted right."""
+
+    truth: tuple[int, ...] = ()
+    right: tuple[bool, ...] = ()
+
+
+class Scripted:
+    """Drafts the truth of one script at the positions that it gets right, something else at the others."""
+
+    needs = FeatureSpec()
+
+    def __init__(self, script: Script, vocab: int) -> None:
+        lines = zip(script.truth, script.right, strict=True)
+        self._tokens = [*script.tokens, *(token if right else (token + 1) % vocab for token, right in lines)]
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        return Draft(mx.array(self._tokens[len(history) : len(history) + limit], dtype=mx.int32))
+
+
+def main() -> None:
+    settings = arguments()
+    if settings.blas and os.environ.get("LD_PRELOAD") != str(settings.blas):
+        restart(settings)
+    started = time.time()
+    mx.random.seed(settings.seed)
+    pair = llama_f32(hidden=settings.hidden, layers=settings.layers)
+    curve = costs(pair, settings)
+    scripts = [script(pair, a, i, settings) for a in settings.acceptance for i in range(settings.prompts)]
+    with tempfile.TemporaryDirectory() as folder:
+        decoders = arms(pair, Path(folder))
+        names = [name for name in decoders if name != BASE]
+        blocks = measure(decoders, names, list[Prompt](scripts), settings)
+    results = summary(blocks, list[Prompt](scripts), names, settings)
+    report(results, list[Prompt](scripts))
+    results |= {"megabytes": round(pair.read / 1e6, 1), "verify": curve}
+    used = within(blocks, list[Prompt](scripts), settings.spread)[0]
+    results["best"] = {kind: best(results, kind, scripts, used, settings.seed) for kind in results["kinds"]}
+    conclude(results)
+    finish("blas", results, settings, started)
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
+    options.add_argument("--coretype", help="kernels of OpenBLAS, such as SKYLAKEX, ZEN or HASWELL")
+    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of OpenBLAS")
+    options.add_argument("--hidden", type=int, default=1280)
+    options.add_argument("--layers", type=int, default=2)
+    options.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
+    options.add_argument("--prompts", type=int, default=2, help="for each acceptance")
+    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument("--repeats", type=int, default=9, help="blocks a prompt; the first is dropped")
+    options.add_argument("--spread", type=float, default=0.04)
+    settings = options.parse_args()
+    if settings.quick:
+        settings.acceptance, settings.prompts, settings.tokens, settings.repeats = [0.8], 1, 12, 2
+        settings.hidden = 64
+    return settings
+
+
+def restart(settings: argparse.Namespace) -> None:
+    """Begin again with the library in front: it must be there before MLX is loaded."""
+    if not settings.blas.is_file():
+        sys.exit(f"--blas: there is no file {settings.blas}")
+    named = {"OPENBLAS_CORETYPE": settings.coretype} if settings.coretype else {}
+    wanted = {"LD_PRELOAD": str(settings.blas), "OPENBLAS_NUM_THREADS": str(settings.threads), **named}
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+
+
+def costs(pair: RandomPair, settings: argparse.Namespace) -> dict[str, float]:
+    """A pass by its rows, in passes of one row: is this the regime in question?"""
+    target = LMTarget(pair.model)
+    history = text(pair, 0, settings)
+    target.prefill(history[:-1])
+    points = calibrate.measure(target, (), history, 0.02 if settings.quick else 5.0)
+    one = points.verify[1]
+    print(f"{pair.read / 1e6:.0f} MB of weights, {1e3 * one:.1f} ms for one row, ", end="")
+    print(f"{pair.read / one / 1e9:.1f} GB/s; plain token {1e3 * points.plain:.1f} ms\n")
+    curve = {str(rows): round(seconds / one, 3) for rows, seconds in sorted(points.verify.items())}
+    table(["rows", *curve], [["cost", *curve.values()]])
+    return curve
+
+
+def text(pair: RandomPair, index: int, settings: argparse.Namespace) -> list[int]:
+    """A prompt of 32 random tokens."""
+    chance = random.Random(settings.seed * 1000 + index)
+    return [chance.randrange(pair.vocab) for _ in range(32)]
+
+
+def script(pair: RandomPair, acceptance: float, index: int, settings: argparse.Namespace) -> Script:
+    """What plain decoding says, and where it is drafted right."""
+    prompt = Script(f"acceptance {acceptance}", text(pair, index, settings), settings.tokens)
+    truth = [token for step, _ in decode(pair, (), Fixed(0), prompt) for token in step]
+    chance = random.Random(f"{settings.seed} {index} {acceptance}")
+    right = tuple(chance.random() < acceptance for _ in truth)
+    return replace(prompt, truth=tuple(truth), right=right)
+
+
+def arms(pair: RandomPair, folder: Path) -> dict[str, Decoder]:
+    """mlx-lm, plain, every fixed K, adaptive."""
+    learned: dict[str, Learning] = {}
+
+    def mlx_lm(prompt: Prompt) -> Iterator[Step]:
+        for token, _ in generate_step(mx.array(prompt.tokens), pair.model, max_tokens=prompt.count):
+            yield [int(token)], 0
+
+    def fixed(k: int, prompt: Prompt) -> Iterator[Step]:
+        assert isinstance(prompt, Script)
+        return decode(pair, (Scripted(prompt, pair.vocab),), Fixed(k), prompt)
+
+    def adaptive(prompt: Prompt) -> Iterator[Step]:
+        assert isinstance(prompt, Script)
+        if prompt.kind not in learned:
+            learned[prompt.kind] = Learning(pair, folder / str(len(learned)))
+        return learned[prompt.kind].run(prompt)
+
+    found: dict[str, Decoder] = {BASE: mlx_lm, PLAIN: partial(fixed, 0), AGAIN: partial(fixed, 0)}
+    found |= {f"K={k}": partial(fixed, k) for k in FIXED}
+    return {**found, "adaptive": adaptive}
+
+
+class Learning:
+    """The adaptive policy of a pair: its costs are measured in the first answer."""
+
+    def __init__(self, pair: RandomPair, folder: Path) -> None:
+        key = profile.Key(device_name(), "random", ("scripted",), "float32", None, mlx="")
+        self._tuner = Tuner(["scripted"], key, folder)
+        self._pair = pair
+
+    def run(self, script: Script) -> Iterator[Step]:
+        drafters = (Scripted(script, self._pair.vocab),)
+        return decode(self._pair, drafters, self._tuner, script)
+
+
+def decode(
+    pair: RandomPair, drafters: tuple[Drafter, ...], policy: DraftLengthPolicy | Tuner, prompt: Prompt
+) -> Iterator[Step]:
+    """Greedy rounds; a tuner makes its policy on the sequence."""
+    target = LMTarget(pair.model)
+    made = policy.make(target, drafters) if isinstance(policy, Tuner) else policy
+    sampler = Sampling().sampler(len(prompt.tokens), pair.vocab)
+    for done in generate(target, drafters, made, sampler, prompt.tokens, max_tokens=prompt.count):
+        yield done.tokens, done.drafted
+
+
+def best(
+    results: dict[str, Any], kind: str, scripts: list[Script], blocks: list[list[Block]], seed: int
+) -> dict[str, Any]:
+    """The best fixed K of one acceptance, and the adaptive policy against it in the same blocks."""
+    found = results["kinds"][kind]
+    k = max((0, *FIXED), key=lambda k: found[f"K={k}" if k else PLAIN]["to plain"][0])
+    name = f"K={k}" if k else PLAIN
+    ratios = [
+        [block.ratio("adaptive", name, "decode") for block in by_prompt]
+        for by_prompt, script in zip(blocks, scripts, strict=True)
+        if script.kind == kind and by_prompt
+    ]
+    return {"K": k, "to plain": found[name]["to plain"], "adaptive to it": interval(ratios, seed)}
+
+
+def conclude(results: dict[str, Any]) -> None:
+    print("The adaptive policy, against plain decoding and against the best fixed K of its kind:\n")
+    rows = []
+    for kind, found in results["best"].items():
+        gain = show(results["kinds"][kind]["adaptive"]["to plain"])
+        rows.append([kind, gain, f"K={found['K']}", show(found["to plain"]), show(found["adaptive to it"])])
+    table(["", "adaptive to plain", "best fixed", "to plain", "adaptive to best fixed"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Writes the tables and figures of README.md from the records in results/, or checks that they are current.
+
+In the README a block is
+
+    <!-- table: NAME [RECORD] -->
+    <!-- end -->
+
+or the same with "figure" instead of "table". NAME is decode, kinds, round_costs or blas. RECORD is a file of
+results/ without its ending; left out, it is the newest record of that benchmark. Figures are written beside
+their record. `--check` writes nothing and fails where something would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import charts
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+BLOCK = re.compile(r"<!-- (table|figure): (\w+)(?: ([\w.-]+))? -->\n(?:.*?\n)??<!-- end -->", re.DOTALL)
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a benchmark printed on its last line."""
+
+    file: Path
+    content: dict[str, Any]
+
+    @property
+    def results(self) -> Results:
+        found: Results = self.content["results"]
+        return found
+
+    @property
+    def source(self) -> str:
+        """What was measured with what, in a line."""
+        c = self.content
+        where = f"{c['device']}, {c['cores']} cores, MLX {c['versions']['mlx']}"
+        where += ", GPU" if "gpu" in c["backend"] else ", CPU"
+        where += f" with {c['blas']}" if c["blas"] else ""
+        return f"{where}; commit `{c['commit']}`, {c['time'][:10]}, `benchmarks/results/{self.file.name}`"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What can stand in a block."""
+
+    benchmark: str
+    table: Callable[[Results], str]
+    figure: Callable[[Results], str]
+    about: str  # the figure, for those who cannot see it
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    options.add_argument("--results", type=Path, default=RESULTS)
+    options.add_argument("--check", action="store_true")
+    settings = options.parse_args()
+    wanted = made(settings.readme, settings.results)
+    stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text("utf-8") != text]
+    if settings.check and stale:
+        names = ", ".join(os.path.relpath(file) for file in stale)
+        sys.exit(f"{names}: not what the records say; run python benchmarks/figures.py")
+    for file in () if settings.check else stale:
+        temporary = file.with_name(f".{file.name}.tmp")
+        temporary.write_text(wanted[file], "utf-8")
+        temporary.replace(file)
+        print(file)
+
+
+def made(readme: Path, results: Path) -> dict[Path, str]:
+    """The text of every file that is made: the README itself and the figures it shows."""
+    files: dict[Path, str] = {}
+
+    def block(found: re.Match[str]) -> str:
+        sort, name, stem = found.groups()
+        if name not in KINDS:
+            sys.exit(f"{readme}: no {sort} is called {name!r}, there are {', '.join(KINDS)}")
+        kind = KINDS[name]
+        record = read(results, kind.benchmark, stem)
+        opening = found[0].splitlines()[0]
+        if sort == "table":
+            body = f"{kind.table(record.results)}\n\n{record.source}"
+        else:
+            file = record.file.with_name(f"{record.file.stem}.{name}.svg")
+            files[file] = kind.figure(record.results)
+            body = f"![{kind.about}]({Path(os.path.relpath(file, readme.parent)).as_posix()})"
+        return f"{opening}\n{body}\n<!-- end -->"
+
+    return {readme: BLOCK.sub(block, readme.read_text("utf-8")), **files}
+
+
+def read(results: Path, benchmark: str, stem: str | None) -> Record:
+    """The record of that name, or the newest one of a benchmark that was not run with --quick."""
+    found = []
+    for file in sorted(results.glob(f"{stem or '*'}.txt")):
+        try:
+            content = json.loads(file.read_text("utf-8").strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            continue
+        if content["benchmark"] == benchmark and not content["settings"].get("quick"):
+            found.append(Record(file, content))
+    if not found:
+        sys.exit(f"{results} has no record {stem or ''} of {benchmark}: run benchmarks/{benchmark}.py")
+    return max(found, key=lambda record: str(record.content["time"]))
+
+
+def decode(results: Results) -> str:
+    rows = [
+        [name, *(ratio(arm[m]) for m in ("decode", "whole", "to plain")), arm["tokens/s"], arm["differ"]]
+        for name, arm in results["arms"].items()
+    ]
+    head = [
+        "",
+        "decode, to mlx-lm",
+        "whole, to mlx-lm",
+        "decode, to plain",
+        "tokens/s",
+        "prompts that differ",
+    ]
+    null, (low, high) = ratio(results["null"]), results["null, quartiles"]
+    blocks = f"{results['blocks within the spread']} of {results['blocks']} blocks were quiet"
+    blocks += ", all were used" if results["noisy blocks used"] else ""
+    notes = f"mlx-lm: {results['mlx-lm tokens/s']} tokens/s; {blocks}; mlx-lm against itself {null}, "
+    return f"{markdown(head, rows)}\n\n{notes}quartiles {low:.2f} to {high:.2f}."
+
+
+def kinds(results: Results) -> str:
+    """Ratios to plain; an asterisk where an arm said something else than mlx-lm."""
+    found = results["kinds"].values()
+    rows = [
+        [name, *(ratio(kind[name]["to plain"]) + ("*" if kind[name]["differ"] else "") for kind in found)]
+        for name in results["arms"]
+    ]
+    return markdown(["", *results["kinds"]], rows)
+
+
+def round_costs(results: Results) -> str:
+    contexts = results["contexts"]
+    sizes = list(next(iter(contexts.values()))["verify"])
+    rows = [["plain token", *(cuts(found["plain"]["1"]) for found in contexts.values())]]
+    rows += [
+        [f"{m} rows" if m != "1" else "1 row", *(cuts(found["verify"][m]) for found in contexts.values())]
+        for m in sizes
+    ]
+    for K in next(iter(contexts.values())).get("draft", {}):
+        rows.append(
+            [
+                f"{K} draft tokens" if K != "1" else "1 draft token",
+                *(cuts(found["draft"][K]) for found in contexts.values()),
+            ]
+        )
+    head = ["milliseconds, quartiles", *(f"{context} tokens" for context in contexts)]
+    speed = results["bandwidth, GB/s"]
+    first = next(iter(contexts.values()))["plain"]["1"][1]
+    rate = 1e3 * results["GB read for a token"] / first
+    notes = f"{results['subject']}: {results['GB read for a token']} GB of weights for a token; "
+    notes += (
+        f"plain decoding reads {rate:.2f} GB/s at the shortest context, a row times a matrix {speed['row']}."
+    )
+    return f"{markdown(head, rows)}\n\n{notes}"
+
+
+def blas(results: Results) -> str:
+    rows = []
+    for kind, found in results["best"].items():
+        gain = results["kinds"][kind]["adaptive"]["to plain"]
+        others = [f"K = {found['K']}", ratio(found["to plain"]), ratio(found["adaptive to it"])]
+        rows.append([kind, ratio(gain), *others])
+    head = ["", "adaptive, to plain", "best fixed", "its ratio to plain", "adaptive to best fixed"]
+    curve = ", ".join(f"{rows}: {cost:.2f}" for rows, cost in results["verify"].items())
+    return f"{markdown(head, rows)}\n\n{results['megabytes']} MB of weights; cost of a pass by rows: {curve}."
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def ratio(values: Sequence[float] | None) -> str:
+    return "-" if values is None else f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
+
+
+def cuts(values: Sequence[float]) -> str:
+    """A median with its quartiles."""
+    return f"{values[1]:.2f} [{values[0]:.2f}, {values[2]:.2f}]"
+
+
+KINDS = {
+    "decode": Kind("decode", decode, charts.decode, "Tokens a second of every arm, to mlx-lm's"),
+    "kinds": Kind("decode", kinds, charts.kinds, "Ratio to plain decoding by kind of prompt"),
+    "round_costs": Kind("round_costs", round_costs, charts.round_costs, "Cost of a pass by its rows"),
+    "blas": Kind("blas", blas, charts.blas, "Ratio to plain decoding with an optimized BLAS"),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Targets of real shapes with random weights, and the assistants that would come with them.
+
+Quantized weights are random bits, so that nothing larger than the model itself is ever held.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text, llama
+
+from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant
+from mlx_spec.drafters.gemma4_network import FULL, SLIDING, AssistantConfig, AssistantNetwork, HeadShape
+from mlx_spec.tuning.bandwidth import device_memory
+from mlx_spec.tuning.roofline import Format
+from mlx_spec.types import Drafter, FeatureSpec, TargetParts
+
+GROUP = 64
+FOUR_BIT = Format(4, GROUP)
+ON_CPU = 2**30  # bytes; the most for a machine without an accelerator
+LOOKED_UP = "embed_tokens_per_layer"  # a table of which a token reads one row
+NIBBLE = 4.6  # standard deviation of 0 .. 15
+ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
+@dataclass(frozen=True)
+class RandomPair:
+    model: nn.Module
+    make_drafter: Callable[[TargetParts], Drafter] | None
+    needs: FeatureSpec
+    vocab: int
+    format: Format
+    read: int  # bytes of weights that one token reads
+    held: int  # bytes of weights
+
+
+def gemma(args: gemma4_text.ModelArgs, assistant: AssistantConfig) -> RandomPair:
+    """A 4-bit target with a bfloat16 assistant."""
+    model = gemma4_text.Model(args)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=GROUP, bits=FOUR_BIT.bits)
+    _fit(model)
+    _fill(model)
+    network = AssistantNetwork(assistant)
+    network.set_dtype(mx.bfloat16)
+    if assistant.num_centroids:
+        network.masked_embedding.token_ordering = mx.arange(assistant.vocab_size, dtype=mx.int32)
+    mx.eval(network.parameters())
+    return RandomPair(
+        model,
+        lambda parts: Gemma4Assistant(network, assistant.sliding_window, parts),
+        Gemma4Assistant.needs,
+        args.vocab_size,
+        FOUR_BIT,
+        sum(array.nbytes for name, array in weights(model).items() if LOOKED_UP not in name),
+        _size(model),
+    )
+
+
+def dense(args: llama.ModelArgs) -> RandomPair:
+    """A float32 target with tied embeddings and no drafter."""
+    model = llama.Model(args)
+    _fit(model)
+    mx.eval(model.parameters())
+    size = _size(model)
+    return RandomPair(model, None, FeatureSpec(), args.vocab_size, Format(32), size, size)
+
+
+def e4b() -> RandomPair:
+    """The shape of Gemma 4 E4B and of its assistant."""
+    return gemma(
+        gemma4_text.ModelArgs(
+            hidden_size=2560,
+            num_hidden_layers=42,
+            intermediate_size=10240,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            num_kv_shared_layers=18,
+            sliding_window_pattern=6,
+            use_double_wide_mlp=False,
+        ),
+        AssistantConfig(
+            backbone_hidden_size=2560,
+            vocab_size=262144,
+            hidden_size=256,
+            intermediate_size=2048,
+            num_attention_heads=4,
+            layer_types=(SLIDING, SLIDING, SLIDING, FULL),
+            heads=(HeadShape(2, 256),) * 3 + (HeadShape(2, 512),),
+            sliding_window=512,
+            rms_norm_eps=1e-6,
+            rope_parameters=ROPE,
+            num_centroids=2048,
+            centroid_intermediate_top_k=32,
+        ),
+    )
+
+
+def tiny() -> RandomPair:
+    """All parts of E4B, each as small as it can be."""
+    return gemma(
+        gemma4_text.ModelArgs(
+            hidden_size=64,
+            num_hidden_layers=6,
+            intermediate_size=64,
+            num_attention_heads=2,
+            head_dim=64,
+            global_head_dim=64,
+            vocab_size=256,
+            vocab_size_per_layer_input=256,
+            num_kv_shared_layers=3,
+            hidden_size_per_layer_input=64,
+            sliding_window=32,
+            sliding_window_pattern=3,
+            use_double_wide_mlp=False,
+        ),
+        AssistantConfig(
+            backbone_hidden_size=64,
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=64,
+            num_attention_heads=2,
+            layer_types=(SLIDING, FULL),
+            heads=(HeadShape(1, 64),) * 2,
+            sliding_window=32,
+            rms_norm_eps=1e-6,
+            rope_parameters=ROPE,
+            num_centroids=16,
+            centroid_intermediate_top_k=4,
+        ),
+    )
+
+
+def llama_f32(*, hidden: int = 1280, layers: int = 2, vocab: int = 4096) -> RandomPair:
+    """Few wide layers: 230 MB, and little that is not matrix products."""
+    return dense(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            intermediate_size=4 * hidden,
+            num_attention_heads=max(hidden // 128, 1),
+            rms_norm_eps=1e-6,
+            vocab_size=vocab,
+        )
+    )
+
+
+SHAPES: dict[str, Callable[[], RandomPair]] = {"tiny": tiny, "llama-f32": llama_f32, "e4b": e4b}
+
+
+def weights(model: nn.Module) -> dict[str, mx.array]:
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+
+
+def _size(model: nn.Module) -> int:
+    """Bytes of its weights."""
+    return sum(array.nbytes for array in weights(model).values())
+
+
+def _fit(model: nn.Module) -> None:
+    """Stop where the weights, none of which exist yet, would be too many for this machine."""
+    size = _size(model)
+    most = device_memory() // 2 if mx.default_device().type == mx.gpu else ON_CPU
+    if size > most:
+        sys.exit(f"this shape has {size / 1e9:.1f} GB of weights, {most / 1e9:.1f} GB are the most here")
+
+
+def _fill(model: nn.Module) -> None:
+    """Random bits for quantized weights, with scales that make them as large as usual."""
+    for module in model.modules():
+        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            columns = module.scales.shape[-1] * GROUP
+            scale = columns**-0.5 / NIBBLE
+            module.weight = mx.random.randint(-(2**31), 2**31 - 1, module.weight.shape).view(mx.uint32)
+            module.scales = mx.full(module.scales.shape, scale, mx.bfloat16)
+            module.biases = mx.full(module.scales.shape, -7.5 * scale, mx.bfloat16)
+            mx.eval(module.parameters())
+    mx.eval(model.parameters())

@@ -1,0 +1,297 @@
+"""What is accepted: by position, by the drafter's confidence, in this text and over all texts of a pair.
+
+Three speeds. What a pair has learned (`Experience`) is the prior of every new sequence. What this sequence
+shows, over some hundred rounds, is weighed against it. And the last few rounds move all positions together,
+as far as following them has foretold what was accepted (`Drift`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.types import Round
+
+BINS = 10  # of confidence
+FIRST_HAD = 0.9  # share of rounds in which a drafter has a draft, of which nothing is known
+FIRST_RATE = 0.75  # acceptance of a first token of which nothing is known
+DECLINE = 0.99  # ... and of a later one, relative to the one before
+PAIR_MEMORY, TEXT_MEMORY, RECENT = 2000, 150, 32  # rounds
+PAIR_STRENGTH, TEXT_STRENGTH, BIN_STRENGTH = 4.0, 8.0, 8.0  # observations that a prior is worth
+RECENT_STRENGTH, FLAT_STRENGTH = 20.0, 5.0
+LEAST = 0.01  # no rate is nearer to 0 or 1
+
+
+class Tally:
+    """Successes and tries, of which old ones count less; the decay is in the weight of new ones."""
+
+    def __init__(self, size: int, memory: float) -> None:
+        self.good, self.tried = [0.0] * size, [0.0] * size
+        self._weight, self._growth = 1.0, 1 / (1 - 1 / memory)
+
+    def tick(self) -> None:
+        """Something was observed."""
+        self._weight *= self._growth
+        if self._weight > 1e12:
+            self.good = [x / self._weight for x in self.good]
+            self.tried = [x / self._weight for x in self.tried]
+            self._weight = 1.0
+
+    def add(self, index: int, good: float, share: float = 1.0) -> None:
+        """One try, or a share of one."""
+        self.good[index] += self._weight * share * good
+        self.tried[index] += self._weight * share
+
+    def mean(self, index: int, prior: float, strength: float) -> float:
+        """The rate, where the prior counts as `strength` tries."""
+        strength *= self._weight
+        return (self.good[index] + strength * prior) / (self.tried[index] + strength)
+
+    def count(self, index: int) -> float:
+        """Tries, old ones discounted."""
+        return self.tried[index] / self._weight
+
+
+class Experience:
+    """What a pair has learned of one drafter. Outlives sequences and is shared by them."""
+
+    def __init__(self) -> None:
+        self.positions = Tally(MAX_DRAFT_TOKENS, PAIR_MEMORY)
+        self.had = Tally(1, PAIR_MEMORY)  # rounds in which it was asked and had a draft
+        self.bins = Tally(BINS, PAIR_MEMORY)
+        self.expected = Tally(BINS, PAIR_MEMORY)  # the same tokens, as their positions alone would have it
+        self.confidences = (Tally(BINS, PAIR_MEMORY), Tally(BINS, PAIR_MEMORY))  # of first tokens, of later
+        self.loss = 0.0  # log loss of the bin's own rate, less that of the position's shifted by the bin
+
+    def tick(self) -> None:
+        """Something was observed."""
+        for tally in (self.positions, self.bins, self.expected, *self.confidences):
+            tally.tick()
+
+    def rates(self) -> list[float]:
+        """The rate of every position, given that those before were accepted."""
+        rates, prior = [], FIRST_RATE
+        for position in range(MAX_DRAFT_TOKENS):
+            rate = self.positions.mean(position, prior, PAIR_STRENGTH)
+            rates.append(rate)
+            prior = DECLINE * rate
+        return rates
+
+
+class Drift:
+    """How far the text of the last rounds is easier or harder, in logits.
+
+    Several followers, one of which stands still, each as fast as its gain. Their weights are how well they
+    foretold what was accepted, so that noise is not followed.
+    """
+
+    GAINS = (0.0, 0.2, 0.7)
+    KEEP = (1.0, 0.97, 0.9)  # a round
+    MEMORY = 0.97  # of the losses, an observation
+
+    def __init__(self) -> None:
+        self._levels = [0.0] * len(self.GAINS)
+        self._losses = [0.0] * len(self.GAINS)
+
+    def tick(self, rounds: int) -> None:
+        """So many rounds went by."""
+        self._levels = [level * keep**rounds for level, keep in zip(self._levels, self.KEEP, strict=True)]
+
+    def add(self, base: float, good: float, share: float = 1.0) -> None:
+        """A token was accepted or not; `base` is the logit it had without any drift."""
+        for i, gain in enumerate(self.GAINS):
+            p = 1 / (1 + math.exp(-base - self._levels[i]))
+            p = min(max(p, LEAST), 1 - LEAST)
+            loss = -good * math.log(p) - (1 - good) * math.log(1 - p)
+            self._losses[i] = self._losses[i] * (1 - (1 - self.MEMORY) * share) + share * loss
+            self._levels[i] += share * gain * (good - p)
+
+    def level(self) -> float:
+        """The mixture's level."""
+        least = min(self._losses)
+        weights = [math.exp(least - loss) for loss in self._losses]
+        return sum(w * level for w, level in zip(weights, self._levels, strict=True)) / sum(weights)
+
+
+class Acceptance:
+    """One drafter in one sequence."""
+
+    def __init__(self, experience: Experience) -> None:
+        self._pair = experience
+        self._positions = Tally(MAX_DRAFT_TOKENS, TEXT_MEMORY)
+        self._offered = Tally(MAX_DRAFT_TOKENS + 1, TEXT_MEMORY)  # [0]: had a draft; [i]: one of i or more
+        self._recent = [Tally(BINS, RECENT), Tally(BINS, RECENT)]  # confidences of first tokens, of later
+        self._drift = Drift()
+        self.told = False  # confidence has been read at least once
+        self.refresh()
+
+    @property
+    def drift(self) -> float:
+        """How far the last rounds were easier than this text usually is, in logits."""
+        return self._drift.level()
+
+    def tick(self, rounds: int = 1) -> None:
+        """So many rounds went by, in whatever way."""
+        self._drift.tick(rounds)
+
+    def _observed(self) -> None:
+        for tally in (self._positions, self._offered, *self._recent):
+            tally.tick()
+        self._pair.tick()
+
+    def missed(self) -> None:
+        """The drafter was asked and had no draft."""
+        self._offered.tick()
+        self._offered.add(0, 0)
+        self._pair.had.add(0, 0)
+
+    def saw(self, round: Round, limit: int) -> None:
+        """A round in which this drafter drafted, with `limit` tokens at most."""
+        self._observed()
+        self._offer(round.proposed, limit)
+        bins = [bin_of(c) for c in round.confidence]
+        ended = round.accepted < round.drafted and len(round.tokens) == round.accepted
+        judged = min(round.accepted + 1, round.drafted) - ended  # a stop token may hide the rest
+        for position in range(judged):
+            self._learn(position, bins, float(position < round.accepted))
+        if judged == round.accepted == round.drafted and not ended:
+            self._impute(round.drafted, bins)
+
+    def saw_shadow(self, agreement: float, confidence: Sequence[float]) -> None:
+        """One token was drafted and not verified; `agreement` is the chance that it would have passed."""
+        self._observed()
+        self._offered.add(0, 1)
+        self._learn(0, [bin_of(c) for c in confidence[:1]], agreement)
+
+    def refresh(self) -> None:
+        """Take what was seen into the rates. Until then they are what they were."""
+        self._base = [logit(rate) for rate in self._rates()]
+        self.had, self.lengths = self._offers()
+
+    def rates(self) -> list[float]:
+        """The rate of every position now, given that those before were accepted."""
+        level = self.drift
+        return [1 / (1 + math.exp(-base - level)) for base in self._base]
+
+    def next(self, round: Round) -> float:
+        """The rate of the position behind those that a round verified."""
+        if len(round.confidence) > round.drafted:
+            return self._bin_rates()[0][bin_of(round.confidence[round.drafted])]
+        base = self._base[min(round.drafted, MAX_DRAFT_TOKENS - 1)]
+        return 1 / (1 + math.exp(-base - self.drift))
+
+    def by_confidence(self) -> list[list[float]]:
+        """The rate by position and bin of confidence."""
+        own, shifts = self._bin_rates()
+        weight = 1 / (1 + math.exp(min(max(self._pair.loss, -30), 30)))
+        return [
+            [weight * o + (1 - weight) / (1 + math.exp(-base - s)) for o, s in zip(own, shifts, strict=True)]
+            for base in self._base
+        ]
+
+    def histograms(self) -> tuple[list[float], list[float]]:
+        """The share of every bin among recent confidences: of first tokens, and of later ones."""
+        shares = []
+        for recent, ever in zip(self._recent, self._pair.confidences, strict=True):
+            prior = _shares(ever, [1 / BINS] * BINS, FLAT_STRENGTH)
+            shares.append(_shares(recent, prior, RECENT_STRENGTH))
+        return shares[0], shares[1]
+
+    def _offers(self) -> tuple[float, list[float]]:
+        """How often it has a draft, and how often a draft that may have i + 1 tokens has them, by i."""
+        longer, prior = [], 1.0
+        for length in range(1, MAX_DRAFT_TOKENS + 1):
+            prior = min(prior, self._offered.mean(length, prior, 2.0))
+            longer.append(prior)
+        return self._offered.mean(0, self._pair.had.mean(0, FIRST_HAD, 1.0), 1.0), longer
+
+    def _rates(self) -> list[float]:
+        """This text's rates; a position that it has not shown is off the pair's rate as the one before is."""
+        rates, offset = [], 0.0
+        for position, prior in enumerate(self._pair.rates()):
+            shifted = 1 / (1 + math.exp(-logit(prior) - offset))
+            rate = self._positions.mean(position, shifted, TEXT_STRENGTH)
+            offset = logit(rate) - logit(prior)
+            rates.append(rate)
+        return rates
+
+    def _bin_rates(self) -> tuple[list[float], list[float]]:
+        pair = self._pair
+        own, shifts = [], []
+        for b in range(BINS):
+            expected = pair.expected.mean(b, FIRST_RATE, 0.1)
+            rate = pair.bins.mean(b, expected, BIN_STRENGTH)
+            own.append(rate)
+            shifts.append(logit(rate) - logit(expected))
+        return own, shifts
+
+    def _learn(self, position: int, bins: Sequence[int], good: float) -> None:
+        """One token, judged."""
+        if position < len(bins):
+            self._learn_bin(position, bins[position], good)
+        self._count(position, good, 1.0)
+
+    def _learn_bin(self, position: int, b: int, good: float) -> None:
+        self.told = True
+        pair = self._pair
+        rate = 1 / (1 + math.exp(-self._base[position]))
+        expected = pair.expected.mean(b, rate, 0.1)
+        own = pair.bins.mean(b, expected, BIN_STRENGTH)
+        shifted = 1 / (1 + math.exp(-self._base[position] - logit(own) + logit(expected)))
+        pair.loss = 0.99 * pair.loss + loss(own, good) - loss(shifted, good)
+        pair.bins.add(b, good)
+        pair.expected.add(b, rate)
+        self._confident(position, b, 1.0)
+
+    def _impute(self, position: int, bins: Sequence[int]) -> None:
+        """Tokens that were cut off: what their confidence says they would have brought.
+
+        Without them the rates by position would be those of confident tokens only.
+        """
+        own, _ = self._bin_rates()
+        share = 1.0
+        for place in range(position, len(bins)):
+            self._confident(place, bins[place], share)
+            rate = own[bins[place]]
+            self._count(place, rate, share)
+            share *= rate
+
+    def _count(self, position: int, good: float, share: float) -> None:
+        self._positions.add(position, good, share)
+        self._pair.positions.add(position, good, share)
+        self._drift.add(self._base[position], good, share)
+
+    def _confident(self, position: int, b: int, share: float) -> None:
+        self._recent[position > 0].add(b, 1.0, share)
+        self._pair.confidences[position > 0].add(b, 1.0, share)
+
+    def _offer(self, proposed: int, limit: int) -> None:
+        self._offered.add(0, 1)
+        self._pair.had.add(0, 1)
+        for length in range(1, limit + 1):
+            self._offered.add(length, float(length <= proposed))
+
+
+def _shares(tally: Tally, prior: Sequence[float], strength: float) -> list[float]:
+    """The share of each bin, where the prior counts as `strength` tries."""
+    counts = [tally.count(b) + strength * share for b, share in enumerate(prior)]
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def bin_of(confidence: float) -> int:
+    """The bin of a confidence in 0..1."""
+    return min(int(BINS * confidence), BINS - 1)
+
+
+def logit(p: float) -> float:
+    """log(p / (1 - p)), where p is kept off 0 and 1."""
+    p = min(max(p, LEAST), 1 - LEAST)
+    return math.log(p / (1 - p))
+
+
+def loss(p: float, good: float) -> float:
+    """Log loss of a forecast."""
+    p = min(max(p, LEAST), 1 - LEAST)
+    return -good * math.log(p) - (1 - good) * math.log(1 - p)

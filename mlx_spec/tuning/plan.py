@@ -1,0 +1,139 @@
+"""From costs and acceptance to what the next rounds should do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlx_spec.tuning.acceptance import Acceptance
+from mlx_spec.tuning.costs import Costs
+from mlx_spec.tuning.programme import Action, Drafting, Floats, Rule, fitted, selective, steady
+from mlx_spec.types import Choice, Reason
+
+BEGIN, STAY = 1.01, 0.99  # of plain decoding's rate: what speculation must promise to begin, and to go on
+PERFECT = 0.98  # acceptance, at best
+WORTH, WORTH_SHARE = 0.01, 0.005  # tokens, and share of a round's, that reading confidence must promise
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one view of the acceptance comes to."""
+
+    rate: float  # tokens a second
+    order: tuple[int, ...]  # drafters that pay, the best first; none: plain decoding
+    actions: tuple[Action, ...]  # by drafter, whether it pays or not
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What pays at one moment."""
+
+    choices: tuple[Choice, ...]  # none: plain decoding
+    reason: Reason
+    option: Option
+    rounds: Floats | None  # plain steps of a round by length, if there is one drafter; 0 is plain decoding
+
+    def best(self, plain: float) -> Choice:
+        """What comes nearest to paying, even where nothing does."""
+        actions = self.option.actions
+        drafter = max(range(len(actions)), key=lambda d: actions[d].value(1 / plain))
+        return Choice(drafter, actions[drafter].limit)
+
+
+@dataclass
+class Planner:
+    """Makes plans. Keeps what takes long to work out: what to verify by confidence, and its worth."""
+
+    costs: Costs
+    acceptance: Sequence[Acceptance]
+    rules: dict[int, Rule] = field(default_factory=dict)  # by drafter
+    _chosen: dict[int, Action] = field(default_factory=dict)  # what to do where confidence is read
+    _worth: dict[int, float] = field(default_factory=dict)  # tokens a round that reading it brings
+    _rate: float = 0.0
+    _on: bool = False
+
+    def look(self, context: int, *, again: bool) -> Plan:
+        """The plan now. `again` works out anew what confidence is worth, which takes longer."""
+        plain, verify = self.costs.plain(context), self.costs.verify_curve(context)
+        assert plain is not None and verify is not None
+        rows = np.maximum(verify, plain)  # no pass is faster than a pipelined one
+        for acceptance in self.acceptance:
+            acceptance.refresh()
+        drafting = [self._drafting(d, rows, context) for d in range(len(self.acceptance))]
+        if again:
+            self._solve(drafting, max(self._rate, 1 / plain), context)
+        option = self._option(drafting, plain, [np.array(a.rates()) for a in self.acceptance])
+        self._rate, self._on = max(option.rate, 1 / plain), bool(option.order)
+        actions = [option.actions[d] for d in option.order]
+        choices = tuple(Choice(d, a.limit, a.selective) for d, a in zip(option.order, actions, strict=True))
+        reason = Reason.PAYS if choices else self._why_not(drafting, plain)
+        rounds = None
+        if len(drafting) == 1:
+            rounds = np.concatenate([[1.0], (drafting[0].draft[1:] + rows[2:]) / plain])
+        return Plan(choices, reason, option, rounds)
+
+    def _drafting(self, drafter: int, rows: Floats, context: int) -> Drafting:
+        tokens = self.costs.draft_curve(drafter, context)
+        assert tokens is not None
+        return Drafting(np.array(tokens), rows, np.array(self.acceptance[drafter].lengths))
+
+    def _solve(self, drafting: Sequence[Drafting], rate: float, context: int) -> None:
+        """What the confidence of each drafter is worth now, over the best length without it."""
+        host = self.costs.host(context) or 0.0
+        for drafter, acceptance in enumerate(self.acceptance):
+            if not acceptance.told:
+                continue
+            first, later = acceptance.histograms()
+            now = np.array(acceptance.rates())
+            chances = fitted(np.array(acceptance.by_confidence()), np.array(first), np.array(later), now)
+            action, rule = selective(drafting[drafter], chances, host, rate)
+            fixed = steady(drafting[drafter], chances.blind(), rate)
+            self._worth[drafter] = action.value(rate) - fixed.value(rate)
+            self._chosen[drafter], self.rules[drafter] = action, rule
+
+    def _option(self, drafting: Sequence[Drafting], plain: float, rates: Sequence[Floats]) -> Option:
+        rate = max(self._rate, 1 / plain)
+        for _ in range(2):
+            actions = [self._best(d, drafting[d], rates[d], rate) for d in range(len(drafting))]
+            order, best = self._order(actions, drafting, plain, rate)
+            rate = max(best, 1 / plain)
+        pays = best * plain > (STAY if self._on else BEGIN)
+        return Option(best, tuple(order) if pays else (), tuple(actions))
+
+    def _best(self, drafter: int, drafting: Drafting, rates: Floats, rate: float) -> Action:
+        fixed = steady(drafting, rates, rate)
+        worth = self._worth.get(drafter, 0.0)
+        if worth < WORTH + WORTH_SHARE * fixed.tokens:
+            return fixed
+        chosen = self._chosen[drafter]
+        value = fixed.value(rate) + worth
+        return Action(chosen.limit, value + rate * chosen.seconds, chosen.seconds, selective=True)
+
+    def _order(
+        self, actions: Sequence[Action], drafting: Sequence[Drafting], plain: float, rate: float
+    ) -> tuple[list[int], float]:
+        """Drafters in the order to ask them, as far as they pay, and the rate of tokens that this brings."""
+        ranked = sorted(range(len(actions)), key=lambda d: -actions[d].value(rate))
+        tokens = seconds = best = 0.0
+        left, order = 1.0, []
+        for place, d in enumerate(ranked):
+            had = self.acceptance[d].had
+            tokens += left * had * actions[d].tokens
+            seconds += left * had * actions[d].seconds
+            left *= 1 - had
+            broken = drafting[d].verify[1] - plain  # a pass that was not begun ahead
+            missed = plain + max(broken, 0.0) * (1 - left**2)
+            total = (tokens + left) / (seconds + left * missed)
+            if total > best:
+                best, order = float(total), ranked[: place + 1]
+        plainly = 1 - best * plain  # what a round is worth in which none of these has a draft
+        others = [d for d in ranked if d not in order and actions[d].value(best) > plainly]
+        return [*order, *others], best
+
+    def _why_not(self, drafting: Sequence[Drafting], plain: float) -> Reason:
+        """COST when even drafts that are all accepted would not pay, else ACCEPTANCE."""
+        rates = np.full(len(drafting[0].offered), PERFECT)
+        perfect = [steady(d, rates, 1 / plain).value(1 / plain) for d in drafting]
+        return Reason.ACCEPTANCE if max(perfect, default=0.0) > BEGIN - 1 else Reason.COST

@@ -1,0 +1,142 @@
+"""As much of the Hugging Face Hub as a download needs, on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0" * 39 + "1"
+
+
+@dataclass
+class Hub:
+    """What is served, what was asked for, and what goes wrong. Weights are served as LFS files."""
+
+    repositories: Mapping[str, Path]  # owner/name -> folder; names with "gated" or "torn" answer so
+    url: str = ""
+    asked: list[str] = field(default_factory=list)  # paths, "PATH from N" for a part
+    sent: int = 0  # bytes
+    cut_after: int = 0  # bytes of weights after which the connection breaks
+    cuts: int = 0  # how many times it does
+    breaks: threading.Event = field(default_factory=threading.Event)  # until it is set, it stalls instead
+    sha256: str | None = None  # what weights are said to have, instead of their own
+    swapped: bytes | None = None  # content that is sent instead of the weights
+
+    def variables(self, home: Path) -> dict[str, str]:
+        """The environment of a process that asks this hub and keeps its cache in `home`."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HOME": str(home),
+            "PATH": "",
+        }
+
+
+@contextmanager
+def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
+    """A hub with these repositories, for as long as the block runs."""
+    hub = Hub(repositories)
+    hub.breaks.set()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield hub
+    hub.breaks.set()
+    server.shutdown()
+    server.server_close()
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    """A file as the tree of a repository lists it."""
+    size = file.stat().st_size
+    entry: dict[str, Any] = {"type": "file", "path": file.name, "rfilename": file.name, "size": size}
+    if file.suffix == ".safetensors":
+        sha = hashlib.sha256(file.read_bytes()).hexdigest()
+        entry["lfs"] = {"oid": sha, "sha256": sha, "size": size, "pointerSize": 100}
+    entry["oid"] = entry["blobId"] = hashlib.sha1(file.name.encode()).hexdigest()
+    return entry
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        start = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0]
+        self.hub.asked.append(path if start == "0" else f"{path} from {start}")
+        parts = path.removeprefix("/api/models").strip("/").split("/")
+        name = "/".join(parts[:2])
+        folder = self.hub.repositories.get(name)
+        if "gated" in name:
+            self._error(403, "GatedRepo")
+        elif "torn" in name:
+            self._error(500, "Broken")
+        elif folder is None:
+            self._error(401, "RepoNotFound")
+        elif path.startswith("/api/"):
+            self._answer(name, folder, parts[2:])
+        elif not (file := folder / parts[-1]).is_file():
+            self._error(404, "EntryNotFound")
+        else:
+            self._send_file(file)
+
+    do_HEAD = do_GET
+
+    def _answer(self, name: str, folder: Path, rest: list[str]) -> None:
+        if rest and rest[1] not in ("main", COMMIT):
+            return self._error(404, "RevisionNotFound")
+        files = [_describe(file) for file in sorted(folder.iterdir()) if file.is_file()]
+        for file in files:
+            if self.hub.sha256 is not None and "lfs" in file:
+                file["lfs"]["sha256"] = self.hub.sha256
+        whole = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files}
+        return self._send(json.dumps(files if rest and rest[0] == "tree" else whole).encode())
+
+    def _send_file(self, file: Path) -> None:
+        entry = _describe(file)
+        content = file.read_bytes()
+        if file.suffix == ".safetensors" and self.hub.swapped is not None:
+            content = self.hub.swapped
+        self._send(content, entry["lfs"]["oid"] if "lfs" in entry else entry["oid"], "lfs" in entry)
+
+    def _send(self, content: bytes, etag: str = "", breaks: bool = False) -> None:
+        wanted = self.headers.get("Range")
+        first, _, last = (wanted or "bytes=0-").removeprefix("bytes=").partition("-")
+        part = content[int(first) : int(last) + 1 if last else None]
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command != "GET":
+            return
+        if breaks and self.hub.cuts > 0:
+            self.hub.cuts -= 1
+            self.wfile.write(part[: self.hub.cut_after])
+            self.wfile.flush()
+            self.hub.breaks.wait(60)
+        else:
+            self.hub.sent += len(part)
+            self.wfile.write(part)
+
+    def _error(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
