@@ -1,1 +1,1 @@
-"""Conversion of checkpoints from Hugging Face to MLX; still empty."""
+"""Hugging Face weights to MLX pairs: `mlx-spec convert`."""

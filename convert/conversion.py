@@ -1,0 +1,228 @@
+"""From two names to a folder that holds a pair: the whole of a conversion, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.convert.drafter import Prepared, cast, embedded_family, family_or_model, prepare
+from mlx_spec.convert.families import Family
+from mlx_spec.convert.manifest import DRAFTER, NOT_RUN, TARGET, Part, write_manifest
+from mlx_spec.convert.output import check_space, refuse_existing, writing
+from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.quantization import quantization
+from mlx_spec.convert.selftest import self_test
+from mlx_spec.convert.shards import WrittenFile, sha256, write_tensors, write_text
+from mlx_spec.convert.source import Source, check_hashes, open_source
+from mlx_spec.convert.subject import PUBLISHED, UNQUANTIZED, Conversion, Subject
+from mlx_spec.convert.target import Opened, left_out, open_model
+from mlx_spec.drafters import open_drafter
+from mlx_spec.errors import InvalidValue
+from mlx_spec.known import drafter_of
+from mlx_spec.load import NONE
+
+AUTO = "auto"
+BITS = "4"  # of a target that is not quantized yet, where nothing else is asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to convert, and how."""
+
+    target: str  # a folder or a repository
+    drafter: str  # the same, "auto" or "none"
+    out: Path
+    quantization: str | None  # bits, a mode or "none"; None: 4 bits, or as it is where it is quantized
+    group_size: int | None
+    drafter_bits: str  # or "none"
+    dtype: str | None  # None: as in the sources
+    self_test: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Both sources, and what becomes of them."""
+
+    target: Source
+    target_conversion: Conversion
+    drafter: Source | None
+    family: Family | None
+    drafter_conversion: Conversion
+    hashes: Mapping[str, Mapping[str, str]]  # by part: those the weights are published under
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the drafter is a head inside the target's checkpoint."""
+        return self.drafter is self.target
+
+
+def convert(request: Request, progress: Progress) -> dict[str, Any]:
+    """Convert a pair into the folder `request.out`, which is complete or not there. Returns its pair.json.
+
+    Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
+    """
+    refuse_existing(request.out.expanduser())
+    plan = _planned(request, progress)
+    with writing(request.out) as folder:
+        target, drafter = _write(plan, folder, progress, allow_unknown=not request.self_test)
+        found: Mapping[str, Any] = NOT_RUN
+        if request.self_test:
+            found = _tested(plan, folder, progress)
+        progress.end()
+        return write_manifest(folder, target, drafter, request.dtype, found)
+
+
+def _planned(request: Request, progress: Progress) -> _Plan:
+    asked = request.quantization
+    if asked is not None:
+        quantization(asked, request.group_size)  # refused before anything is downloaded
+    target = open_source(request.target)
+    if asked is None:
+        done = {"quantization", "quantization_config"} & target.config.keys()
+        asked = NONE if done else BITS
+    own = quantization(asked, request.group_size)
+    drafter, family = _find_drafter(request.drafter, target)
+    size = own.group_size if own and own.mode == "affine" else None
+    hashes = {TARGET: check_hashes(target, progress)}
+    if drafter is not None and drafter is not target:
+        hashes[DRAFTER] = check_hashes(drafter, progress)
+    return _Plan(
+        target,
+        Conversion(request.dtype, own),
+        drafter,
+        family,
+        Conversion(request.dtype, quantization(request.drafter_bits, size)),
+        hashes,
+    )
+
+
+def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | None]:
+    """The drafter's source and its family, which a language model has none of. Raises InvalidValue."""
+    if name == NONE:
+        return None, None
+    chosen = drafter_of(target.name) if name == AUTO else name
+    if chosen is None:
+        family = embedded_family(target)
+        if family is None:
+            raise InvalidValue(
+                f"no drafter is known for {target.name} and it has no draft heads of its own: give --drafter "
+                "with a repository or a folder, or --drafter none"
+            )
+        return target, family
+    drafter = open_source(chosen)
+    return drafter, family_or_model(drafter)
+
+
+def _write(plan: _Plan, folder: Path, progress: Progress, *, allow_unknown: bool) -> tuple[Part, Part | None]:
+    """Write both parts and check that they can be loaded."""
+    target, drafter = plan.target_conversion, plan.drafter_conversion
+    opened = open_model(plan.target, target.quantization, target.dtype)
+    prepared = None
+    if plan.drafter is not None:
+        prepared = prepare(plan.drafter, plan.family, plan.target.config, drafter.quantization, drafter.dtype)
+    check_space(folder, _size(opened.tensors) + (3 * _size(prepared.tensors) if prepared else 0))
+    unused = opened.names - opened.used - (prepared.used if prepared and plan.embedded else frozenset())
+    left = left_out(unused, plan.target.config, allow_unknown=allow_unknown)
+    target_part = _write_target(plan, opened, left, folder / TARGET, progress)
+    drafter_part = _write_drafter(plan, prepared, folder / DRAFTER, progress) if prepared else None
+    if prepared and prepared.runnable:
+        open_drafter(folder / DRAFTER, prepared.config, plan.target.config)
+    return target_part, drafter_part
+
+
+def _write_target(
+    plan: _Plan, opened: Opened, left: Mapping[str, str], folder: Path, progress: Progress
+) -> Part:
+    count = len(opened.tensors)
+    files = _write_folder(folder, plan.target, opened.config, opened.tensors, progress)
+    kind = opened.config["model_type"]
+    quantized = opened.config.get("quantization")
+    source, published = plan.target, plan.hashes[TARGET]
+    return Part(
+        source.name, source.revision, published, kind, True, quantized, count, left, files=tuple(files)
+    )
+
+
+def _write_drafter(plan: _Plan, prepared: Prepared, folder: Path, progress: Progress) -> Part:
+    assert plan.drafter is not None
+    count = len(prepared.tensors)
+    source = None if plan.embedded else plan.drafter
+    files = _write_folder(folder, source, prepared.config, prepared.tensors, progress)
+    return Part(
+        plan.drafter.name,
+        plan.drafter.revision,
+        plan.hashes.get(DRAFTER, {}),
+        prepared.family,
+        prepared.runnable,
+        prepared.config.get("quantization"),
+        count,
+        {} if plan.embedded else prepared.dropped,
+        prepared.unquantized,
+        prepared.notes,
+        tuple(files),
+    )
+
+
+def _write_folder(
+    folder: Path,
+    source: Source | None,
+    config: Mapping[str, Any],
+    tensors: dict[str, mx.array],
+    progress: Progress,
+) -> list[WrittenFile]:
+    """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
+    folder.mkdir()
+    progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
+    with _no_cache():
+        files = write_tensors(folder, tensors, progress)
+    files.append(write_text(folder / "config.json", json.dumps(config, indent=2) + "\n"))
+    for file in source.side_files() if source else []:
+        copy = Path(shutil.copyfile(file, folder / file.name))
+        files.append(WrittenFile(copy.name, copy.stat().st_size, sha256(copy, progress)))
+    return files
+
+
+def _tested(plan: _Plan, folder: Path, progress: Progress) -> dict[str, Any]:
+    conversion = plan.drafter_conversion
+    subject = Subject(folder, plan.target, plan.target_conversion, plan.drafter, plan.family, conversion)
+    if plan.drafter is not None and conversion.changes:
+        _write_references(subject, plan.drafter, progress)
+    found = self_test(subject, progress)
+    for name in (UNQUANTIZED, PUBLISHED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return found
+
+
+def _write_references(subject: Subject, source: Source, progress: Progress) -> None:
+    """Write what the drafter is compared with, for the time of the test."""
+    conversion, family = subject.drafter_conversion, subject.family
+    if family is not None and not family.runnable:
+        return
+    if conversion.quantization is not None:
+        prepared = prepare(source, family, subject.target.config, None, conversion.dtype)
+        _write_folder(subject.unquantized_folder, None, prepared.config, prepared.tensors, progress)
+    dtype = conversion.reference_dtype(source)
+    if dtype is not None:
+        tensors = {name: cast(array, dtype) for name, array in source.tensors().items()}
+        _write_folder(subject.folder / PUBLISHED, None, source.config, tensors, progress)
+
+
+def _size(tensors: Mapping[str, mx.array]) -> int:
+    return sum(array.nbytes for array in tensors.values())
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """MLX gives freed memory back at once."""
+    limit = mx.set_cache_limit(0)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(limit)

@@ -1,0 +1,143 @@
+"""Rows of decoder layers, by the names that mlx-lm gives their parts, so that its layers can hold them.
+
+Axes in Sizes: hidden; q, kv, o, head (attention); inner (MLP); experts, expert (inner of one), shared.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_spec.convert.families.family import Config
+from mlx_spec.convert.families.fit import head_size, size
+from mlx_spec.convert.families.table import Row, Sizes, Source, same, under
+
+NORMS = (same("input_layernorm.weight", "hidden"), same("post_attention_layernorm.weight", "hidden"))
+QK_NORMS = (same("self_attn.q_norm.weight", "head"), same("self_attn.k_norm.weight", "head"))
+QKV_BIASES = (
+    same("self_attn.q_proj.bias", "q"),
+    same("self_attn.k_proj.bias", "kv"),
+    same("self_attn.v_proj.bias", "kv"),
+)
+
+
+def attention(inputs: str = "hidden") -> tuple[Row, ...]:
+    """Grouped-query attention whose q, k and v read rows of `inputs`."""
+    return (
+        same("self_attn.q_proj.weight", f"q {inputs}"),
+        same("self_attn.k_proj.weight", f"kv {inputs}"),
+        same("self_attn.v_proj.weight", f"kv {inputs}"),
+        same("self_attn.o_proj.weight", "hidden o"),
+    )
+
+
+def attention_sizes(config: Config, title: str) -> dict[str, int]:
+    """Axes of `attention`."""
+    head, heads = head_size(config, title), size(config, "num_attention_heads", title)
+    groups = size(config, "num_key_value_heads", title) if "num_key_value_heads" in config else heads
+    return {"q": heads * head, "kv": groups * head, "o": heads * head, "head": head}
+
+
+def latent_attention(config: Config) -> tuple[Row, ...]:
+    """Multi-head latent attention (DeepSeek-V2), with the indexer of its sparse form where there is one."""
+    query: tuple[Row, ...] = (
+        same("self_attn.q_a_proj.weight", "q_rank hidden"),
+        same("self_attn.q_a_layernorm.weight", "q_rank"),
+        same("self_attn.q_b_proj.weight", "q q_rank"),
+    )
+    if config.get("q_lora_rank") is None:
+        query = (same("self_attn.q_proj.weight", "q hidden"),)
+    absorbed = "self_attn.embed_q.weight self_attn.unembed_out.weight"
+    indexer = (
+        same("self_attn.indexer.wq_b.weight", "index_q q_rank"),
+        same("self_attn.indexer.wk.weight", "index hidden"),
+        same("self_attn.indexer.k_norm.weight", "index"),
+        same("self_attn.indexer.k_norm.bias", "index"),
+        same("self_attn.indexer.weights_proj.weight", "index_heads hidden"),
+    )
+    return (
+        *query,
+        same("self_attn.kv_a_proj_with_mqa.weight", "kv_a hidden"),
+        same("self_attn.kv_a_layernorm.weight", "kv_rank"),
+        Row("self_attn.kv_b_proj.weight", absorbed, "kv_b kv_rank", absorb),
+        same("self_attn.o_proj.weight", "hidden o"),
+        *(indexer if config.get("index_n_heads") else ()),
+    )
+
+
+def latent_sizes(config: Config, title: str) -> dict[str, int]:
+    """Axes of `latent_attention`."""
+    heads, rank = size(config, "num_attention_heads", title), size(config, "kv_lora_rank", title)
+    nope, rope = size(config, "qk_nope_head_dim", title), size(config, "qk_rope_head_dim", title)
+    value = size(config, "v_head_dim", title)
+    index, index_heads = int(config.get("index_head_dim") or 0), int(config.get("index_n_heads") or 0)
+    return {
+        "heads": heads,
+        "nope": nope,
+        "q_rank": int(config.get("q_lora_rank") or 0),
+        "q": heads * (nope + rope),
+        "kv_rank": rank,
+        "kv_a": rank + rope,
+        "kv_b": heads * (nope + value),
+        "o": heads * value,
+        "index": index,
+        "index_heads": index_heads,
+        "index_q": index * index_heads,
+    }
+
+
+def absorb(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
+    """kv_b_proj [heads · (nope + value), rank] as mlx-lm's embed_q [heads, rank, nope] and unembed_out."""
+    heads = weight.reshape(sizes["heads"], -1, sizes["kv_rank"])
+    keys, values = heads[:, : sizes["nope"]], heads[:, sizes["nope"] :]
+    return mx.contiguous(keys.swapaxes(-1, -2)), mx.contiguous(values)
+
+
+def dense(inner: str = "inner", prefix: str = "mlp.") -> tuple[Row, ...]:
+    """A gated MLP of `inner` units."""
+    return (
+        same(f"{prefix}gate_proj.weight", f"{inner} hidden"),
+        same(f"{prefix}up_proj.weight", f"{inner} hidden"),
+        same(f"{prefix}down_proj.weight", f"hidden {inner}"),
+    )
+
+
+STACKED = under("switch_mlp.", "switch_mlp.", (
+    same("gate_proj.weight", "experts expert hidden"),
+    same("up_proj.weight", "experts expert hidden"),
+    same("down_proj.weight", "experts hidden expert"),
+))  # fmt: skip
+SEPARATE = (
+    Row("experts.{e}.gate_proj.weight", "switch_mlp.gate_proj.weight", "expert hidden"),
+    Row("experts.{e}.up_proj.weight", "switch_mlp.up_proj.weight", "expert hidden"),
+    Row("experts.{e}.down_proj.weight", "switch_mlp.down_proj.weight", "hidden expert"),
+)
+
+
+def halves(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
+    """gate_up_proj [experts, 2 · expert, hidden] as gate and up."""
+    return tuple(mx.split(weight, 2, axis=-2))
+
+
+FUSED = (
+    Row(
+        "experts.gate_up_proj",
+        "switch_mlp.gate_proj.weight switch_mlp.up_proj.weight",
+        "experts 2expert hidden",
+        halves,
+    ),
+    Row("experts.down_proj", "switch_mlp.down_proj.weight", "experts hidden expert"),
+)
+
+
+def experts(source: Source, prefix: str) -> tuple[Row, ...]:
+    """The routed experts below `prefix`, in whichever of the three forms the checkpoint has them."""
+    for rows in (STACKED, FUSED):
+        if any(prefix + row.source in source.tensors for row in rows):
+            return rows
+    return SEPARATE
+
+
+def expert_sizes(config: Config, count: str, title: str) -> dict[str, int]:
+    """Axes of `experts`; `count` is the key of their number."""
+    inner = size(config, "moe_intermediate_size", title)
+    return {"experts": size(config, count, title), "expert": inner, "2expert": 2 * inner}

@@ -1,0 +1,142 @@
+"""DFlash (arXiv 2602.06036): a block of tokens in one pass, over K and V made from the target's layers.
+
+Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers, V vocabulary):
+    fc.weight [D, nD], hidden_norm.weight [D]     the context feature
+    layers.{i}.*                                  Qwen3-shaped layers, with q_norm and k_norm
+    norm.weight [D]
+    embed_tokens.weight, lm_head.weight, draft_ids only where it brings its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mlx_spec.convert.families import blocks
+from mlx_spec.convert.families.conventions import Conventions, config_of
+from mlx_spec.convert.families.eagle3 import TARGETS
+from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
+from mlx_spec.convert.families.fit import check_fit, check_layers, own_config, size
+from mlx_spec.convert.families.table import Row, Sizes, all_but, finished, same, spell, take, under
+from mlx_spec.convert.families.vocabulary import INVERSE, draft_ids
+from mlx_spec.errors import BadCheckpoint
+
+NAME, TITLE = "dflash", "the DFlash drafter"
+PARTS = (  # tensors of its successors, and what those are called
+    ("candidate_selector", "DFlash2"),
+    ("attention_conv", "DFlash2"),
+    ("markov", "DSpark"),
+    ("confidence_head", "DSpark"),
+    ("prefix_gru", "Domino"),
+)
+SWITCHES = (  # what a runtime needs besides, where a config has it
+    "is_causal",
+    "causal",
+    "sliding_window_non_causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+HEAD = (
+    same("fc.weight", "hidden fused"),
+    same("hidden_norm.weight", "hidden"),
+    same("norm.weight", "hidden"),
+    same("embed_tokens.weight", "vocab hidden", optional=True),
+    same("t2d", "vocab", optional=True),
+)
+quantizable = all_but("fc.weight")
+
+
+def recognises(config: Config, names: Collection[str]) -> bool:
+    """A config that says so."""
+    named = any("dflash" in str(name).lower() for name in config.get("architectures") or ())
+    return "dflash_config" in config or named or config.get("speculators_model_type") == "dflash"
+
+
+def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """A DFlash drafter in our form. Raises BadCheckpoint and Mismatch."""
+    for part, successor in PARTS:
+        if any(part in name for name in tensors):
+            raise BadCheckpoint(f"{TITLE} is of the kind {successor} (it has {part}): only DFlash is known")
+    nested = config.get("transformer_layer_config")
+    layer = dict(nested) if isinstance(nested, Mapping) else own_config(config)
+    special = {**config, **(config.get("dflash_config") or {})}
+    capture, note = captured(special)
+    check_layers(TITLE, capture, target)
+    sizes = _sizes(layer, special, len(capture), target)
+    source = spell(TITLE, tensors, config, (("model.", ""),))
+    taken = take(_rows(layer, sizes), source, sizes)
+    ours, notes = dict(taken.tensors), [note]
+    d2t, t2d = ours.pop("d2t", None), ours.pop("t2d", None)
+    if d2t is not None:
+        ours["draft_ids"], found = draft_ids(TITLE, d2t, t2d, sizes["vocab"])
+        notes.append(found)
+    reasons = {**TARGETS, **({"t2d": INVERSE} if t2d is not None else {})}
+    dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
+    shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
+    conventions = Conventions(hidden="layers", capture=capture, shift=shift, rope="own")
+    written = config_of(
+        NAME,
+        conventions,
+        target,
+        layer_config=layer,
+        draft_vocab_size=sizes["draft"],
+        **_block(special, sizes),
+    )
+    used = taken.used - dropped.keys()
+    return finished(source, Converted(written, ours, used, dropped, quantizable, tuple(notes)))
+
+
+def captured(special: Config) -> tuple[tuple[int, ...], str]:
+    """The layer outputs that fc reads: z-lab numbers outputs, speculators inputs. Raises BadCheckpoint."""
+    if special.get("target_layer_ids"):
+        ids = tuple(special["target_layer_ids"])
+        return ids, f"target_layer_ids {list(ids)} are layer outputs"
+    if special.get("aux_hidden_state_layer_ids"):
+        ids = tuple(special["aux_hidden_state_layer_ids"])
+        return tuple(index - 1 for index in ids), f"aux_hidden_state_layer_ids {list(ids)} are layer inputs"
+    raise BadCheckpoint(f"config.json of {TITLE} has no target_layer_ids: which layers it reads is not known")
+
+
+def _sizes(layer: Config, special: Config, count: int, target: Config) -> dict[str, int]:
+    hidden, vocab = size(layer, "hidden_size", TITLE), size(layer, "vocab_size", TITLE)
+    theirs = int(special.get("target_hidden_size") or hidden)
+    check_fit(TITLE, {"hidden_size": theirs, "vocab_size": vocab}, target)
+    if "num_target_layers" in special:
+        check_fit(TITLE, {"num_hidden_layers": size(special, "num_target_layers", TITLE)}, target)
+    return {
+        **blocks.attention_sizes(layer, TITLE),
+        "hidden": hidden,
+        "inner": size(layer, "intermediate_size", TITLE),
+        "fused": count * theirs,
+        "vocab": vocab,
+        "draft": int(special.get("draft_vocab_size") or vocab),
+    }
+
+
+def _rows(layer: Config, sizes: Sizes) -> tuple[Row, ...]:
+    biases = blocks.QKV_BIASES if layer.get("attention_bias") else ()
+    block = (*blocks.NORMS, *blocks.attention(), *blocks.QK_NORMS, *biases, *blocks.dense())
+    if biases:
+        block = (*block, replace(same("self_attn.o_proj.bias", "hidden"), optional=True))
+    table = list(HEAD)
+    for index in range(size(layer, "num_hidden_layers", TITLE)):
+        table += under(f"layers.{index}.", f"layers.{index}.", block)
+    reduced = sizes["draft"] != sizes["vocab"]
+    table.append(same("lm_head.weight", "draft hidden", optional=not reduced))
+    table.append(same("d2t", "draft", optional=not reduced))
+    return tuple(table)
+
+
+def _block(special: Config, sizes: Sizes) -> dict[str, Any]:
+    mask = size(special, "mask_token_id", TITLE)
+    if not 0 <= mask < sizes["vocab"]:
+        raise BadCheckpoint(
+            f"config.json of {TITLE} has mask_token_id {mask}, it knows {sizes['vocab']} tokens"
+        )
+    switches = {key: special[key] for key in SWITCHES if special.get(key) is not None}
+    return {"block_size": size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
+
+
+DFLASH = Family(NAME, runnable=False, recognises=recognises, convert=convert)

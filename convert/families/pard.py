@@ -1,0 +1,66 @@
+"""PARD (arXiv 2504.18583): a small language model that drafts K tokens in one pass over mask tokens.
+
+Ours: the model's own names, as mlx-lm has them; `layer_config` is the config.json that mlx-lm builds it from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from mlx_spec.convert.families import blocks
+from mlx_spec.convert.families.conventions import Conventions, config_of
+from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
+from mlx_spec.convert.families.fit import OTHER, own_config, size, target_size
+from mlx_spec.convert.families.table import Row, all_but, finished, same, spell, take, under
+from mlx_spec.errors import BadCheckpoint, Mismatch
+
+NAME, TITLE, MASK = "pard", "the PARD drafter", "pard_token"
+ATTENTION: dict[str, tuple[Row, ...]] = {  # model_type -> what its attention has besides the projections
+    "llama": (),
+    "qwen2": blocks.QKV_BIASES,
+    "qwen3": blocks.QK_NORMS,
+}
+quantizable = all_but()
+
+
+def recognises(config: Config, names: Collection[str]) -> bool:
+    """A language model whose config names a mask token."""
+    return MASK in config and any(name.startswith("model.layers.") for name in names)
+
+
+def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """A PARD drafter in our form. Raises BadCheckpoint and Mismatch."""
+    kind = str(config.get("model_type"))
+    if kind not in ATTENTION:
+        raise BadCheckpoint(f"{TITLE} is a {kind} model: known are {', '.join(ATTENTION)}")
+    vocab, mask = size(config, "vocab_size", TITLE), size(config, MASK, TITLE)
+    if not 0 <= mask < vocab:
+        raise BadCheckpoint(f"config.json of {TITLE} has {MASK} {mask}, the model knows {vocab} tokens")
+    theirs = target_size(target, "vocab_size")
+    if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables of one tokenizer differ by their padding
+        raise Mismatch(f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: {OTHER}")
+    sizes = {
+        **blocks.attention_sizes(config, TITLE),
+        "hidden": size(config, "hidden_size", TITLE),
+        "inner": size(config, "intermediate_size", TITLE),
+        "vocab": vocab,
+    }
+    source = spell(TITLE, tensors, config)
+    tied = bool(config.get("tie_word_embeddings"))
+    taken = take(_rows(config, kind, tied=tied), source, sizes)
+    head = {"lm_head.weight": "tied to embed_tokens"} if tied and "lm_head.weight" in tensors else {}
+    conventions = Conventions(hidden="none", rope="own")
+    written = config_of(NAME, conventions, target, layer_config=own_config(config), mask_token_id=mask)
+    return finished(source, Converted(written, taken.tensors, taken.used, head, quantizable))
+
+
+def _rows(config: Config, kind: str, *, tied: bool) -> tuple[Row, ...]:
+    biases = blocks.QKV_BIASES if kind == "llama" and config.get("attention_bias") else ()
+    block = (*blocks.NORMS, *blocks.attention(), *ATTENTION[kind], *biases, *blocks.dense())
+    table = [same("model.embed_tokens.weight", "vocab hidden"), same("model.norm.weight", "hidden")]
+    for index in range(size(config, "num_hidden_layers", TITLE)):
+        table += under(f"model.layers.{index}.", f"model.layers.{index}.", block)
+    return (*table, *(() if tied else (same("lm_head.weight", "vocab hidden"),)))
+
+
+PARD = Family(NAME, runnable=False, recognises=recognises, convert=convert)

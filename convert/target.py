@@ -1,0 +1,207 @@
+"""A target through mlx-lm's loader and quantizer, lazily: what to write, and what became of each tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.utils import _get_classes, load_config, load_model, quantize_model
+
+from mlx_spec.checkpoint import one_line, shortened
+from mlx_spec.convert.quantization import Quantization, described
+from mlx_spec.convert.source import Source
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.known import mended
+
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+LOADING_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)
+
+# Tensors that mlx-lm leaves out and that a language model can do without. Anything else is an error.
+LEFT_OUT = (
+    (
+        re.compile(
+            r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio)"
+        ),
+        "images and sound: the language model alone is converted",
+    ),
+    (re.compile(r"rotary_emb|rope\.freqs|inv_freq"), "computed from config.json"),
+    (re.compile(r"\.(input|output)_(max|min)$"), "ranges seen in training"),
+    (re.compile(r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"), "the causal mask"),
+    (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), "a multi-token head"),
+)
+HEAD = "a multi-token head"
+NAMED = 1000  # arrays that one call of MLX's export can name
+SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as it is to be written, nothing computed yet."""
+
+    config: dict[str, Any]
+    tensors: dict[str, mx.array]  # by mlx-lm's names
+    names: frozenset[str]  # of the source
+    used: frozenset[str]  # of the source, those that went in
+
+
+def open_model(source: Source, quantization: Quantization | None, dtype: str | None) -> Opened:
+    """Load `source` by mlx-lm, lazily, cast it and quantize it.
+
+    Raises BadCheckpoint where mlx-lm has no such model or tensors are missing or left over, InvalidValue
+    where the source is quantized already.
+    """
+    seen: dict[str, mx.array] = {}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model, config = load_unread(source.folder, seen)
+    except LOADING_ERRORS as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise BadCheckpoint(
+            f"{source.name} cannot be converted as {source.config['model_type']}: {problem}"
+        ) from error
+    used = made_of(seen, list(dict(tree_flatten(model.parameters())).values()))
+    if dtype is not None:
+        _cast(model, config, DTYPES[dtype])
+    if quantization is not None:
+        config = _quantized(source, model, config, quantization)
+    result = Opened(_cleaned(config), dict(tree_flatten(model.parameters())), frozenset(seen), used)
+    seen.clear()  # or the class of the model keeps every tensor that is read
+    return result
+
+
+def left_out(
+    names: Collection[str], config: Mapping[str, Any], *, allow_unknown: bool = False
+) -> dict[str, str]:
+    """Why each of these source tensors is rightly not in the target.
+
+    Raises BadCheckpoint for one of no known kind, unless that is allowed.
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+    reasons = {name: _reason(name, text, config) for name in sorted(names)}
+    unknown = [name for name, reason in reasons.items() if reason is None]
+    if unknown and not allow_unknown:
+        raise BadCheckpoint(
+            f"mlx-lm has no use for {shortened(unknown)}: this checkpoint is not quite of model_type "
+            f"{config['model_type']}, or mlx-lm is too old for it; --no-self-test converts it without them"
+        )
+    return {name: reason or "not known" for name, reason in reasons.items()}
+
+
+def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in `folder` by mlx-lm and its config, no weight read. `seen` receives the tensors as stored.
+
+    Raises what mlx-lm raises.
+    """
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model_class, args_class = _get_classes(config)
+        own = {"sanitize": _recording(model_class, config, seen)}
+        return type(model_class.__name__, (model_class,), own), args_class
+
+    as_read = load_config(folder)
+    changed = {key: value for key, value in mended(as_read).items() if value != as_read.get(key)}
+    model, config = load_model(folder, lazy=True, model_config=changed, get_model_classes=classes)
+    return model, config
+
+
+def _recording(model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.array]) -> Callable[..., Any]:
+    """`sanitize` of a model class, which sees all tensors but the heads stored as layers behind the last."""
+    text = config.get("text_config") or config
+    promised = text.get("num_nextn_predict_layers")
+    layers = text["num_hidden_layers"] if promised else sys.maxsize
+
+    def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        seen.update(weights)
+        own = {name: array for name, array in weights.items() if _layer(name) < layers}
+        return dict(model_class.sanitize(self, own)) if "sanitize" in dir(model_class) else own
+
+    return sanitize
+
+
+def _layer(name: str) -> int:
+    """The decoder layer that a tensor belongs to; -1 for none."""
+    found = LAYER.search(name)
+    return int(found[1]) if found else -1
+
+
+def made_of(seen: Mapping[str, mx.array], results: Sequence[mx.array]) -> frozenset[str]:
+    """The names of the unread arrays in `seen` that `results` are made of. Nothing is computed."""
+    as_they_are = {id(array) for array in results} & {id(array) for array in seen.values()}
+    found = {name for name, array in seen.items() if id(array) in as_they_are}
+    # An array that is its own source under another object has no consumer without the comparison.
+    made = [array == array for array in results if id(array) not in as_they_are]
+    others = [name for name in seen if name not in found] if made else []
+    for start in range(0, len(others), NAMED):
+        graph = io.StringIO()
+        named = {f"source:{name}": seen[name] for name in others[start : start + NAMED]}
+        mx.export_to_dot(graph, *made, **named)
+        found.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
+    return frozenset(found)
+
+
+def _cast(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -> None:
+    """Cast what mlx-lm's converter would."""
+    castable: Callable[[str], bool] = (
+        model.cast_predicate if "cast_predicate" in dir(type(model)) else lambda name: True
+    )
+
+    def cast(name: str, array: mx.array) -> mx.array:
+        floating = mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(dtype) if floating and castable(name) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+    name = str(dtype).removeprefix("mlx.core.")
+    for part in (config, config.get("text_config") or {}):
+        part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
+
+
+def _quantized(
+    source: Source, model: nn.Module, config: dict[str, Any], quantization: Quantization
+) -> dict[str, Any]:
+    if "quantization" in config or "quantization_config" in config:
+        raise InvalidValue(
+            f"{source.name} is quantized already ({described(config)}): use -q none to keep it so, or "
+            "convert the original"
+        )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            _, config = quantize_model(
+                model, config, quantization.group_size, quantization.bits, mode=quantization.mode
+            )
+    except ValueError as error:
+        raise InvalidValue(
+            f"{source.name} cannot be quantized to {quantization}: {one_line(error)}"
+        ) from error
+    return config
+
+
+def _cleaned(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` as mlx-lm writes it."""
+    left = ("_name_or_path", "vision_config", "audio_config")
+    return {key: value for key, value in sorted(config.items()) if key not in left}
+
+
+def _reason(name: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    for pattern, reason in LEFT_OUT:
+        if pattern.search(name):
+            return reason
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    if name.endswith("lm_head.weight") and tied:
+        return "a copy of the embedding table"
+    layers = int(text.get("num_hidden_layers") or sys.maxsize)
+    if _layer(name) >= layers:
+        return HEAD
+    owner = SHARED_KV.search(name)
+    if owner and int(owner[1]) >= layers - int(text.get("num_kv_shared_layers") or 0):
+        return "a layer that reuses K and V of an earlier one"
+    return None

@@ -1,0 +1,267 @@
+"""The self-test of a conversion: passes what is right, and says what is wrong with what is not."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_convert import GOLDEN, converted, edit_config, edit_tensors
+
+import mlx_spec
+from mlx_spec.checkpoint import read_config
+from mlx_spec.convert import families, measure, probes, selftest, texts, walk
+from mlx_spec.convert.command import main
+from mlx_spec.convert.families.conventions import KEY
+from mlx_spec.convert.families.gemma4_assistant import GEMMA4_ASSISTANT
+from mlx_spec.convert.lossless import check_lossless
+from mlx_spec.convert.measure import difference
+from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.quantization import Quantization
+from mlx_spec.convert.roundtrip import compare
+from mlx_spec.convert.selftest import self_test
+from mlx_spec.convert.source import open_source
+from mlx_spec.convert.subject import Conversion, SelfTestFailed, Subject
+from mlx_spec.convert.target import open_model
+from mlx_spec.errors import BadCheckpoint
+
+QUIET = Progress(io.StringIO())
+PAIR = "12b-trained"
+UNCHANGED = Conversion(None, None)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts, few and short continuations: enough to tell a trained drafter from a broken one."""
+    monkeypatch.setattr(walk, "GENERATED", 10)
+    monkeypatch.setattr(measure, "TEXT_LENGTH", 16)
+    monkeypatch.setattr(measure, "PROMPTS", texts.PROMPTS[1:3])
+    monkeypatch.setattr(measure, "QUESTIONS", ())
+
+
+def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
+    return dict(converted(pair, out, self_test=True, **changes)["self_test"])
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Callable[[Callable[[dict[str, mx.array]], object]], Path]:
+    """A golden pair whose assistant is changed."""
+
+    def damage(edit: Callable[[dict[str, mx.array]], object]) -> Path:
+        folder = Path(shutil.copytree(GOLDEN / PAIR, tmp_path / "source"))
+        edit_tensors(folder / "assistant", edit)
+        return folder
+
+    return damage
+
+
+def failure(pair: str | Path, out: Path, **changes: Any) -> str:
+    with pytest.raises(SelfTestFailed) as caught:
+        proved(pair, out, **changes)
+    assert not list(out.parent.glob(f"*{out.name}*"))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# --- what is right passes
+
+
+@pytest.mark.parametrize("pair", ["e2b-trained", "26b-trained"])
+def test_unquantized(pair: str, tmp_path: Path) -> None:
+    found = proved(pair, tmp_path / "out")
+    assert found["result"] == "passed"
+    assert found["logits"] == {"difference": 0.0, "tolerance": 1e-4}
+    assert found["perplexity"]["ratio"] == 1.0
+    assert found["drafter_logits"] == 0.0
+    for part in found["tensors"].values():
+        assert part["equal"] > 40 and part["quantized"] == 0
+    acceptance = found["acceptance"]
+    assert acceptance["first"] == pytest.approx(acceptance["first_before"], abs=0.05)
+    assert acceptance["first"] > acceptance["floor"] > acceptance["chance"]
+    assert found["lossless"]["ended_in_a_tie"] == 0 and found["lossless"]["tokens"] > 15
+
+
+def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = GOLDEN / PAIR, tmp_path / "out"
+    asked = ["--drafter", str(folder / "assistant"), "-o", str(out), "--drafter-bits", "8"]
+    assert main([str(folder / "target"), *asked]) == 0
+    found = json.loads((out / "pair.json").read_text())["self_test"]
+    target, drafter = found["tensors"]["target"], found["tensors"]["drafter"]
+    assert target["quantized"] > 0 and 0.05 < target["error"] < 0.15 and drafter["error"] < 0.02
+    assert found["logits"]["difference"] > 0.1 and found["logits"]["tolerance"] is None
+    acceptance = found["acceptance"]
+    assert acceptance["first_before"] > 0.5 and acceptance["first"] > 0.3
+    expected = 100 * (1 - acceptance["first"] / acceptance["first_before"])
+    assert acceptance["loss_percent"] == pytest.approx(expected)
+    assert {path.name for path in out.iterdir()} == {"target", "drafter", "pair.json"}
+    assert mlx_spec.load(out).facts.drafter_bytes > 0
+    shown = capsys.readouterr()
+    assert f"loss {expected:.1f} %" in shown.out and "the target's own on 2 prompts" in shown.out
+    assert "self-test: passed; perplexity" in shown.out
+    assert len(shown.err.splitlines()) < 15 and "\r" not in shown.err
+
+
+def test_a_drafter_without_a_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "FAMILIES", (replace(GEMMA4_ASSISTANT, runnable=False),))
+    found = proved(PAIR, tmp_path / "out", drafter_bits="4")
+    assert found["acceptance"] == "not run: mlx_spec has no runtime for gemma4_assistant yet"
+    assert found["tensors"]["drafter"]["quantized"] > 0 and "lossless" not in found
+
+
+def test_target_alone(tmp_path: Path) -> None:
+    found = proved(PAIR, tmp_path / "out", drafter="none", dtype="float16")
+    assert found.keys() == {"result", "tensors", "logits", "perplexity"}
+    assert 0 < found["logits"]["difference"] < found["logits"]["tolerance"] == 0.5
+
+
+# --- what is wrong is named
+
+
+def test_a_drafter_that_learnt_nothing(tmp_path: Path) -> None:
+    text = failure("e2b", tmp_path / "out")
+    assert "0% of the drafter's first tokens" in text and "known mistakes explains it" in text
+    assert converted("e2b", tmp_path / "out")["self_test"]["result"] == "not run"
+
+
+def _shift_norms(tensors: dict[str, mx.array]) -> None:
+    tensors.update({name: t - 1 for name, t in tensors.items() if name.endswith("norm.weight")})
+
+
+def _swap_inputs(tensors: dict[str, mx.array]) -> None:
+    left, right = mx.split(tensors["pre_projection.weight"], 2, axis=-1)
+    tensors["pre_projection.weight"] = mx.concatenate([right, left], axis=-1)
+
+
+def _swap_gates(tensors: dict[str, mx.array]) -> None:
+    for name in [name for name in tensors if "gate_proj" in name]:
+        other = name.replace("gate_proj", "up_proj")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("edit", "cause"),
+    [(_shift_norms, "norm weights lack the 1"), (_swap_inputs, "halves of its pre_projection are swapped")],
+)
+def test_known_mistakes(edit: Any, cause: str, damaged: Any, tmp_path: Path) -> None:
+    text = failure(damaged(edit), tmp_path / "out", drafter_bits="8")
+    assert cause in text and "--no-self-test" in text
+
+
+def test_swapped_gates_cost_little_here(damaged: Any, tmp_path: Path) -> None:
+    """What leaves acceptance above the floor passes: the figures tell."""
+    found = proved(damaged(_swap_gates), tmp_path / "out")["acceptance"]
+    assert found["first"] < 0.9
+
+
+def test_families_without_a_list_are_tried_under_other_conventions(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    converted(PAIR, out, dtype=None)
+    tried = probes.variants("another", out / "drafter", read_config(out / "target"))
+    assert any("final norm" in variant.meaning for variant in tried)
+    folders = sorted(out.glob(".probe-*"))
+    assert len(folders) == len(tried) > 2
+    changed = [read_config(folder)[KEY] for folder in folders]
+    original = read_config(out / "drafter")[KEY]
+    assert all(config != original for config in changed)
+
+
+# --- each check, on its own
+
+
+def test_not_finite(tmp_path: Path) -> None:
+    source, out = Path(shutil.copytree(GOLDEN / PAIR, tmp_path / "source")), tmp_path / "out"
+    name = "model.language_model.layers.1.mlp.up_proj.weight"
+    edit_tensors(source / "target", lambda tensors: tensors.update({name: tensors[name] * 1e6}))
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight in target is not finite.*--dtype"):
+        proved(source, out, drafter="none", dtype="float16")
+
+
+def subject(folder: Path, **changes: Any) -> Subject:
+    values = {
+        "folder": folder,
+        "target": open_source(str(GOLDEN / PAIR / "target")),
+        "target_conversion": UNCHANGED,
+        "drafter": None,
+        "family": None,
+        "drafter_conversion": UNCHANGED,
+    }
+    return Subject(**{**values, **changes})
+
+
+def test_changed_file(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    converted(PAIR, out, drafter="none", dtype=None)
+    assert self_test(subject(out), QUIET)["result"] == "passed"
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    edit_tensors(out / "target", lambda tensors: tensors.update({name: tensors[name] * 1.01}))
+    expected = open_model(open_source(str(GOLDEN / PAIR / "target")), None, None).tensors
+    with pytest.raises(BadCheckpoint, match=name):
+        compare(out / "target", expected, QUIET)
+
+
+def test_quantized_with_the_wrong_scales(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    converted(PAIR, out, drafter="none", quantization="8", dtype=None)
+    name = "language_model.model.layers.1.mlp.up_proj.scales"
+    edit_tensors(out / "target", lambda tensors: tensors.update({name: -tensors[name]}))
+    expected = open_model(open_source(str(GOLDEN / PAIR / "target")), None, None).tensors
+    with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        compare(out / "target", expected, QUIET)
+
+
+def test_other_logits(tmp_path: Path) -> None:
+    """Right tensors under a wrong config: only the logits can tell."""
+    out = tmp_path / "out"
+    converted(PAIR, out, drafter="none", dtype=None)
+    edit_config(out / "target", lambda config: config["text_config"].update(sliding_window=4))
+    with pytest.raises(SelfTestFailed, match="logits of the converted target differ"):
+        self_test(subject(out), QUIET)
+
+
+def test_perplexity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    quantized = Conversion(None, Quantization(8, 64))
+    converted(PAIR, out, drafter="none", quantization="8", dtype=None)
+    ratio = self_test(subject(out, target_conversion=quantized), QUIET)["perplexity"]["ratio"]
+    assert 0.9 < ratio < 1.1
+    monkeypatch.setattr(selftest, "MAX_RATIO", ratio - 0.01)
+    with pytest.raises(SelfTestFailed, match=r"perplexity of the converted target is .* use more bits"):
+        self_test(subject(out, target_conversion=quantized), QUIET)
+
+
+def test_text_that_is_not_the_targets(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    converted(PAIR, out, dtype=None)
+    text = mlx_spec.load(out, "none").text
+    prompt = [2, *text.encode("Once upon a")]
+    plain = [t for r in mlx_spec.load(out, "none").generate(prompt, max_tokens=8) for t in r.tokens]
+    assert check_lossless(subject(out), [prompt], [plain], QUIET)["ended_in_a_tie"] == 0
+    wrong = [*plain[:3], (plain[3] + 1) % 512, *plain[4:]]
+    with pytest.raises(SelfTestFailed, match="not lossless"):
+        check_lossless(subject(out), [prompt], [wrong], QUIET)
+
+
+def test_difference() -> None:
+    a = np.array([[0.0, 1.0, 2.0, 3.0]], dtype=np.float32)
+    assert difference(a, a) == 0
+    assert difference(a + np.float32(a.std()), a) == pytest.approx(1)
+    masked = np.where(a < 2, -np.inf, a)
+    assert difference(masked, a) == 0
+    assert difference(np.full_like(a, -np.inf), a) == np.inf
+
+
+def test_acceptance_counts() -> None:
+    tokens = [5, 6, 7, 8]
+    drafts = [[5, 6, 7], [6, 9, 8], [], [8]]
+    found = walk.acceptance([(tokens, drafts)])
+    assert found.positions == 3 and found.first == 1.0
+    assert found.length == 1 + (3 + 1) / 2  # of the two positions that three more tokens follow
+    assert walk.acceptance([(tokens, [[], [], [], []])]).first == 0

@@ -1,0 +1,538 @@
+"""Drafter families: every tensor accounted for, conventions found, and what is wrong named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import synthetic
+from mlx.utils import tree_flatten
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_5, qwen3_next
+from synthetic import Checkpoint, D, V, W
+
+from mlx_spec.convert.families import FAMILIES, Converted, family_of
+from mlx_spec.convert.families.probe import probes
+from mlx_spec.errors import BadCheckpoint, Mismatch, SpecError
+
+# What mlx-lm's configs ask for and no name depends on.
+ROPE = {
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 64,
+}
+NATIVE = {
+    "deepseek_v3": "deepseek_mtp",
+    "glm4_moe": "glm_mtp",
+    "glm4_moe_lite": "glm_mtp",
+    "qwen3_next": "qwen_mtp",
+    "qwen3_5_text": "qwen_mtp",
+    "qwen3_5_moe_text": "qwen_mtp",
+}
+MADE: dict[str, tuple[str, Callable[[], Checkpoint]]] = {
+    **{kind: (family, lambda kind=kind: synthetic.native(kind)) for kind, family in NATIVE.items()},
+    "glm4_moe, fused": (
+        "glm_mtp",
+        lambda: synthetic.fused(synthetic.native("glm4_moe"), "model.layers.2.mlp.experts."),
+    ),
+    "qwen3_5_moe_text, fused": (
+        "qwen_mtp",
+        lambda: synthetic.fused(synthetic.native("qwen3_5_moe_text"), "mtp.layers.0.mlp.experts."),
+    ),
+    "eagle3": ("eagle3", synthetic.eagle3),
+    "eagle3, SpecForge": ("eagle3", lambda: synthetic.eagle3("layers.0.", "model.")),
+    "eagle3, speculators": ("eagle3", synthetic.speculators_eagle3),
+    "peagle": ("peagle", synthetic.peagle),
+    "dflash": ("dflash", synthetic.dflash),
+    "medusa": ("medusa", synthetic.medusa),
+    "medusa, inside": ("medusa", lambda: synthetic.medusa("medusa_head.")),
+    "medusa, vLLM": ("medusa", synthetic.vllm_medusa),
+    **{
+        f"pard, {kind}": ("pard", lambda kind=kind: synthetic.pard(kind))
+        for kind in ("llama", "qwen2", "qwen3")
+    },
+}
+
+
+def converted(made: Checkpoint) -> Converted:
+    return family_of(made.config, made.tensors).convert(made.tensors, made.config, made.target)
+
+
+def refusal(made: Checkpoint, kind: type[SpecError] = BadCheckpoint) -> str:
+    with pytest.raises(kind) as caught:
+        converted(made)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# --- every family
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_tensor_is_accounted_for(name):
+    family, make = MADE[name]
+    made = make()
+    result = converted(made)
+    assert result.config["model_type"] == family
+    assert result.used | result.dropped.keys() == made.tensors.keys()
+    assert not result.used & result.dropped.keys()
+    assert all(result.dropped.values())
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_one_tensor_less_is_noticed(name):
+    made = MADE[name][1]()
+    needed = sorted(converted(made).used - {"d2t", "t2d", "embed_tokens.weight"})
+    for gone in needed[:: max(1, len(needed) // 6)]:
+        left = {key: tensor for key, tensor in made.tensors.items() if key != gone}
+        text = refusal(replace(made, tensors=left))
+        assert " lacks 1 of " in text and ".".join(gone.split(".")[-2:]) in text
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_one_tensor_more_is_noticed(name):
+    made = MADE[name][1]()
+    inside = next(key for key in sorted(converted(made).used) if key.endswith("weight"))
+    extra = inside.rsplit(".", 2)[0] + ".surprise.weight"
+    text = refusal(replace(made, tensors={**made.tensors, extra: mx.zeros(3)}))
+    assert "does not know, 1 of " in text and extra in text
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_another_target_is_refused(name):
+    made = MADE[name][1]()
+    key = "vocab_size" if name.startswith("pard") else "hidden_size"
+    text = refusal(replace(made, target={**made.target, key: 48}), SpecError)
+    assert "48" in text and ("64" if key == "vocab_size" else "32") in text
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_quantizable(name):
+    result = converted(MADE[name][1]())
+    chosen = {key for key in result.tensors if result.quantizable(key)}
+    assert chosen and all(result.tensors[key].ndim > 1 for key in chosen)
+    assert not any("norm" in key or key in ("fc.weight", "draft_ids", "mask_hidden") for key in chosen)
+    assert not any(key.endswith(("mlp.gate.weight", "shared_expert_gate.weight")) for key in chosen)
+
+
+def test_names_are_unique():
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+
+
+# --- native heads
+
+
+def layers(kind: str, config: dict) -> dict[str, mx.array]:
+    """The parameters of mlx-lm's full-attention decoder layer of this kind."""
+    modules = {"deepseek_v3": deepseek_v3, "glm4_moe": glm4_moe, "glm4_moe_lite": glm4_moe_lite}
+    if kind in modules:
+        module = modules[kind]
+        layer = {
+            "deepseek_v3": "DeepseekV3DecoderLayer",
+            "glm4_moe": "DecoderLayer",
+            "glm4_moe_lite": "Glm4MoeLiteDecoderLayer",
+        }[kind]
+        args = module.ModelArgs.from_dict({**ROPE, **config})
+        return dict(tree_flatten(vars(module)[layer](args, 1).parameters()))
+    if kind == "qwen3_next":
+        args = qwen3_next.ModelArgs.from_dict({**ROPE, **config, "full_attention_interval": 2})
+        return dict(tree_flatten(qwen3_next.Qwen3NextDecoderLayer(args, 1).parameters()))
+    args = qwen3_5.TextModelArgs.from_dict({**config, "full_attention_interval": 2})
+    return dict(tree_flatten(qwen3_5.DecoderLayer(args, 1).parameters()))
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_the_layer_is_one_of_mlx_lm(kind):
+    made = synthetic.native(kind)
+    ours = {
+        name.removeprefix("layers.0."): tensor.shape
+        for name, tensor in converted(made).tensors.items()
+        if name.startswith("layers.0.")
+    }
+    assert ours == {name: tensor.shape for name, tensor in layers(kind, made.config).items()}
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_head_names_are_uniform(kind):
+    outer = {name for name in converted(synthetic.native(kind)).tensors if not name.startswith("layers.")}
+    assert outer == {"fc.weight", "norm_embedding.weight", "norm_hidden.weight", "norm.weight"}
+
+
+def test_inputs_of_the_head_are_not_exchanged():
+    made = synthetic.native("glm4_moe")
+    ours = converted(made).tensors
+    assert mx.array_equal(ours["norm_embedding.weight"], made.tensors["model.layers.2.enorm.weight"])
+    assert mx.array_equal(ours["norm_hidden.weight"], made.tensors["model.layers.2.hnorm.weight"])
+
+
+@pytest.mark.parametrize("form", ["separate", "fused"])
+def test_experts_are_stacked_in_order(form):
+    made = synthetic.native("qwen3_5_moe_text")
+    prefix = "mtp.layers.0.mlp.experts."
+    ours = converted(synthetic.fused(made, prefix) if form == "fused" else made).tensors
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        stack = ours[f"layers.0.mlp.switch_mlp.{part}.weight"]
+        assert mx.array_equal(stack[3], made.tensors[f"{prefix}3.{part}.weight"])
+
+
+def test_latent_attention_is_absorbed_as_by_mlx_lm():
+    made = synthetic.native("deepseek_v3")
+    ours = converted(made).tensors
+    args = deepseek_v3.ModelArgs.from_dict({**ROPE, **made.config})
+    kv_b = made.tensors["model.layers.2.self_attn.kv_b_proj.weight"]
+    reference = deepseek_v3.Model(args).sanitize({"model.layers.0.self_attn.kv_b_proj.weight": kv_b})
+    for part in ("embed_q.weight", "unembed_out.weight"):
+        assert mx.array_equal(
+            ours[f"layers.0.self_attn.{part}"], reference[f"model.layers.0.self_attn.{part}"]
+        )
+
+
+def test_eight_bit_weights_are_widened_as_by_mlx_lm():
+    made = synthetic.native("deepseek_v3")
+    name = "model.layers.2.eh_proj.weight"
+    whole = mx.random.normal((D, 2 * D))
+    small, scales = mx.to_fp8(whole * 7), mx.full((1, 1), 1 / 7)
+    result = converted(made.changed(**{name: small, f"{name}_scale_inv": scales}))
+    wide = result.tensors["fc.weight"]
+    assert wide.dtype == mx.bfloat16 and mx.allclose(wide.astype(mx.float32), whole, rtol=0.08, atol=1e-2)
+    assert {name, f"{name}_scale_inv"} <= result.used
+
+
+def test_eight_bit_blocks_take_their_own_scales():
+    made = synthetic.native("deepseek_v3")
+    name = "model.layers.2.eh_proj.weight"
+    scales = mx.arange(1, 9, dtype=mx.float32).reshape(2, 4)
+    config = {**made.config, "quantization_config": {"weight_block_size": [16, 16]}}
+    ones = mx.to_fp8(mx.ones((D, 2 * D)))
+    result = converted(replace(made.changed(**{name: ones, f"{name}_scale_inv": scales}), config=config))
+    assert mx.array_equal(result.tensors["fc.weight"][::16, ::16].astype(mx.float32), scales)
+    assert "quantization_config" not in result.config["text_config"]
+
+
+def test_quantized_sources_are_refused():
+    made = synthetic.native("glm4_moe")
+    name = "model.layers.2.eh_proj"
+    text = refusal(made.changed(**{f"{name}.scales": mx.ones((D, 1))}))
+    assert text == (
+        f"the GLM MTP head is quantized already ({name}.scales): "
+        "convert it from the original repository, in full precision"
+    )
+    assert f"quantized already ({name}.weight)" in refusal(
+        made.changed(**{f"{name}.weight": mx.zeros((D, 8), dtype=mx.uint32)})
+    )
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
+def test_copies_of_the_table_are_left_out_and_others_kept(kind):
+    made = synthetic.native(kind)
+    result = converted(made)
+    table = "model.layers.2.embed_tokens.weight"
+    assert result.dropped[table] == "a copy of the target's model.embed_tokens.weight"
+    assert result.dropped["model.layers.2.shared_head.head.weight"] == "a copy of the target's lm_head.weight"
+    own = converted(made.changed(**{table: mx.random.normal((V, D))}))
+    assert own.tensors["embed_tokens.weight"].shape == (V, D) and table in own.used
+    assert own.notes == ("own embed_tokens.weight",)
+
+
+@pytest.mark.parametrize(
+    ("centre", "added", "note"), [(0.0, 1, "zero-centred, 1 folded in"), (1.0, 0, "plain, kept")]
+)
+def test_norms_are_told_by_value(centre, added, note):
+    made = synthetic.native("qwen3_next", centre)
+    result = converted(made)
+    for ours, theirs in (
+        ("norm.weight", "mtp.norm.weight"),
+        ("norm_hidden.weight", "mtp.pre_fc_norm_hidden.weight"),
+        ("layers.0.self_attn.q_norm.weight", "mtp.layers.0.self_attn.q_norm.weight"),
+    ):
+        assert mx.array_equal(result.tensors[ours], made.tensors[theirs] + added)
+    assert len(result.notes) == 2 and all(text.endswith(note) for text in result.notes)
+    assert result.config["mlx_spec"]["norm_offset"] == 0
+
+
+def test_a_shift_of_half_the_norms_is_mended():
+    made = synthetic.native("qwen3_next")
+    shifted = {
+        name: t + 1 for name, t in made.tensors.items() if name.startswith("mtp.layers") and "norm" in name
+    }
+    mended = converted(replace(made, tensors={**made.tensors, **shifted}))
+    for name, tensor in converted(made).tensors.items():
+        assert mx.array_equal(mended.tensors[name], tensor), name
+
+
+def test_a_doubled_shift_is_refused():
+    text = refusal(synthetic.native("qwen3_next", 2.0))
+    assert text.startswith("the Qwen MTP head has norm weights around 2.0 (layers.0.input_layernorm.weight, ")
+    assert text.endswith(
+        "), where 0 or 1 belongs: the 1 of their (1 + w) was added twice; "
+        "convert it from the original repository"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "key", "origin"),
+    [
+        ("deepseek_v3", "model.layers.2.", "num_nextn_predict_layers", "deepseek-ai/..."),
+        ("glm4_moe", "model.layers.2.", "num_nextn_predict_layers", "zai-org/..."),
+        ("qwen3_next", "mtp.", "mtp_num_hidden_layers", "Qwen/..., in full precision"),
+    ],
+)
+def test_stripped_heads_are_named(kind, prefix, key, origin):
+    made = synthetic.native(kind)
+    trunk = {name: tensor for name, tensor in made.tensors.items() if not name.startswith(prefix)}
+    title = {"d": "DeepSeek", "g": "GLM", "q": "Qwen"}[kind[0]]
+    assert refusal(replace(made, tensors=trunk)) == (
+        f"config.json of the {title} MTP head promises 1 MTP layer ({key}), but the checkpoint has no "
+        f"{prefix}*: the head was stripped; take the original repository ({origin})"
+    )
+
+
+def test_a_sidecar_without_prefix():
+    made = synthetic.native("qwen3_5_moe_text", 1.0)
+    bare = {name[4:]: tensor for name, tensor in made.tensors.items() if name.startswith("mtp.")}
+    config = {"model_type": "qwen3_5_mtp", "text_config": made.config}
+    result = converted(Checkpoint(bare, config, made.target))
+    assert result.tensors.keys() == converted(made).tensors.keys() and result.used == bare.keys()
+
+
+def test_a_multimodal_wrapper():
+    made = synthetic.native("qwen3_5_text")
+    names = {name.replace("model.", "model.language_model.", 1): t for name, t in made.tensors.items()}
+    config = {"model_type": "qwen3_5", "text_config": made.config}
+    vision = {"model.visual.patch_embed.weight": mx.zeros(3)}
+    result = converted(Checkpoint({**names, **vision}, config, config))
+    assert result.tensors.keys() == converted(made).tensors.keys()
+    assert result.dropped["model.visual.patch_embed.weight"] == "part of the target, not of its head"
+
+
+def test_more_than_one_layer_is_refused():
+    made = synthetic.native("glm4_moe")
+    text = refusal(made.changed(model__layers__3__eh_proj__weight=mx.zeros((D, 2 * D))))
+    assert text == "the GLM MTP head has 2 MTP layers: this version converts heads of one layer"
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("glm4_moe", "model.layers.2."), ("eagle3", "midlayer."), ("dflash", "layers.1.")]
+)
+def test_swapped_projections(name, layer):
+    made = MADE[name][1]()
+    first, second = f"{layer}self_attn.q_proj.weight", f"{layer}self_attn.o_proj.weight"
+    q, o = made.tensors[first], made.tensors[second]
+    text = refusal(made.changed(**{first: o, second: q}))
+    spelled = [part.replace("midlayer.", "layers.0.") for part in (second, first)]
+    assert f"has {spelled[0]} and {spelled[1]} swapped" in text
+
+
+def test_a_transposed_projection():
+    made = synthetic.dflash()
+    name = "layers.0.mlp.gate_proj.weight"
+    assert refusal(made.changed(**{name: made.tensors[name].T})) == (
+        f"the DFlash drafter has {name} of shape [32, 48], as if transposed, by the configs it is [48, 32] "
+        "(inner × hidden): weights and config.json belong to different models"
+    )
+
+
+def test_another_number_of_heads():
+    made = synthetic.native("glm4_moe")
+    config = {**made.config, "num_attention_heads": 8}
+    text = refusal(replace(made, config=config))
+    assert "q_proj.weight of shape [40, 32], by the configs it is [80, 32] (q × hidden)" in text
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "qwen3_next"])
+def test_both_hidden_sizes_are_named(name):
+    made = MADE[name][1]()
+    text = refusal(replace(made, target={**made.target, "hidden_size": 2560}), Mismatch)
+    assert text.endswith(
+        "is made for a target of hidden size 32, this one has 2560: use the drafter made for this target"
+    )
+
+
+# --- EAGLE-3, P-EAGLE
+
+
+def test_draft_ids_are_the_targets():
+    made = synthetic.eagle3()
+    result = converted(made)
+    ids = result.tensors["draft_ids"]
+    assert ids.dtype == mx.int32 and "d2t" not in result.tensors
+    assert ids.tolist() == [index for index in range(V) if made.tensors["t2d"].tolist()[index]]
+    assert result.dropped["t2d"] == "the inverse of d2t, checked against it"
+    assert "d2t holds offsets" in result.notes
+
+
+def test_ids_in_place_of_offsets():
+    made = synthetic.eagle3()
+    ids = made.tensors["d2t"] + mx.arange(W)
+    result = converted(made.changed(d2t=ids))
+    assert mx.array_equal(result.tensors["draft_ids"], ids) and "d2t holds ids" in result.notes
+
+
+def test_maps_that_contradict_each_other():
+    made = synthetic.eagle3()
+    t2d = mx.array([index < W + 1 for index in range(V)])
+    text = refusal(made.changed(t2d=t2d))
+    assert "d2t of 24 entries that names some token twice, or not the 25 that t2d marks" in text
+
+
+def test_ids_outside_the_vocabulary():
+    made = synthetic.eagle3().changed(t2d=None)
+    text = refusal(made.changed(d2t=made.tensors["d2t"] + 5), Mismatch)
+    assert "drafts the tokens 6 to 66, the target knows 64" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "capture"),
+    [
+        ({}, [1, 5, 8]),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, [1, 5, 8]),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, [1, 5, 8]),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}, [2, 6, 10]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}}, [3, 7, 11]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, [1, 5, 8]),
+    ],
+)
+def test_captured_layers_are_outputs(change, capture):
+    made = synthetic.eagle3()
+    result = converted(replace(made, config={**made.config, **change}))
+    assert list(result.config["mlx_spec"]["capture"]) == capture
+
+
+def test_a_layer_the_target_does_not_have():
+    made = synthetic.eagle3()
+    config = {**made.config, "eagle_aux_hidden_state_layer_ids": [2, 18, 33]}
+    text = refusal(replace(made, config=config), Mismatch)
+    assert text.startswith("the EAGLE-3 drafter reads layer 17 of its target, this one has 12 layers")
+
+
+def test_normed_features_of_eagle_3_1():
+    made = synthetic.eagle3()
+    norms = {f"fc_norm.{index}.weight": mx.ones(D) for index in range(3)}
+    config = {**made.config, "fc_norm": True, "norm_output": True}
+    result = converted(Checkpoint({**made.tensors, **norms}, config, made.target))
+    assert norms.keys() <= result.tensors.keys() and result.config["mlx_spec"]["chain"] == "post_norm"
+    assert "lacks 3 of" in refusal(replace(made, config=config))
+
+
+def test_a_smaller_drafter_than_its_target():
+    made = synthetic.eagle3()
+    wide = made.changed(fc__weight=mx.zeros((D, 3 * 40)))
+    config = {**made.config, "target_hidden_size": 40}
+    result = converted(replace(wide, config=config, target={**made.target, "hidden_size": 40}))
+    assert result.config["target_hidden_size"] == 40
+
+
+def test_mask_of_peagle():
+    made = synthetic.peagle()
+    result = converted(made)
+    assert result.config["mask_token_id"] == 63 and result.tensors["mask_hidden"].shape == (3 * D,)
+    assert "no mask token below its 64 tokens" in refusal(
+        replace(made, config={**made.config, "mask_token_id": 64})
+    )
+
+
+# --- DFlash, Medusa, PARD
+
+
+def test_layer_ids_of_dflash():
+    made = synthetic.dflash()
+    result = converted(made)
+    found = result.config["mlx_spec"]
+    assert list(found["capture"]) == [1, 3, 5, 7, 9] and found["shift"] == 0
+    assert (result.config["block_size"], result.config["mask_token_id"]) == (8, 63)
+    rest = {key: value for key, value in made.config.items() if key not in ("dflash_config", "architectures")}
+    nested = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": rest,
+        "block_size": 8,
+        "mask_token_id": 63,
+        "aux_hidden_state_layer_ids": [2, 4, 6, 8, 10],
+    }
+    assert converted(replace(made, config=nested)).config["mlx_spec"] == found
+    assert "no target_layer_ids" in refusal(replace(made, config={**made.config, "dflash_config": {}}))
+
+
+def test_a_block_whose_first_slot_drafts():
+    made = synthetic.dflash()
+    config = {**made.config, "sample_from_anchor": True, "final_logit_softcapping": 30.0}
+    result = converted(replace(made, config=config))
+    assert result.config["mlx_spec"]["shift"] == 1 and result.config["final_logit_softcapping"] == 30.0
+
+
+def test_successors_of_dflash_are_named():
+    made = synthetic.dflash()
+    text = refusal(made.changed(candidate_selector__predecessor_codebook=mx.zeros((V, 4))))
+    assert (
+        text == "the DFlash drafter is of the kind DFlash2 (it has candidate_selector): only DFlash is known"
+    )
+
+
+def test_heads_of_medusa_are_counted():
+    result = converted(synthetic.medusa())
+    assert (result.config["num_heads"], result.config["num_layers"]) == (3, 1)
+    assert result.notes == ("config.json says 2 heads, the tensors are of 3",)
+    assert converted(synthetic.vllm_medusa()).config["num_layers"] == 2
+    whole = synthetic.medusa()
+    gap = {name: tensor for name, tensor in whole.tensors.items() if not name.startswith("1.")}
+    assert refusal(replace(whole, tensors=gap)).startswith("the Medusa drafter has the heads [0, 2], ")
+
+
+@pytest.mark.parametrize(("kind", "module"), [("llama", llama), ("qwen2", qwen2), ("qwen3", qwen3)])
+def test_pard_is_a_model_of_mlx_lm(kind, module):
+    made = synthetic.pard(kind)
+    result = converted(made)
+    model = module.Model(module.ModelArgs.from_dict({**ROPE, **result.config["layer_config"]}))
+    assert result.tensors.keys() == dict(tree_flatten(model.parameters())).keys()
+    assert result.dropped == {"lm_head.weight": "tied to embed_tokens"}
+    assert result.config["mask_token_id"] == 63
+
+
+def test_pard_of_another_kind():
+    made = synthetic.pard()
+    text = refusal(replace(made, config={**made.config, "model_type": "mamba"}))
+    assert text == "the PARD drafter is a mamba model: known are llama, qwen2, qwen3"
+
+
+# --- recognition, probes
+
+
+def test_an_unknown_family_is_named():
+    with pytest.raises(BadCheckpoint) as caught:
+        family_of({"model_type": "hydra"}, ["rnn.weight", "a.weight", "b.weight", "c.weight", "d.weight"])
+    known = ", ".join(family.name for family in FAMILIES)
+    assert str(caught.value) == (
+        "no drafter family has model_type 'hydra' and tensors such as a.weight, b.weight, c.weight "
+        f"and 2 more: known are {known}"
+    )
+
+
+def test_one_name_twice():
+    made = synthetic.eagle3()
+    text = refusal(made.changed(model__fc__weight=mx.zeros((D, 3 * D))))
+    assert text == "the EAGLE-3 drafter holds fc.weight twice, as fc.weight and as model.fc.weight"
+
+
+def test_probes_change_one_convention_each():
+    config = converted(synthetic.eagle3()).config
+    tried = {convention.name: convention.apply(config) for convention in probes(config)}
+    assert tried.keys() == {"chain", "capture+1", "capture-1", "position-1", "norm+1", "norm-1", "fc_order"}
+    assert tuple(tried["capture-1"]["mlx_spec"]["capture"]) == (0, 4, 7)
+    assert tried["chain"]["mlx_spec"]["chain"] == "post_norm"
+    for changed in tried.values():
+        found = config["mlx_spec"]
+        assert sum(changed["mlx_spec"][key] != found[key] for key in found) == 1
+        assert {**changed, "mlx_spec": found} == config
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "medusa", "dflash", "pard, llama"])
+def test_probes_fit_the_family(name):
+    names = {convention.name for convention in probes(converted(MADE[name][1]()).config)}
+    assert ("hidden" in names) == (name in ("qwen3_next", "medusa"))
+    assert ("capture+1" in names) == (name == "dflash")
+    assert probes({"model_type": "lookup"}) == ()
