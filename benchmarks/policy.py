@@ -21,7 +21,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,10 @@ def main() -> None:
         report(found)
     results["decide"] = decide = cost_of_deciding(settings)
     print("Real microseconds of the policy itself, all parts of a round: median, mean\n")
-    table(["case", "decide", "cut", "observe"], [[case, *map(shown, of.values())] for case, of in decide.items()])
+    table(
+        ["case", "decide", "cut", "observe"],
+        [[case, *map(shown, of.values())] for case, of in decide.items()],
+    )
     finish("policy", results, settings, started)
 
 
@@ -145,10 +148,17 @@ def together(runs: list[Run]) -> dict[str, Any]:
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    head = "curve,workload,best fixed,adaptive,of best,worst text,deficit,no drafts,confidence read".split(",")
+    head = "curve,workload,best fixed,adaptive,of best,worst text,deficit,no drafts,confidence read".split(
+        ","
+    )
     rows = [
         [
-            *(r["curve"], r["workload"], f"{max(r['fixed']):.2f} at {r['best length']}", f"{r['adaptive']:.2f}"),
+            *(
+                r["curve"],
+                r["workload"],
+                f"{max(r['fixed']):.2f} at {r['best length']}",
+                f"{r['adaptive']:.2f}",
+            ),
             *(f"{r['of best']:.3f}", f"{r['worst text']:.3f}", f"{r['deficit']:.1f}"),
             *(f"{100 * r['no drafts']:.0f} %", f"{100 * r['selective']:.0f} %"),
         ]
@@ -164,13 +174,13 @@ class Timed:
         self._policy = policy
         self.spent: dict[str, list[float]] = {"decide": [], "cut": [], "observe": []}
 
-    def decide(self, history: list[int]) -> Decision:
+    def decide(self, history: Sequence[int]) -> Decision:
         start = time.perf_counter()
         decision = self._policy.decide(history)
         self.spent["decide"].append(time.perf_counter() - start)
         return decision
 
-    def cut(self, drafter: int, confidence: tuple[float, ...]) -> int:
+    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         start = time.perf_counter()
         count = self._policy.cut(drafter, confidence)
         self.spent["cut"].append(time.perf_counter() - start)
@@ -185,7 +195,12 @@ class Timed:
 def cost_of_deciding(settings: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Microseconds a round, by part: median and mean."""
     found = {}
-    for name, workload in (("CUDA linear", "code"), ("M1 Ultra", "mixed"), ("M5 Max", "code"), ("flat", "code")):
+    for name, workload in (
+        ("CUDA linear", "code"),
+        ("M1 Ultra", "mixed"),
+        ("M5 Max", "code"),
+        ("flat", "code"),
+    ):
         words = Text.make(workload, settings.tokens + SLACK, settings.seed)
         device = Device(CURVES[name], PLAIN)
         timed = Timed(Adaptive(CURVES[name].costs(PLAIN), 1, device.clock))

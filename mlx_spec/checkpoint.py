@@ -61,8 +61,8 @@ def check_weights(folder: Path) -> int:
         others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
         if others:
             raise BadCheckpoint(
-                f"{folder} holds {shortened(others)} but no {WEIGHTS}: only safetensors are read, "
-                "get a copy in that format"
+                f"{folder} holds {shortened(others)} but no {WEIGHTS}, and nothing else is "
+                "read: get a copy in that format"
             )
         raise BadCheckpoint(f"{folder} holds no weights ({WEIGHTS}): {AGAIN}")
     return sum(_checked_size(file) for file in files)

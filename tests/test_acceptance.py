@@ -14,9 +14,7 @@ K = 4
 
 def judged(accepted: int, drafted: int, confidence: tuple[float, ...] = (), proposed: int = 0) -> Round:
     tokens = [0] * (accepted + 1)
-    return Round(
-        tokens, drafted, accepted, drafter=0, proposed=proposed or drafted, confidence=confidence
-    )
+    return Round(tokens, drafted, accepted, drafter=0, proposed=proposed or drafted, confidence=confidence)
 
 
 def feed(acceptance: Acceptance, rates: list[float], rounds: int, seed: int = 0, drafted: int = K) -> None:

@@ -1,4 +1,4 @@
-"""A draft that is cut by confidence, before it is verified, leaves the law exact; cut by later knowledge, not.
+"""A draft that is cut by confidence before it is verified leaves the law exact; cut by later knowledge, not.
 
 Confidence is the largest probability of the law that a token was drawn from, so it is known before the token.
 Every draft is enumerated, as in `test_verify.py`.

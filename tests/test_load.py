@@ -260,7 +260,7 @@ def test_lfs_pointer(target: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "model.gguf"])
 def test_other_weights(target: Path, name: str) -> None:
     (target / "model.safetensors").rename(target / name)
-    assert f"holds {name} but no model*.safetensors: convert it" in refused(BadCheckpoint, target)
+    assert f"holds {name} but no model*.safetensors, and nothing else is read" in refused(BadCheckpoint, target)
 
 
 def test_no_weights(target: Path) -> None:

@@ -1,7 +1,7 @@
 """The adaptive policy in the real round loop, on a virtual clock (simulated costs, see `virtual.py`).
 
-It is held against the best fixed length of the same text and costs, which is not known beforehand, and against
-plain decoding.
+It is held against the best fixed length of the same text and costs, which nobody knows beforehand, and
+against plain decoding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_spec.tuning.acceptance import Experience
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs, Table
 from mlx_spec.tuning.ledger import BUFFER, EPSILON
 from mlx_spec.tuning.policy import Adaptive, Fixed
-from mlx_spec.types import Choice, Reason, Round
+from mlx_spec.types import Choice, Drafter, Reason, Round
 
 PLAIN = 0.03  # seconds
 TOKENS = 1500
@@ -149,9 +149,11 @@ def pair_of_drafters(ahead: list[Choice]) -> Outcome:
     repeats = np.arange(tokens + SLACK) % 200 < 100
     wrong = np.random.default_rng(3).random(tokens + SLACK) < 0.03
     device = Device(curve, PLAIN)
-    drafters = [VirtualLookup(repeats, wrong), VirtualDrafter(device, text)]
+    drafters: list[Drafter] = [VirtualLookup(repeats, wrong), VirtualDrafter(device, text)]
     table = curve.table(PLAIN)
-    costs = Costs(("lookup", "neural"), {512: Table(PLAIN, table.verify, ({1: 1e-6, 16: 2e-6}, *table.draft))})
+    costs = Costs(
+        ("lookup", "neural"), {512: Table(PLAIN, table.verify, ({1: 1e-6, 16: 2e-6}, *table.draft))}
+    )
     policy = Adaptive(costs, 2, device.clock)
     outcome = virtual.run(policy, device, drafters, tokens)
     ahead += policy.decide([0] * tokens).choices

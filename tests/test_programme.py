@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def drafting(verify: Floats, c: float = 0.05, offered: Floats | None = None) -> 
 @pytest.mark.parametrize("verify", [STAIRS, LINEAR])
 def test_the_best_length_is_that_of_the_formula(a: float, verify: Floats) -> None:
     def rate(k: int) -> float:
-        return sum(a**i for i in range(k + 1)) / (0.05 * k + verify[k + 1])
+        return sum(a**i for i in range(k + 1)) / float(0.05 * k + verify[k + 1])
 
     best = max(range(1, K + 1), key=rate)
     found = steady(drafting(verify), np.full(K, a), rate(best))
@@ -103,7 +104,7 @@ def test_a_cut_depends_on_no_later_confidence() -> None:
 
 def test_a_rule_that_looks_ahead_would_be_noticed() -> None:
     class Peeking(Rule):
-        def cut(self, bins: list[int]) -> int:
+        def cut(self, bins: Sequence[int]) -> int:
             return sum(b > 5 for b in bins)
 
     rule = Peeking((0.0,) * K, [[1.0] * BINS] * K)

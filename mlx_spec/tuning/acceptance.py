@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.tally import Tally, log_loss, logit
 from mlx_spec.types import Round
 
 BINS = 10  # of confidence
@@ -20,37 +21,6 @@ DECLINE = 0.99  # ... and of a later one, relative to the one before
 PAIR_MEMORY, TEXT_MEMORY, RECENT = 2000, 150, 32  # rounds
 PAIR_STRENGTH, TEXT_STRENGTH, BIN_STRENGTH = 4.0, 8.0, 8.0  # observations that a prior is worth
 RECENT_STRENGTH, FLAT_STRENGTH = 20.0, 5.0
-LEAST = 0.01  # no rate is nearer to 0 or 1
-
-
-class Tally:
-    """Successes and tries, of which old ones count less; the decay is in the weight of new ones."""
-
-    def __init__(self, size: int, memory: float) -> None:
-        self.good, self.tried = [0.0] * size, [0.0] * size
-        self._weight, self._growth = 1.0, 1 / (1 - 1 / memory)
-
-    def tick(self) -> None:
-        """Something was observed."""
-        self._weight *= self._growth
-        if self._weight > 1e12:
-            self.good = [x / self._weight for x in self.good]
-            self.tried = [x / self._weight for x in self.tried]
-            self._weight = 1.0
-
-    def add(self, index: int, good: float, share: float = 1.0) -> None:
-        """One try, or a share of one."""
-        self.good[index] += self._weight * share * good
-        self.tried[index] += self._weight * share
-
-    def mean(self, index: int, prior: float, strength: float) -> float:
-        """The rate, where the prior counts as `strength` tries."""
-        strength *= self._weight
-        return (self.good[index] + strength * prior) / (self.tried[index] + strength)
-
-    def count(self, index: int) -> float:
-        """Tries, old ones discounted."""
-        return self.tried[index] / self._weight
 
 
 class Experience:
@@ -93,25 +63,30 @@ class Drift:
     def __init__(self) -> None:
         self._levels = [0.0] * len(self.GAINS)
         self._losses = [0.0] * len(self.GAINS)
+        self._mixed: float | None = 0.0
 
     def tick(self, rounds: int) -> None:
         """So many rounds went by."""
         self._levels = [level * keep**rounds for level, keep in zip(self._levels, self.KEEP, strict=True)]
+        self._mixed = None
 
     def add(self, base: float, good: float, share: float = 1.0) -> None:
         """A token was accepted or not; `base` is the logit it had without any drift."""
+        self._mixed = None
+        keep = 1 - (1 - self.MEMORY) * share
         for i, gain in enumerate(self.GAINS):
             p = 1 / (1 + math.exp(-base - self._levels[i]))
-            p = min(max(p, LEAST), 1 - LEAST)
-            loss = -good * math.log(p) - (1 - good) * math.log(1 - p)
-            self._losses[i] = self._losses[i] * (1 - (1 - self.MEMORY) * share) + share * loss
+            self._losses[i] = self._losses[i] * keep + share * log_loss(p, good)
             self._levels[i] += share * gain * (good - p)
 
     def level(self) -> float:
         """The mixture's level."""
-        least = min(self._losses)
-        weights = [math.exp(least - loss) for loss in self._losses]
-        return sum(w * level for w, level in zip(weights, self._levels, strict=True)) / sum(weights)
+        if self._mixed is None:
+            least = min(self._losses)
+            weights = [math.exp(least - loss) for loss in self._losses]
+            weighted = sum(w * level for w, level in zip(weights, self._levels, strict=True))
+            self._mixed = weighted / sum(weights)
+        return self._mixed
 
 
 class Acceptance:
@@ -155,7 +130,9 @@ class Acceptance:
         judged = min(round.accepted + 1, round.drafted) - ended  # a stop token may hide the rest
         for position in range(judged):
             self._learn(position, bins, float(position < round.accepted))
-        if judged == round.accepted == round.drafted and not ended:
+        if round.agreement is not None and not round.drafted:
+            self._learn(0, bins, round.agreement)
+        elif judged == round.accepted == round.drafted and not ended:
             self._impute(round.drafted, bins)
 
     def saw_shadow(self, agreement: float, confidence: Sequence[float]) -> None:
@@ -239,7 +216,7 @@ class Acceptance:
         expected = pair.expected.mean(b, rate, 0.1)
         own = pair.bins.mean(b, expected, BIN_STRENGTH)
         shifted = 1 / (1 + math.exp(-self._base[position] - logit(own) + logit(expected)))
-        pair.loss = 0.99 * pair.loss + loss(own, good) - loss(shifted, good)
+        pair.loss = 0.99 * pair.loss + log_loss(own, good) - log_loss(shifted, good)
         pair.bins.add(b, good)
         pair.expected.add(b, rate)
         self._confident(position, b, 1.0)
@@ -283,15 +260,3 @@ def _shares(tally: Tally, prior: Sequence[float], strength: float) -> list[float
 def bin_of(confidence: float) -> int:
     """The bin of a confidence in 0..1."""
     return min(int(BINS * confidence), BINS - 1)
-
-
-def logit(p: float) -> float:
-    """log(p / (1 - p)), where p is kept off 0 and 1."""
-    p = min(max(p, LEAST), 1 - LEAST)
-    return math.log(p / (1 - p))
-
-
-def loss(p: float, good: float) -> float:
-    """Log loss of a forecast."""
-    p = min(max(p, LEAST), 1 - LEAST)
-    return -good * math.log(p) - (1 - good) * math.log(1 - p)

@@ -212,7 +212,7 @@ class Costs:
     def _step(self, key: tuple[int, ...], ratio: float, gain: float, needed: int) -> float:
         """By how much to change an expectation, relative to it, after seeing `ratio` times it.
 
-        A surprise is clamped, for it may be a pause of the machine. The least of `needed` in a row is believed.
+        A surprise is clamped, for the machine may have paused. The least of `needed` in a row is believed.
         """
         clamped = min(max(ratio, 1 / CLAMP), CLAMP)
         before = self._surprises.pop(key, [])

@@ -1,10 +1,10 @@
 """What the best fixed length would have taken for the same text: a check on lengths that follow the text.
 
-Let the draft be right about R tokens in a row and wrong about the next. Rounds that always draft k tokens then
-take R // (k + 1) + 1 passes for these R + 1 tokens, wherever the rounds before began, for every k at once. So
-what every fixed length would have taken is known from the runs alone. Where following the text has taken
-longer than the best of them, the fixed length is held for a while, and following gets another chance after it.
-Tokens that were never drafted count as right with the probability they were believed to be.
+Let the draft be right about R tokens in a row and wrong about the next. Rounds that always draft k tokens
+then take R // (k + 1) + 1 passes for these R + 1 tokens, wherever the rounds before began. So what every
+fixed length would have taken is known from the runs alone. Where following the text has taken longer than the
+best of them, that length is held for a while, and following gets another chance after it. Tokens that were
+never drafted count as right with the chance they were believed to have.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Hindsight:
             self.length, self._behind = None, 0.0
 
     def enter(self, accepted: int, *, rejected: bool, next_right: float, steps: float) -> None:
-        """A round of so many steps; `next_right` is the chance that the draft was right about its last token."""
+        """A round of so many steps; `next_right` is the chance that the draft had its last token right."""
         self._spent += steps
         self._run += accepted
         if not rejected and self._chance.random() < next_right:

@@ -13,6 +13,7 @@ from mlx_spec.tuning.programme import Action, Drafting, Floats, Rule, fitted, se
 from mlx_spec.types import Choice, Reason
 
 BEGIN, STAY = 1.01, 0.99  # of plain decoding's rate: what speculation must promise to begin, and to go on
+STEPS, CLOSE = 3, 0.01  # towards the best rate: at most so many, or until one changes it by less than this
 PERFECT = 0.98  # acceptance, at best
 WORTH, WORTH_SHARE = 0.01, 0.005  # tokens, and share of a round's, that reading confidence must promise
 
@@ -51,6 +52,8 @@ class Planner:
     rules: dict[int, Rule] = field(default_factory=dict)  # by drafter
     _chosen: dict[int, Action] = field(default_factory=dict)  # what to do where confidence is read
     _worth: dict[int, float] = field(default_factory=dict)  # tokens a round that reading it brings
+    _plain: float = 1.0  # seconds of a plain token
+    _drafting: list[Drafting] = field(default_factory=list)
     _rate: float = 0.0
     _on: bool = False
 
@@ -61,25 +64,31 @@ class Planner:
         rows = np.maximum(verify, plain)  # no pass is faster than a pipelined one
         for acceptance in self.acceptance:
             acceptance.refresh()
-        drafting = [self._drafting(d, rows, context) for d in range(len(self.acceptance))]
+        self._plain = plain
+        self._drafting = [self._priced(d, rows, context) for d in range(len(self.acceptance))]
         if again:
-            self._solve(drafting, max(self._rate, 1 / plain), context)
-        option = self._option(drafting, plain, [np.array(a.rates()) for a in self.acceptance])
+            self._solve(max(self._rate, 1 / plain), context)
+        return self.adjust()
+
+    def adjust(self) -> Plan:
+        """The plan of `look`, for a text that has become easier or harder since."""
+        plain, drafting = self._plain, self._drafting
+        option = self._option()
         self._rate, self._on = max(option.rate, 1 / plain), bool(option.order)
         actions = [option.actions[d] for d in option.order]
         choices = tuple(Choice(d, a.limit, a.selective) for d, a in zip(option.order, actions, strict=True))
-        reason = Reason.PAYS if choices else self._why_not(drafting, plain)
+        reason = Reason.PAYS if choices else self._why_not()
         rounds = None
         if len(drafting) == 1:
-            rounds = np.concatenate([[1.0], (drafting[0].draft[1:] + rows[2:]) / plain])
+            rounds = np.append(1.0, (drafting[0].draft[1:] + drafting[0].verify[2:]) / plain)
         return Plan(choices, reason, option, rounds)
 
-    def _drafting(self, drafter: int, rows: Floats, context: int) -> Drafting:
+    def _priced(self, drafter: int, rows: Floats, context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)
         assert tokens is not None
         return Drafting(np.array(tokens), rows, np.array(self.acceptance[drafter].lengths))
 
-    def _solve(self, drafting: Sequence[Drafting], rate: float, context: int) -> None:
+    def _solve(self, rate: float, context: int) -> None:
         """What the confidence of each drafter is worth now, over the best length without it."""
         host = self.costs.host(context) or 0.0
         for drafter, acceptance in enumerate(self.acceptance):
@@ -88,22 +97,25 @@ class Planner:
             first, later = acceptance.histograms()
             now = np.array(acceptance.rates())
             chances = fitted(np.array(acceptance.by_confidence()), np.array(first), np.array(later), now)
-            action, rule = selective(drafting[drafter], chances, host, rate)
-            fixed = steady(drafting[drafter], chances.blind(), rate)
+            action, rule = selective(self._drafting[drafter], chances, host, rate)
+            fixed = steady(self._drafting[drafter], chances.blind(), rate)
             self._worth[drafter] = action.value(rate) - fixed.value(rate)
             self._chosen[drafter], self.rules[drafter] = action, rule
 
-    def _option(self, drafting: Sequence[Drafting], plain: float, rates: Sequence[Floats]) -> Option:
-        rate = max(self._rate, 1 / plain)
-        for _ in range(2):
-            actions = [self._best(d, drafting[d], rates[d], rate) for d in range(len(drafting))]
-            order, best = self._order(actions, drafting, plain, rate)
-            rate = max(best, 1 / plain)
+    def _option(self) -> Option:
+        plain, rate = self._plain, max(self._rate, 1 / self._plain)
+        rates = [np.array(a.rates()) for a in self.acceptance]
+        for _ in range(STEPS):
+            actions = [self._best(d, rates[d], rate) for d in range(len(rates))]
+            order, best = self._order(actions, rate)
+            last, rate = rate, max(best, 1 / plain)
+            if abs(rate / last - 1) < CLOSE:
+                break
         pays = best * plain > (STAY if self._on else BEGIN)
         return Option(best, tuple(order) if pays else (), tuple(actions))
 
-    def _best(self, drafter: int, drafting: Drafting, rates: Floats, rate: float) -> Action:
-        fixed = steady(drafting, rates, rate)
+    def _best(self, drafter: int, rates: Floats, rate: float) -> Action:
+        fixed = steady(self._drafting[drafter], rates, rate)
         worth = self._worth.get(drafter, 0.0)
         if worth < WORTH + WORTH_SHARE * fixed.tokens:
             return fixed
@@ -111,9 +123,7 @@ class Planner:
         value = fixed.value(rate) + worth
         return Action(chosen.limit, value + rate * chosen.seconds, chosen.seconds, selective=True)
 
-    def _order(
-        self, actions: Sequence[Action], drafting: Sequence[Drafting], plain: float, rate: float
-    ) -> tuple[list[int], float]:
+    def _order(self, actions: Sequence[Action], rate: float) -> tuple[list[int], float]:
         """Drafters in the order to ask them, as far as they pay, and the rate of tokens that this brings."""
         ranked = sorted(range(len(actions)), key=lambda d: -actions[d].value(rate))
         tokens = seconds = best = 0.0
@@ -123,17 +133,17 @@ class Planner:
             tokens += left * had * actions[d].tokens
             seconds += left * had * actions[d].seconds
             left *= 1 - had
-            broken = drafting[d].verify[1] - plain  # a pass that was not begun ahead
-            missed = plain + max(broken, 0.0) * (1 - left**2)
+            broken = self._drafting[d].verify[1] - self._plain  # a pass that was not begun ahead
+            missed = self._plain + broken * (1 - left**2)
             total = (tokens + left) / (seconds + left * missed)
             if total > best:
                 best, order = float(total), ranked[: place + 1]
-        plainly = 1 - best * plain  # what a round is worth in which none of these has a draft
+        plainly = 1 - best * self._plain  # what a round is worth in which none of these has a draft
         others = [d for d in ranked if d not in order and actions[d].value(best) > plainly]
         return [*order, *others], best
 
-    def _why_not(self, drafting: Sequence[Drafting], plain: float) -> Reason:
+    def _why_not(self) -> Reason:
         """COST when even drafts that are all accepted would not pay, else ACCEPTANCE."""
-        rates = np.full(len(drafting[0].offered), PERFECT)
-        perfect = [steady(d, rates, 1 / plain).value(1 / plain) for d in drafting]
+        rate = 1 / self._plain
+        perfect = [steady(d, np.full(len(d.offered), PERFECT), rate).value(rate) for d in self._drafting]
         return Reason.ACCEPTANCE if max(perfect, default=0.0) > BEGIN - 1 else Reason.COST

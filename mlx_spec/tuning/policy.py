@@ -74,7 +74,7 @@ class Adaptive:
         self._drift = 0.0  # when the plan was made
         self._asker = 0  # the drafter that is asked for the next shadow token
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
-        self._read = [0] * drafters  # selective rounds by drafter
+        self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
         self._in_line = 0  # speculative rounds in a row that took the expected time
 
@@ -142,9 +142,11 @@ class Adaptive:
     def _look(self, context: int) -> Plan:
         """The plan, made anew where it is old or the text has changed."""
         plan = self._plan
-        still = plan is not None and (not plan.choices or abs(self._drifted() - self._drift) < MOVED)
-        if plan is not None and still and self._age < LOOK:
-            return plan
+        if plan is not None and self._age < LOOK:
+            drift = self._drifted()
+            if plan.choices and abs(drift - self._drift) > MOVED:
+                self._plan, self._drift = self._planner.adjust(), drift
+            return self._plan or plan
         again = self._since_solve >= self._solve_gap
         self._plan = plan = self._planner.look(context, again=again)
         if plan.rounds is not None:
@@ -178,7 +180,8 @@ class Adaptive:
         steady = flight and not wanted and shadow is None
         if wanted and not landing:
             self._missed += 1
-            self._age = LOOK if self._missed & (self._missed - 1) == 0 else self._age  # 1, 2, 4, 8 ... in a row
+            if self._missed & (self._missed - 1) == 0:  # 1, 2, 4, 8, ... in a row
+                self._age = LOOK
         for drafter in () if landing else wanted if shadow is None else [shadow]:
             self._acceptance[drafter].missed()
         if shadow is not None and not landing:
@@ -203,7 +206,7 @@ class Adaptive:
         """A token was drafted and not verified."""
         plain = self._costs.plain(self._context)
         assert round.drafter is not None and round.agreement is not None and plain is not None
-        self._enter(round, min(seconds, 2 * PAUSE * plain), plain, round.agreement)
+        self._enter(round, min(seconds, 2 * PAUSE * plain), plain)
         self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
         self._looked_aside(round.agreement)
         self._flight = True
@@ -232,13 +235,13 @@ class Adaptive:
             self._probes.trying -= 1
             self._age = LOOK
 
-    def _enter(self, round: Round, seconds: float, plain: float, agreement: float | None = None) -> None:
+    def _enter(self, round: Round, seconds: float, plain: float) -> None:
         """In the books: what a round brought and took."""
         steps = seconds / plain
         self._ledger.enter(len(round.tokens), steps)
         if len(self._acceptance) == 1:
             rejected = round.drafted > 0 and len(round.tokens) > round.accepted < round.drafted
-            chance = self._acceptance[0].next(round) if agreement is None else agreement
+            chance = self._acceptance[0].next(round) if round.agreement is None else round.agreement
             self._hindsight.enter(round.accepted, rejected=rejected, next_right=chance, steps=steps)
 
     def _charge(self, round: Round, choice: Choice, seconds: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
 REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
-FIRST_SHADOW, LAST_SHADOW = 4, 512  # plain rounds between two shadow tokens
-SPARING = 4  # ... one in so many parts of the rounds since drafting paid, once that is longer ago than usual
+FIRST_SHADOW, LAST_SHADOW = 4, 256  # plain rounds between two shadow tokens
+SPARING = 8  # ... one in so many parts of the rounds since drafting paid, once that is longer ago than usual
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
 TRIAL_ROUNDS = 2  # drafted and verified in earnest, because only that shows what it costs
