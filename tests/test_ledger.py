@@ -48,6 +48,18 @@ def test_old_gains_do_not_pay_for_a_long_loss() -> None:
     assert spend(ledger, 1000, 1, 2.0) < KEPT + BUFFER + EPSILON * 1000 + 2
 
 
+def test_an_answer_does_not_live_on_the_gains_of_the_ones_before() -> None:
+    ledger = Ledger()
+    for _ in range(100):
+        ledger.enter(4, 1.5)
+    ledger.begin()
+    assert ledger.lead == 0
+    assert spend(ledger, 500, 1, 2.0) <= BUFFER + EPSILON * 500 + 2
+    debt = ledger.lead
+    ledger.begin()
+    assert ledger.lead == debt < 0
+
+
 def test_plain_decoding_earns_the_right_to_try_again() -> None:
     ledger = Ledger()
     ledger.enter(1, 1 + BUFFER + 2)

@@ -25,6 +25,10 @@ class Ledger:
         """Whether a loss can be afforded."""
         return self.lead >= -BUFFER
 
+    def begin(self) -> None:
+        """An answer begins: what earlier ones gained does not pay for it, so the bound holds for each."""
+        self.lead = min(self.lead, 0.0)
+
     def enter(self, tokens: int, steps: float) -> None:
         """A round emitted tokens in so many plain steps."""
         self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, KEPT)

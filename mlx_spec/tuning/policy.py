@@ -86,6 +86,10 @@ class Adaptive:
             self._decision = self._next()
         return self._decision
 
+    def begin(self) -> None:
+        """A new answer begins, in the same conversation or with the same parts."""
+        self._ledger.begin()
+
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         """How many to verify; token j by `confidence[: j + 1]` alone."""
         rule = self._planner.rules.get(drafter)

@@ -112,6 +112,8 @@ class _Measuring:
         """What the adaptive policy says; before that, one token at a time until drafting can be measured."""
         self._age = self._age + 1 if len(history) == self._end else 1
         self._end = len(history)
+        if self._age == 1:
+            self._policy.begin()
         self._waits = self._missing(history) and not self._measure(history)
         if self._waits:
             return Decision((Choice(0, 1),), Reason.WARMING_UP)
