@@ -63,7 +63,7 @@ def law_error(accept: Accept, cut: Cut, p: Tree, q: Tree) -> float:
 @pytest.mark.parametrize("accept", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_by_confidence_is_exact(accept: Accept, kind: str) -> None:
-    for V, K, seed in [(2, 3, 0), (3, 3, 0), (3, 3, 1), (4, 2, 0)]:
+    for V, K, seed in [(2, 3, 0), (3, 3, 0), (4, 2, 0)]:
         p, q = trees(kind, V, K, seed)
         assert law_error(accept, by_confidence, p, q) < TOLERANCE
 

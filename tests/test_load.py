@@ -260,7 +260,8 @@ def test_lfs_pointer(target: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "model.gguf"])
 def test_other_weights(target: Path, name: str) -> None:
     (target / "model.safetensors").rename(target / name)
-    assert f"holds {name} but no model*.safetensors, and nothing else is read" in refused(BadCheckpoint, target)
+    said = refused(BadCheckpoint, target)
+    assert f"holds {name} but no model*.safetensors, and nothing else is read" in said
 
 
 def test_no_weights(target: Path) -> None:

@@ -99,6 +99,7 @@ class Acceptance:
         self._recent = [Tally(BINS, RECENT), Tally(BINS, RECENT)]  # confidences of first tokens, of later
         self._drift = Drift()
         self.told = False  # confidence has been read at least once
+        self._short = False  # a draft has been shorter than asked for
         self.refresh()
 
     @property
@@ -246,7 +247,8 @@ class Acceptance:
     def _offer(self, proposed: int, limit: int) -> None:
         self._offered.add(0, 1)
         self._pair.had.add(0, 1)
-        for length in range(1, limit + 1):
+        self._short = self._short or proposed < limit
+        for length in range(1, limit + 1) if self._short else ():
             self._offered.add(length, float(length <= proposed))
 
 

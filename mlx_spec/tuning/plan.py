@@ -34,7 +34,6 @@ class Plan:
     choices: tuple[Choice, ...]  # none: plain decoding
     reason: Reason
     option: Option
-    rounds: Floats | None  # plain steps of a round by length, if there is one drafter; 0 is plain decoding
 
     def best(self, plain: float) -> Choice:
         """What comes nearest to paying, even where nothing does."""
@@ -72,16 +71,16 @@ class Planner:
 
     def adjust(self) -> Plan:
         """The plan of `look`, for a text that has become easier or harder since."""
-        plain, drafting = self._plain, self._drafting
         option = self._option()
-        self._rate, self._on = max(option.rate, 1 / plain), bool(option.order)
+        self._rate, self._on = max(option.rate, 1 / self._plain), bool(option.order)
         actions = [option.actions[d] for d in option.order]
         choices = tuple(Choice(d, a.limit, a.selective) for d, a in zip(option.order, actions, strict=True))
-        reason = Reason.PAYS if choices else self._why_not()
-        rounds = None
-        if len(drafting) == 1:
-            rounds = np.append(1.0, (drafting[0].draft[1:] + drafting[0].verify[2:]) / plain)
-        return Plan(choices, reason, option, rounds)
+        return Plan(choices, Reason.PAYS if choices else self._why_not(), option)
+
+    def rounds(self, drafter: int) -> Floats:
+        """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
+        drafting = self._drafting[drafter]
+        return np.append(1.0, (drafting.draft[1:] + drafting.verify[2:]) / self._plain)
 
     def _priced(self, drafter: int, rows: Floats, context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)

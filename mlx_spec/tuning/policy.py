@@ -17,7 +17,7 @@ from mlx_spec.types import Choice, Decision, Reason, Round
 WARM_UP = 2  # plain tokens timed before anything is drafted
 FIRST_LENGTH = 2  # tokens drafted first where nothing was measured: a wrong guess costs little
 LOOK = 16  # rounds after which the plan is made anew
-MOVED = 0.3  # logits of drift after which it is made anew at once
+MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
@@ -153,8 +153,8 @@ class Adaptive:
             return self._plan or plan
         again = self._since_solve >= self._solve_gap
         self._plan = plan = self._planner.look(context, again=again)
-        if plan.rounds is not None:
-            self._hindsight.price(plan.rounds)
+        if len(self._acceptance) == 1:
+            self._hindsight.price(self._planner.rounds(0))
         self._drift, self._age = self._drifted(), 0
         if again:
             used = any(choice.selective for choice in plan.choices)
