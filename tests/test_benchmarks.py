@@ -23,6 +23,7 @@ CASES = {
     "acceptance": (FOLDERS, {"T=1", "parameters"}),
     "round_costs": (["--random", "tiny"], {"bandwidth, GB/s", "contexts"}),
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
+    "policy": ([], {"simulated", "measured costs", "decide"}),
 }
 README = """Before
 <!-- table: decode -->

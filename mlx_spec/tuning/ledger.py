@@ -3,8 +3,9 @@
   elapsed <= (1 + EPSILON) * plain + BUFFER plain steps + one round
 
 where plain is what the same tokens would have taken by plain decoding. Drafting is refused beforehand while
-the lead is used up; a round that was begun is the only one that may go beyond. Gains are kept only up to the
-size of the buffer, so that what was won long ago does not pay for a long loss.
+the lead is used up; a round that was begun is the only one that may go beyond. Gains are kept only up to
+`KEPT`, so that what was won long ago does not pay for a long loss. What a round takes beyond a multiple of
+what was expected, after rounds that took what was expected, is a pause of the machine and not entered.
 """
 
 from __future__ import annotations
