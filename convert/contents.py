@@ -19,8 +19,8 @@ from mlx_spec.checkpoint import (
     WEIGHTS,
     check_weights,
     one_line,
-    read_config,
     read_object,
+    read_published,
     shortened,
 )
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
@@ -60,7 +60,7 @@ class Contents:
 
 def of_folder(folder: Path) -> Contents:
     """The contents of a checkpoint folder. Raises NotFound or BadCheckpoint for its config.json."""
-    config = read_config(folder)
+    config = read_published(folder)
     tensors, problem = _read_headers(folder)
     files = {file.name for file in folder.iterdir()}
     template = any(fnmatch(name, "*.jinja") for name in files) or (
@@ -94,7 +94,7 @@ def of_repository(name: str) -> Contents:
                 headers = list(pool.map(header, weights))
         except Exception as error:  # the hub's own errors and those of its HTTP library
             raise NotFound(hub.explained(name, error)) from error
-        config = read_config(Path(place))
+        config = read_published(Path(place))
         template = any(fnmatch(file, "*.jinja") for file in files)
         template = template or _names_template(Path(place) / "tokenizer_config.json")
     return Contents(

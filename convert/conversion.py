@@ -24,7 +24,7 @@ from mlx_spec.convert.source import Source, check_hashes, open_source
 from mlx_spec.convert.subject import PUBLISHED, UNQUANTIZED, Conversion, Subject
 from mlx_spec.convert.target import Opened, left_out, open_model
 from mlx_spec.drafters import open_drafter
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.known import drafter_of
 from mlx_spec.load import NONE
 
@@ -84,6 +84,8 @@ def _planned(request: Request, progress: Progress) -> _Plan:
     if asked is not None:
         quantization(asked, request.group_size)  # refused before anything is downloaded
     target = open_source(request.target)
+    if "model_type" not in target.config:
+        raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
     if asked is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
         asked = NONE if done else BITS

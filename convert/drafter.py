@@ -44,7 +44,7 @@ def family_or_model(source: Source) -> Family | None:
     try:
         return family_of(source.config, source.tensors().keys())
     except BadCheckpoint:
-        kind = source.config["model_type"]
+        kind = str(source.config.get("model_type"))
         module = MODEL_REMAPPING.get(kind, kind)
         if module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None:
             return None

@@ -129,10 +129,12 @@ def describe(name: str, contents: Contents) -> Checkpoint:
     text, tensors = text_config(config), contents.tensors
     kind = drafter_kind(config, tensors)
     shape = target_shape(config)
+    if kind is None and "model_type" not in config:
+        raise BadCheckpoint(f"config.json of {name} has no model_type: download it again")
     types = text.get("layer_types")
     return Checkpoint(
         name=name,
-        family=str(config["model_type"]),
+        family=str(config.get("model_type", "unnamed")),
         kind=kind,
         parameters=count_parameters(tensors, config),
         size=contents.size,

@@ -17,7 +17,7 @@ from mlx_spec.checkpoint import (
     WEIGHTS,
     check_weights,
     one_line,
-    read_config,
+    read_published,
     shortened,
 )
 from mlx_spec.convert.progress import Progress
@@ -72,7 +72,7 @@ def open_source(name: str) -> Source:
     folder = find(name)
     if not any(folder.glob(WEIGHTS)) and not (folder / INDEX).is_file():
         _refuse_formats(folder)
-    config = mended(read_config(folder))
+    config = mended(read_published(folder))
     size = check_weights(folder)
     return Source(name, folder, config, tuple(sorted(folder.glob(WEIGHTS))), size)
 

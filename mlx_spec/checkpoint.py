@@ -20,13 +20,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises NotFound where there is none, BadCheckpoint where it is malformed or asks for code of its own.
     """
+    config = read_published(folder)
+    if not isinstance(config.get("model_type"), str):
+        raise BadCheckpoint(f"{folder / 'config.json'} has no model_type: {AGAIN}")
+    return config
+
+
+def read_published(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint as its authors left it: that of some drafters has no `model_type`.
+
+    Raises NotFound where there is none, BadCheckpoint where it is malformed or asks for code of its own.
+    """
     if not (folder / "config.json").is_file():
         raise NotFound(
             f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
         )
     config = read_object(folder / "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise BadCheckpoint(f"{folder / 'config.json'} has no model_type: {AGAIN}")
     if config.get("model_file") is not None:
         raise BadCheckpoint(
             f"{folder} needs its own code ({config['model_file']}), which is never run: "

@@ -32,7 +32,7 @@ def mended(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` in the form that mlx-lm reads: the same values under the keys of the published checkpoints."""
     result = copy.deepcopy(dict(config))
     text = result.get("text_config")
-    if result["model_type"] not in ("gemma4", "gemma4_unified") or not isinstance(text, dict):
+    if result.get("model_type") not in ("gemma4", "gemma4_unified") or not isinstance(text, dict):
         return result
     if result["model_type"] == "gemma4_unified":
         text.update({key: value for key, value in UNIFIED_DEFAULTS.items() if key not in text})

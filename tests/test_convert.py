@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import synthetic
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_spec
@@ -248,6 +250,45 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     )
     with pytest.raises(BadCheckpoint, match="stripped"):
         convert(replace(asked, out=tmp_path / "other"), Progress(io.StringIO()))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        synthetic.eagle3(),
+        synthetic.speculators_eagle3(),  # this one and the next have no model_type
+        synthetic.medusa(),
+        synthetic.vllm_medusa(),
+        synthetic.peagle(),
+        synthetic.dflash(),
+        synthetic.pard(),
+    ],
+    ids=["eagle3", "speculators", "medusa", "vllm medusa", "peagle", "dflash", "pard"],
+)
+def test_drafters_of_every_family(made: synthetic.Checkpoint, tmp_path: Path) -> None:
+    """As published; those that cannot run yet are refused at load, by name."""
+    config = {**synthetic.LAYER, "num_hidden_layers": synthetic.T_LAYERS, "rope_theta": 1e4}
+    config |= {"tie_word_embeddings": False, "max_position_embeddings": 512}
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "12b" / "target", source, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    mx.save_safetensors(str(source / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (source / "config.json").write_text(json.dumps(config))
+    drafter = made.write(tmp_path / "drafter")
+    asked = Request(str(source), str(drafter), tmp_path / "out", "none", None, "none", None, False)
+    part = convert(asked, Progress(io.StringIO()))["parts"]["drafter"]
+    assert part["runnable"] is False
+    with pytest.raises(BadCheckpoint, match=part["family"]):
+        mlx_spec.load(tmp_path / "out")
+
+
+def test_a_target_has_a_model_type(tmp_path: Path) -> None:
+    source = synthetic.medusa().write(tmp_path / "source")
+    with pytest.raises(BadCheckpoint, match="has no model_type: this is no target"):
+        convert(
+            Request(str(source), "none", tmp_path / "out", "none", None, "none", None, False),
+            Progress(io.StringIO()),
+        )
 
 
 def test_where_tensors_went(tmp_path: Path) -> None:

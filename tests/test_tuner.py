@@ -98,7 +98,7 @@ def test_drafting_that_cannot_be_measured_is_given_up(tmp_path: Path) -> None:
     needs = FeatureSpec(final_hidden=True)
     done = answer(tuner, LMTarget(MODELS["full"], needs), Silent([], 0, needs), prompt)
     assert emitted(done) == plain(MODELS["full"], prompt, 40)
-    assert [r.reason for r in done[: YOUNG - 1]] == [Reason.WARMING_UP] * (YOUNG - 1)
+    assert [r.reason for r in done[: YOUNG - 1]] == [Reason.WARMING_UP] * (YOUNG - 1)  # and then no more
     assert tuner.knows(17) and not tuner.file.exists()
 
 

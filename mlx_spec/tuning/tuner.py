@@ -27,7 +27,7 @@ from mlx_spec.types import (
 )
 
 BUDGET = 1.0  # seconds of measuring, at each of few contexts, once
-YOUNG = 3  # rounds of an answer in which to measure: a pause is for its beginning
+YOUNG = 2  # rounds of an answer in which to measure: a pause is for its beginning
 LEAST = 1e-7  # seconds; what cannot be seen to take time
 
 _log = logging.getLogger("mlx_spec")
