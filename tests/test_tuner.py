@@ -18,7 +18,8 @@ from mlx_spec.engine import generate
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.calibrate import measure
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.costs import Costs, Table
+from mlx_spec.tuning.policy import Adaptive, Fixed
 from mlx_spec.tuning.tuner import YOUNG, Tuner
 from mlx_spec.types import Draft, Drafter, FeatureSpec, Reason, Round, Sampler
 
@@ -152,3 +153,20 @@ def test_a_pair_finds_its_costs_again() -> None:
         and again.names == ("gemma4_assistant", "lookup")
     )
     assert isinstance(second.policies, Tuner) and second.policies.file != again.file
+
+
+def test_a_drafter_is_tried_behind_one_that_pays_and_has_nothing() -> None:
+    """By what is believed at first, drafter 0 does not pay; drafter 1, free, would, but never has a draft."""
+    now = [0.0]
+    verify, neural, free = {1: 1.0, 2: 1.45, 5: 2.8}, {1: 0.3, 4: 1.2}, {1: 1e-7}
+    costs = Costs(["neural", "free"], {256: Table(1.0, verify, (neural, free))})
+    policy = Adaptive(costs, 2, clock=lambda: now[0])
+    drafted = []
+    for at in range(60):
+        decision = policy.decide([0] * (100 + at))
+        choice = next((c for c in decision.choices if c.drafter == 0), None)
+        K = choice.limit if choice else 0
+        now[0] += (costs.round(0, K, K, 100) or 1.0) if choice else 1.0
+        policy.observe(Round([1] * (K + 1), K, K, drafter=0 if K else None, proposed=K))
+        drafted.append(K)
+    assert sum(K > 0 for K in drafted[:12]) > 0 and min(drafted[30:]) > 0

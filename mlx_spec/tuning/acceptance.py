@@ -107,6 +107,11 @@ class Acceptance:
         """How far the last rounds were easier than this text usually is, in logits."""
         return self._drift.level()
 
+    @property
+    def tries(self) -> float:
+        """Rounds of this pair in which a token of this drafter was judged, old ones discounted."""
+        return self._pair.positions.count(0)
+
     def tick(self, rounds: int = 1) -> None:
         """So many rounds went by, in whatever way."""
         self._drift.tick(rounds)

@@ -16,6 +16,7 @@ from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 FIRST_LENGTH = 2  # tokens drafted first where nothing was measured: a wrong guess costs little
+TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it
 LOOK = 16  # rounds after which the plan is made anew
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
@@ -129,10 +130,17 @@ class Adaptive:
         plan = self._look(context)
         held = self._hindsight.length
         if plan.choices or held:
-            probes.drafting()
+            others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in plan.choices)]
+            if not held and others and self._missed > 1:  # those that pay have nothing to draft
+                probes.resting(hopeful=True)
+                if probes.shadowing:
+                    return Decision((), Reason.PROBE, others[0], plain)
+            else:
+                probes.drafting()
             if held:
                 return Decision((Choice(0, held),), Reason.PAYS, None, plain)
             choices = plan.choices if self._unread < RELEARN else tuple(map(self._curious, plan.choices))
+            choices += tuple(Choice(d, FIRST_LENGTH) for d in others if self._acceptance[d].tries < TRIES)
             if self._costs.guessed(context):
                 choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
             return Decision(choices, Reason.PAYS, None, plain)
