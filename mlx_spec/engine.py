@@ -51,11 +51,27 @@ def generate(
         raise InvalidValue("the prompt is empty: give at least one token")
     sequence = _Sequence(target, drafters, policy, sampler, list(prompt), frozenset(stop), max_tokens)
     try:
-        sequence.prefill()
+        for _ in prefill(target, drafters, sequence.history):
+            pass
         while sequence.room > 0:
             yield sequence.next()
     finally:
         sequence.close()
+
+
+def prefill(target: Target, drafters: Sequence[Drafter], prompt: list[int]) -> Iterator[int]:
+    """Write what the target lacks of a prompt, all but its last token, in steps.
+
+    Yields the tokens written so far after each step. What is left when it is closed, `generate` writes.
+    """
+    end = len(prompt) - 1
+    for low in range(target.size, end, PREFILL_STEP):
+        high = min(low + PREFILL_STEP, end)
+        features = target.prefill(prompt[low:high])
+        for drafter in drafters:
+            drafter.observe(prompt[: high + 1], features)
+        yield high
+    mx.clear_cache()
 
 
 @dataclass(frozen=True)
@@ -88,16 +104,6 @@ class _Sequence:
     ahead: _Ahead | None = None
     rounds: int = 0
     misses: int = 0  # rounds in a row in which a draft was wanted and no drafter had one
-
-    def prefill(self) -> None:
-        """Write all of the prompt but its last token."""
-        start, end = self.target.size, len(self.history) - 1
-        for low in range(start, end, PREFILL_STEP):
-            high = min(low + PREFILL_STEP, end)
-            features = self.target.prefill(self.history[low:high])
-            for drafter in self.drafters:
-                drafter.observe(self.history[: high + 1], features)
-        mx.clear_cache()
 
     def next(self) -> Round:
         """The next round. A token that is already on its way is emitted before anything is drafted."""
@@ -141,7 +147,7 @@ class _Sequence:
     def draft(self, wanted: list[Choice]) -> _Found | None:
         """What the first drafter that has something to draft drafted, cut as the policy will have it."""
         for choice in wanted:
-            draft = self.drafters[choice.drafter].draft(self.history, choice.limit, self.sampler)
+            draft = self.drafters[choice.drafter].draft(self.history, choice.limit, self.sampler.drafting)
             proposed = draft.tokens.size
             if not choice.selective or draft.confidence is None:
                 found = _Found(choice.drafter, proposed, draft)

@@ -85,11 +85,7 @@ class Law:
 
         float32, but logits come back as they are where greedy decoding asks for nothing.
         """
-        sampling = self._sampling
-        if self._penalises:
-            logits = self._penalise(logits.astype(mx.float32), history, drafted)
-        if self._bias is not None:
-            logits = logits.astype(mx.float32) + self._bias
+        sampling, logits = self._sampling, self.processed(logits, history, drafted)
         if sampling.temperature == 0:
             return logits
         scores = logits.astype(mx.float32) / sampling.temperature
@@ -100,6 +96,14 @@ class Law:
         if sampling.top_p < 1:
             scores = keep_top_p(scores, candidates, sampling.top_p)
         return keep_min_p(scores, sampling.min_p) if sampling.min_p > 0 else scores
+
+    def processed(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
+        """Logits [T, V] with penalties and bias, before temperature and filters."""
+        if self._penalises:
+            logits = self._penalise(logits.astype(mx.float32), history, drafted)
+        if self._bias is not None:
+            logits = logits.astype(mx.float32) + self._bias
+        return logits
 
     def _penalise(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Logits [T, V] less the penalties for prompt, output and the drafted prefix of each row."""
@@ -137,6 +141,11 @@ class Greedy:
     def __init__(self, law: Law) -> None:
         self._law = law
 
+    @property
+    def drafting(self) -> Sampler:
+        """The same."""
+        return self
+
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
@@ -161,6 +170,11 @@ class Seeded:
     def __init__(self, law: Law, seed: int) -> None:
         self._law = law
         self._seed = seed
+
+    @property
+    def drafting(self) -> Sampler:
+        """The same."""
+        return self
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -190,6 +204,11 @@ class Unseeded:
         self._rule = rule
         self._seed = secrets.randbits(64) if key is None else key
         self._keys = 0  # handed out so far
+
+    @property
+    def drafting(self) -> Sampler:
+        """The same."""
+        return self
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array

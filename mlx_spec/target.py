@@ -107,6 +107,11 @@ class LMTarget:
         """Rows written and not yet committed."""
         return sum(tokens.size for tokens in self._trial)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        return sum(array.nbytes for cache in self._caches for array in cache.arrays())
+
     def prefill(self, tokens: list[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits. Returns its features, evaluated."""
         self._begin()

@@ -38,22 +38,27 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise BadCheckpoint(f"the chat template does not compile ({one_line(error)})") from error
 
-    def render(self, messages: Sequence[Message], *, thinking: bool, generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt as text, special tokens included.
 
+        `tools` are function definitions as OpenAI's API has them, `variables` more of what a template reads.
         Raises InvalidValue where the template refuses the messages, such as a role that it does not know.
         """
         # a key without a value is dropped: templates would print it as None
         kept = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        given = {**(variables or {}), **self._special_tokens, "enable_thinking": thinking}
+        given |= {"messages": [_with_reasoning(message) for message in kept], "tools": list(tools) or None}
+        given |= {"documents": None, "add_generation_prompt": generation_prompt}
         try:
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in kept],
-                tools=None,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-                **self._special_tokens,
-                enable_thinking=thinking,
-            )
+            return self._template.render(given)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             message = f"the chat template refuses these messages: {one_line(error)}"
             raise InvalidValue(message) from error

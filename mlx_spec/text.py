@@ -76,9 +76,17 @@ class Text:
         """A decoder of one stream of tokens."""
         return Detokenizer(self)
 
-    def prompt(self, messages: Sequence[Message], *, thinking: bool = False) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The tokens of a conversation up to where the model's answer begins.
 
+        `tools` are function definitions as OpenAI's API has them, `variables` more of what a template reads.
         Thoughts of turns before the last user message are left out. Raises InvalidValue where there is no
         chat template or it refuses the messages.
         """
@@ -86,7 +94,10 @@ class Text:
             raise InvalidValue(
                 "this target has no chat template: give it a prompt as tokens, without a session"
             )
-        return self.encode(self._template.render(self._stripped(messages), thinking=thinking))
+        stripped = self._stripped(messages)
+        return self.encode(
+            self._template.render(stripped, thinking=thinking, tools=tools, variables=variables)
+        )
 
     def reader(self, prompt: Sequence[int] = ()) -> Reader:
         """A reader of the answer to `prompt`, whose end may already open the thoughts."""

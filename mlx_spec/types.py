@@ -159,6 +159,11 @@ class Sampler(Protocol):
     last row on all of `drafted`, earlier ones on shorter prefixes.
     """
 
+    @property
+    def drafting(self) -> Sampler:
+        """What drafters draw with: without what only the target's own rows need, such as a grammar."""
+        ...
+
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:

@@ -1,0 +1,1 @@
+"""The local endpoint: an OpenAI-style server in front of a pair."""
