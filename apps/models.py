@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -12,21 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.apps.command import INTERRUPTED, Parser
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound, SpecError
 
 if TYPE_CHECKING:
     from mlx_spec.hub import Download
 
 AUTO, NONE = "auto", "none"
-INTERRUPTED = 130
 
 
 def inspect_main(arguments: Sequence[str]) -> int:
     """`mlx-spec inspect`. Returns its exit status: 1 for a checkpoint that cannot be loaded."""
-    parser = _Parser("inspect", "Say what a checkpoint is, without loading it.")
+    parser = Parser("inspect", "Say what a checkpoint is, without loading it.", usage=None)
     parser.add_argument("name", metavar="PATH_OR_REPO", help='a folder, a Hugging Face name, or "demo"')
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -45,8 +44,10 @@ def inspect_main(arguments: Sequence[str]) -> int:
 
 def models_main(arguments: Sequence[str]) -> int:
     """`mlx-spec models`. Returns its exit status."""
-    parser = _Parser(
-        "models", "List the models on this disk: the demo, converted pairs, the Hugging Face cache."
+    parser = Parser(
+        "models",
+        "List the models on this disk: the demo, converted pairs, the Hugging Face cache.",
+        usage=None,
     )
     parser.add_argument(
         "folders", metavar="FOLDER", nargs="*", type=Path, help="another folder with converted pairs"
@@ -66,7 +67,7 @@ def models_main(arguments: Sequence[str]) -> int:
 
 def pull_main(arguments: Sequence[str]) -> int:
     """`mlx-spec pull`. Returns its exit status; 130 when interrupted, and the next one goes on from there."""
-    parser = _Parser("pull", "Download a target and the drafter made for it, ready to chat with.")
+    parser = Parser("pull", "Download a target and the drafter made for it, ready to chat with.", usage=None)
     parser.add_argument(
         "name", metavar="ALIAS_OR_REPO", help="such as gemma-4-e2b, gemma-4-e2b:8bit, owner/name"
     )
@@ -85,19 +86,11 @@ def pull_main(arguments: Sequence[str]) -> int:
 
 def rm_main(arguments: Sequence[str]) -> int:
     """`mlx-spec rm`. Returns its exit status: 1 if nothing was removed."""
-    parser = _Parser("rm", "Remove a converted pair or a repository in the Hugging Face cache.")
+    parser = Parser("rm", "Remove a converted pair or a repository in the Hugging Face cache.", usage=None)
     parser.add_argument("name", metavar="NAME", help="as `mlx-spec models` lists it, or an alias")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
     return _guarded(lambda terminal: _remove(terminal, options.name, asks=not options.yes))
-
-
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, program: str, description: str) -> None:
-        super().__init__(prog=f"mlx-spec {program}", description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlx-spec: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def _guarded(run: Callable[[Terminal], int]) -> int:

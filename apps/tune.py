@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.apps.command import Parser, guarded
+from mlx_spec.errors import InvalidValue
 
 if TYPE_CHECKING:
     from mlx_spec.pair import Pair
     from mlx_spec.tuning.tuner import Tuner
 
-INTERRUPTED = 130
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # rows of a pass
 TEXT = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
 
@@ -27,31 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command line that makes no sense raises SystemExit with status 2.
     """
     options = _parser().parse_args(arguments)
-    try:
-        _run(options)
-    except SpecError as error:
-        print(f"mlx-spec: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlx-spec: {' '.join(message.split())} (see {self.prog} --help)\n")
+    return guarded(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="mlx-spec tune",
-        usage="%(prog)s [options]",
-        description="Measure what passes and drafts cost on this device, and keep it for later.",
-        epilog="exit status: 0, 1 on an error, 2 on a bad option, 130 when interrupted",
-        allow_abbrev=False,
-    )
+    parser = Parser("tune", "Measure what passes and drafts cost on this device, and keep it for later.")
     parser.add_argument(
         "--target", metavar="REPO_OR_FOLDER", default="demo", help="(default: the bundled demo)"
     )
@@ -79,7 +57,7 @@ def _context(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give a number of tokens, 2 or more")
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     from mlx_spec import load
     from mlx_spec.tuning import profile
 
@@ -96,6 +74,7 @@ def _run(options: argparse.Namespace) -> None:
         print(json.dumps({"device": tuner.key.device, "file": str(tuner.file), "milliseconds": table}))
     else:
         print("\n".join(_report(tuner, table)))
+    return 0
 
 
 def _tuner(pair: Pair) -> Tuner:

@@ -6,9 +6,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from mlx_spec.apps.chat.arguments import Options
-from mlx_spec.apps.chat.interrupts import INTERRUPTED, Interrupts
+from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.status import details, status_line
 from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.apps.command import INTERRUPTED
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Session
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mlx_spec import __version__
+from mlx_spec.apps.command import Parser, integer, number
 
 DEMO = "demo"
 MAX_TOKENS = 2048
@@ -42,25 +43,14 @@ def refuse(problem: str) -> NoReturn:
     _parser().error(problem)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlx-spec: {' '.join(message.split())} (see {self.prog} --help)\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="mlx-spec chat",
-        usage="%(prog)s [options]",
-        description="Chat with a model. With -p or piped text: answer once, then exit.",
-        epilog="exit status: 0, 1 on an error, 2 on a bad option, 130 when interrupted",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser("chat", "Chat with a model. With -p or piped text: answer once, then exit.")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer TEXT and exit; piped text is appended")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
         "--max-tokens",
         metavar="N",
-        type=_integer(1),
+        type=integer(1),
         default=MAX_TOKENS,
         help="longest answer, thinking included (default %(default)s)",
     )
@@ -91,7 +81,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-draft-tokens",
         metavar="K",
-        type=_integer(0),
+        type=integer(0),
         help="draft tokens in each round; 0 is no speculation (default: what pays)",
     )
     group.add_argument(
@@ -101,32 +91,10 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "At temperature 0 the others have no effect.")
-    group.add_argument("--temperature", metavar="T", type=_number, help="0, the default, is greedy decoding")
-    group.add_argument("--top-p", metavar="P", type=_number, help="most likely tokens that reach P together")
-    group.add_argument("--top-k", metavar="N", type=_integer(0), help="the N most likely tokens; 0 is all")
+    group.add_argument("--temperature", metavar="T", type=number, help="0, the default, is greedy decoding")
+    group.add_argument("--top-p", metavar="P", type=number, help="most likely tokens that reach P together")
+    group.add_argument("--top-k", metavar="N", type=integer(0), help="the N most likely tokens; 0 is all")
     group.add_argument(
-        "--min-p", metavar="P", type=_number, help="tokens P times as likely as the best, or more"
+        "--min-p", metavar="P", type=number, help="tokens P times as likely as the best, or more"
     )
-    group.add_argument("--seed", metavar="N", type=_integer(None), help="same seed, same text")
-
-
-def _integer(least: int | None) -> Callable[[str], int]:
-    bound = "" if least is None else f" of at least {least}"
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or (least is not None and value < least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give an integer{bound}")
-        return value
-
-    return convert
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give a number") from None
+    group.add_argument("--seed", metavar="N", type=integer(None), help="same seed, same text")

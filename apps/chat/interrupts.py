@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Self
 
-INTERRUPTED = 130  # exit status, 128 + SIGINT
+from mlx_spec.apps.command import INTERRUPTED
 
 
 class _Mode(enum.Enum):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlx_spec.apps.command import guarded
 from mlx_spec.apps.roofline import report
 from mlx_spec.apps.roofline.arguments import Options, parse
 from mlx_spec.apps.roofline.models import Named, models_of
 from mlx_spec.backend import NoBackend, require_backend
-from mlx_spec.errors import SpecError
 from mlx_spec.tuning.devices import CHIPS
 from mlx_spec.tuning.roofline import predict
 
 if TYPE_CHECKING:
     from mlx_spec.apps.roofline.present import Present
-
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,16 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command line that makes no sense raises SystemExit with status 2.
     """
     options = parse(arguments)
-    try:
-        return _run(options)
-    except SpecError as error:
-        print(f"mlx-spec: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return guarded(lambda: _run(options))
 
 
 def _run(options: Options) -> int:

@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
+from mlx_spec.apps.command import Parser
 from mlx_spec.tuning.devices import CHIPS, Chip, named
 
 DEMO = "demo"
@@ -38,18 +38,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     return Options(**found, chips=tuple(dict.fromkeys(chip for variants in chips for chip in variants)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlx-spec: {' '.join(message.split())} (see {self.prog} --help)\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="mlx-spec roofline",
-        usage="%(prog)s [options]",
-        description="Predict what speculation brings on Apple chips, and measure the present device.",
-        epilog="exit status: 0, 1 on an error, 2 on a bad option, 130 when interrupted",
-        allow_abbrev=False,
+    parser = Parser(
+        "roofline", "Predict what speculation brings on Apple chips, and measure the present device."
     )
     parser.add_argument(
         "--chip",

@@ -1,0 +1,136 @@
+"""A server of ours as a process of its own, and plain HTTP to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120.0  # seconds for a model to be ready
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[str]:
+        """The data of a stream, event by event."""
+        blocks = self.body.decode().split("\n\n")
+        return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
+
+
+@dataclass(frozen=True)
+class Serving:
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+    log: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def connect(self, timeout: float = 300) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def send(self, path: str, body: object = None, *, timeout: float = 300, **headers: str) -> Reply:
+        """GET without a body, else POST of JSON, or of bytes as they are."""
+        connection = self.connect(timeout)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        try:
+            if body is None:
+                connection.request("GET", path, headers=headers)
+            else:
+                connection.request("POST", path, raw, sent)
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return Reply(answer.status, answer.read(), found)
+        finally:
+            connection.close()
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory of the process."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+    @property
+    def threads(self) -> set[str]:
+        """Names of the threads of the process."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/comm")
+        return {task.read_text().strip() for task in tasks}
+
+    def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> int:
+        """End it. Returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(with_signal)
+        return self.process.wait(30)
+
+
+def start(*options: str, port: int = 0) -> Serving:
+    """A server on the demo pair, or as the options say; ready when this returns."""
+    command = [sys.executable, "-m", "mlx_spec.serve", "--port", str(port), *options]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log: list[str] = []
+    threading.Thread(target=_drain, args=(process, log), daemon=True).start()
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        found = next((m for line in list(log) if (m := re.search(r"http://([\w.]+):(\d+)", line))), None)
+        if found:
+            serving = Serving(process, found[1], int(found[2]), log)
+            if _ready(serving):
+                return serving
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.kill()
+    raise RuntimeError("the server did not come up:\n" + "".join(log))
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Serving]:
+    """A server for as long as the context lasts."""
+    started = start(*options)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def _ready(serving: Serving) -> bool:
+    try:
+        return bool(serving.send("/health", timeout=5).json["status"] == "ok")
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+
+
+def _drain(process: subprocess.Popen[str], log: list[str]) -> None:
+    assert process.stdout is not None
+    log.extend(iter(process.stdout.readline, ""))
