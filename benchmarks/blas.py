@@ -103,6 +103,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--prompts", type=int, default=2, help="for each acceptance")
     options.add_argument("--tokens", type=int, default=128)
     options.add_argument("--repeats", type=int, default=9, help="blocks a prompt; the first is dropped")
+    options.add_argument("--burst", type=int, default=16, help="tokens of a turn")
     options.add_argument("--spread", type=float, default=0.04)
     settings = options.parse_args()
     if settings.quick:

@@ -9,12 +9,12 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from arms import Decoder, Prompt
+from arms import Decoder, Prompt, Step
 from timing import interval, latin_square
 
 BASE = "mlx-lm"
@@ -65,29 +65,58 @@ def measure(
     for repeat in range(settings.repeats):
         for i, prompt in enumerate(prompts):
             order = square[(repeat * len(prompts) + i) % len(square)]
-            first, *runs, last = [run(decoders[n], prompt) for n in (BASE, *order, BASE)]
+            arms = [decoders[n] for n in (BASE, *order, BASE)]
+            first, *runs, last = in_turns(arms, prompt, settings.burst, repeat)
             if repeat > 0:
                 done[i].append(Block(first, last, dict(zip(order, runs, strict=True))))
         print(f"repeat {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
     return done
 
 
-def run(decoder: Decoder, prompt: Prompt) -> Run:
-    mx.synchronize()
-    tokens: list[int] = []
-    drafted: list[int] = []
-    start = time.perf_counter()
-    first, at = 0, start
-    for new, count in decoder(prompt):
-        tokens += new
-        drafted.append(count)
-        end = time.perf_counter()
-        if first == 0:
-            first, at = len(tokens), end
-        if len(tokens) >= prompt.count:
+def in_turns(decoders: Sequence[Decoder], prompt: Prompt, burst: int, start: int) -> list[Run]:
+    """One run of each, in bursts of tokens that take turns: slow changes of the machine meet all alike."""
+    going = [Going(decoder(prompt), prompt.count) for decoder in decoders]
+    for turn in range(len(going) * prompt.count):
+        for i in range(len(going)):
+            going[(i + start + turn) % len(going)].go(burst)
+        if all(each.done for each in going):
             break
-    mx.synchronize()  # mlx-lm has queued one step more
-    return Run(tokens, drafted, (len(tokens) - first) / (end - at), len(tokens) / (end - start))
+    return [each.run() for each in going]
+
+
+class Going:
+    """A run under way. Waiting for what it has queued counts, but for what is queued behind its end."""
+
+    def __init__(self, steps: Iterator[Step], count: int) -> None:
+        self._steps, self._count = steps, count
+        self._tokens: list[int] = []
+        self._drafted: list[int] = []
+        self._first = 0  # tokens of the first step
+        self._seconds, self._prefill = 0.0, 0.0
+
+    @property
+    def done(self) -> bool:
+        return len(self._tokens) >= self._count
+
+    def go(self, burst: int) -> None:
+        """At least so many tokens more; the first step, with the prompt, is a turn of its own."""
+        if self.done:
+            return
+        goal = min(len(self._tokens) + burst, self._count) if self._tokens else 1
+        start = time.perf_counter()
+        while len(self._tokens) < goal:
+            new, count = next(self._steps)
+            self._tokens += new
+            self._drafted.append(count)
+        end = time.perf_counter()
+        mx.synchronize()  # a pipelined decoder has queued one step more
+        self._seconds += (end if self.done else time.perf_counter()) - start
+        if not self._first:
+            self._first, self._prefill = len(self._tokens), self._seconds
+
+    def run(self) -> Run:
+        decode = (len(self._tokens) - self._first) / max(self._seconds - self._prefill, 1e-9)
+        return Run(self._tokens, self._drafted, decode, len(self._tokens) / self._seconds)
 
 
 def summary(

@@ -8,7 +8,9 @@ All are greedy, do not stop at end-of-text tokens and generate the same number o
 answer has, at most `--tokens`; texts that are to be continued get `--tokens` more, end-of-text tokens banned.
 
 Protocol: for each prompt and repeat one block, mlx-lm first and last, the other arms between in the order of
-a balanced Latin square. An arm's ratio is taken to the mean of the two mlx-lm runs of its block, and to the
+a balanced Latin square. The arms of a block decode in turns, `--burst` tokens at a time, each with caches of
+its own, so that what changes on the machine within a second meets them all; between two bursts nothing is
+pipelined, which costs plain decoding about one part in a hundred. An arm's ratio is taken to the mean of the two mlx-lm runs of its block, and to the
 mean of the two plain runs of mlx_spec in it ("plain, again" stands among the arms like any other); the second
 mlx-lm run against the first is the null arm. The first block of each prompt is dropped, and so are blocks
 whose null is off by more than `--spread`. Medians of ratios with bootstrap 95 % intervals, prompts drawn
@@ -72,6 +74,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--repeats", type=int, default=9, help="blocks a prompt; the first is dropped")
     options.add_argument("--arms", nargs="+", default=DEFAULT)
     options.add_argument("--dtype", help="cast all weights, as to float32")
+    options.add_argument("--burst", type=int, default=16, help="tokens of a turn")
     options.add_argument("--spread", type=float, default=0.04)
     settings = options.parse_args()
     if settings.quick:

@@ -78,7 +78,7 @@ def of_mlx_vlm(folders: Folders) -> Arms:
         return {}
 
     @cache
-    def models() -> tuple[nn.Module, Any, Any]:
+    def models(K: int) -> tuple[nn.Module, Any, Any]:  # of one arm: its rounds keep state in the drafter
         from mlx_vlm.speculative.drafters import load_drafter
         from mlx_vlm.utils import load_model
 
@@ -93,7 +93,7 @@ def of_mlx_vlm(folders: Folders) -> Arms:
     def decoder(K: int) -> Decoder:
         from mlx_vlm.generate.ar import generate_step as vlm_step
 
-        model, drafter, kind = models()
+        model, drafter, kind = models(K)
         mtp = {"draft_model": drafter, "draft_kind": kind, "draft_block_size": K + 1} if K else {}
 
         def run(prompt: Prompt) -> Iterator[Step]:

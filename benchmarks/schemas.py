@@ -104,7 +104,7 @@ OBJECTS = [
     optional([], a=YES, b=YES, c=YES),
     optional(["last"], first=TEXT, last=TEXT),
     {"type": "object", "additionalProperties": WHOLE, "maxProperties": 2},
-    record(**{"with space": YES, "quo\"te": NULL, "ünï": one_of(1)}),
+    record(**{"with space": YES, 'quo"te': NULL, "ünï": one_of(1)}),
     record(function_name=one_of("search", "open"), function_arguments=record(query=TEXT)),
 ]
 NESTED = [
@@ -165,7 +165,12 @@ SCHEMAS: list[Schema] = [
     *UNIONS,
     *REFERENCES,
     record(empty={"type": "object", "properties": {}, "additionalProperties": False}),
-    {"type": "object", "patternProperties": {"^x[0-9]$": YES}, "additionalProperties": False, "maxProperties": 2},
+    {
+        "type": "object",
+        "patternProperties": {"^x[0-9]$": YES},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
     {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Titled", **record(a=WHOLE)},
     record(description={"type": "string", "description": "what it does", "maxLength": 12}),
 ]
