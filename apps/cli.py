@@ -18,6 +18,7 @@ PROGRAMS = {  # imported when they are run
     "pull": "mlx_spec.apps.models:pull_main",
     "rm": "mlx_spec.apps.models:rm_main",
     "roofline": "mlx_spec.apps.roofline:main",
+    "serve": "mlx_spec.apps.server:main",
     "tune": "mlx_spec.apps.tune:main",
 }
 

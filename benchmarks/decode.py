@@ -10,11 +10,11 @@ answer has, at most `--tokens`; texts that are to be continued get `--tokens` mo
 Protocol: for each prompt and repeat one block, mlx-lm first and last, the other arms between in the order of
 a balanced Latin square. The arms of a block decode in turns, `--burst` tokens at a time, each with caches of
 its own, so that what changes on the machine within a second meets them all; between two bursts nothing is
-pipelined, which costs plain decoding about one part in a hundred. An arm's ratio is taken to the mean of the two mlx-lm runs of its block, and to the
-mean of the two plain runs of mlx_spec in it ("plain, again" stands among the arms like any other); the second
-mlx-lm run against the first is the null arm. The first block of each prompt is dropped, and so are blocks
-whose null is off by more than `--spread`. Medians of ratios with bootstrap 95 % intervals, prompts drawn
-first, over all prompts and by kind.
+pipelined, which costs plain decoding about one part in a hundred. An arm's ratio is taken to the mean of the
+two mlx-lm runs of its block, and to the mean of the two plain runs of mlx_spec in it ("plain, again" stands
+among the arms like any other); the second mlx-lm run against the first is the null arm. The first block of
+each prompt is dropped, and so are blocks whose null is off by more than `--spread`. Medians of ratios with
+bootstrap 95 % intervals, prompts drawn first, over all prompts and by kind.
 
 "decode" counts from the first tokens on, so the prompt is left out; "whole" is end to end. Tokens are
 compared with mlx-lm's: how many prompts differ, and the first position that does.

@@ -78,6 +78,11 @@ class Pair:
         """
         return self.run(self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop)
 
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The families of its drafters, by the index that rounds name."""
+        return tuple(source.name for source in self._drafters)
+
     def session(self, system: str | None = None) -> Session:
         """A conversation. Raises InvalidValue where the target has no chat template."""
         return Session(self, system)

@@ -1,27 +1,32 @@
 """Logits to a law, and draws from it. Every filter, penalty and bias lives here.
 
-Order: repetition penalty, presence and frequency penalty, logit bias, temperature, top_k, top_p, min_p
-(that of Hugging Face; vLLM adds the bias first and applies min_p before the other two). Tokens tied with the
-last one that a filter keeps stay too, so that the law never depends on how a sort breaks ties.
+Order: repetition penalty, presence and frequency penalty, logit bias, grammar, temperature, top_k, top_p,
+min_p (that of Hugging Face; vLLM adds the bias first and applies min_p before the other two). Tokens tied
+with the last one that a filter keeps stay too, so that the law never depends on how a sort breaks ties.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
 import mlx.core as mx
 
+from mlx_spec.constraint import Constraint, Grammar
 from mlx_spec.errors import InvalidValue
+from mlx_spec.filters import keep_min_p, keep_top_k, keep_top_p
 from mlx_spec.noise import gumbel, key_of
 from mlx_spec.types import Draft, Sampler
 from mlx_spec.verify import Rule, block, match
 
 LARGEST_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
+BANNED = -1e30  # the bias of a banned token under a grammar: taken only where the grammar leaves no other
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Sampling:
     frequency_penalty: float = 0.0  # subtracted once for each time the token was generated
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # added; -inf bans a token
     seed: int | None = None  # any integer, taken modulo 2**64
+    grammar: Grammar | None = None  # what the answer must look like; it stands above a ban by logit_bias
 
     def __post_init__(self) -> None:
         if self.temperature != 0:
@@ -67,7 +73,10 @@ class Sampling:
 
 
 class Law:
-    """Logits to scores: the logarithm of a law, up to a constant. Counts the tokens of one generation."""
+    """Logits to scores: the logarithm of a law, up to a constant. Counts the tokens of one generation.
+
+    `free` is the same law without its grammar.
+    """
 
     def __init__(self, sampling: Sampling, prompt_length: int, vocab_size: int) -> None:
         self._sampling = sampling
@@ -75,6 +84,9 @@ class Law:
         added = sampling.presence_penalty or sampling.frequency_penalty
         self._penalises = bool(added) or sampling.repetition_penalty != 1
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
+        grammar = sampling.grammar
+        self._constraint = None if grammar is None else Constraint(grammar, prompt_length)
+        self.free = self if grammar is None else Law(replace(sampling, grammar=None), prompt_length, vocab_size)
         self._vocab_size = vocab_size
         self._counted = 0  # tokens of the history already in the counts below
         self._prompt: mx.array | None = None  # [V] bool, tokens of the prompt
@@ -98,12 +110,14 @@ class Law:
         return keep_min_p(scores, sampling.min_p) if sampling.min_p > 0 else scores
 
     def processed(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Logits [T, V] with penalties and bias, before temperature and filters."""
+        """Logits [T, V] with penalties, bias and grammar, before temperature and filters."""
+        mask = None if self._constraint is None else self._constraint.mask(logits, history, drafted)
         if self._penalises:
             logits = self._penalise(logits.astype(mx.float32), history, drafted)
         if self._bias is not None:
-            logits = logits.astype(mx.float32) + self._bias
-        return logits
+            bias = self._bias if mask is None else mx.maximum(self._bias, BANNED)
+            logits = logits.astype(mx.float32) + bias
+        return logits if mask is None else mx.where(mask, logits, -mx.inf)
 
     def _penalise(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Logits [T, V] less the penalties for prompt, output and the drafted prefix of each row."""
@@ -143,8 +157,8 @@ class Greedy:
 
     @property
     def drafting(self) -> Sampler:
-        """The same."""
-        return self
+        """The same without the grammar."""
+        return self if self._law.free is self._law else Greedy(self._law.free)
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -173,8 +187,8 @@ class Seeded:
 
     @property
     def drafting(self) -> Sampler:
-        """The same."""
-        return self
+        """The same without the grammar: the noise stays shared."""
+        return self if self._law.free is self._law else Seeded(self._law.free, self._seed)
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -203,12 +217,14 @@ class Unseeded:
         self._law = law
         self._rule = rule
         self._seed = secrets.randbits(64) if key is None else key
-        self._keys = 0  # handed out so far
+        self._keys = itertools.count(1)
 
     @property
     def drafting(self) -> Sampler:
-        """The same."""
-        return self
+        """The same without the grammar; no noise is used twice."""
+        free = copy.copy(self)
+        free._law = self._law.free
+        return free
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -223,8 +239,8 @@ class Unseeded:
         K = draft.tokens.shape[0]
         if draft.probs is None or K == 0:
             return match(self._choose(scores), draft.tokens)
-        uniform = mx.random.uniform(shape=(K,), key=self._nextkey_of())
-        noise = gumbel((scores.shape[-1],), self._nextkey_of())
+        uniform = mx.random.uniform(shape=(K,), key=self._next_key())
+        noise = gumbel((scores.shape[-1],), self._next_key())
         return self._rule(mx.softmax(scores, axis=-1), draft.tokens, draft.probs, uniform, noise)
 
     def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
@@ -236,34 +252,11 @@ class Unseeded:
 
     def _choose(self, scores: mx.array) -> mx.array:
         """One token a row, [T] int32."""
-        noise = gumbel(tuple(scores.shape), self._nextkey_of())
+        noise = gumbel(tuple(scores.shape), self._next_key())
         return (scores + noise).argmax(axis=-1).astype(mx.int32)
 
-    def _nextkey_of(self) -> mx.array:
-        self._keys += 1
-        return mx.array(key_of(self._seed, self._keys), dtype=mx.uint32)
-
-
-def keep_top_k(scores: mx.array, largest: mx.array) -> mx.array:
-    """Mask scores [T, V] below the least of the k largest [T, k]. Ties with it stay."""
-    return mx.where(scores < largest.min(axis=-1, keepdims=True), -mx.inf, scores)
-
-
-def keep_top_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
-    """Mask scores [T, V] of the tokens not needed to reach the mass p; at least one stays, and all its ties.
-
-    candidates [T, k] hold the k largest scores, and nothing but ties with the k-th is finite beyond them.
-    """
-    ordered = -mx.sort(-candidates, axis=-1)
-    probs = mx.exp(ordered - mx.logsumexp(scores, axis=-1, keepdims=True))
-    before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of all more likely tokens
-    least = mx.where(before < p, ordered, mx.inf).min(axis=-1, keepdims=True)
-    return mx.where(scores < least, -mx.inf, scores)
-
-
-def keep_min_p(scores: mx.array, p: float) -> mx.array:
-    """Mask scores [T, V] of tokens less than p times as likely as the most likely one."""
-    return mx.where(scores < scores.max(axis=-1, keepdims=True) + math.log(p), -mx.inf, scores)
+    def _next_key(self) -> mx.array:
+        return mx.array(key_of(self._seed, next(self._keys)), dtype=mx.uint32)
 
 
 def _with_drafted(counts: mx.array, drafted: mx.array, rows: int) -> mx.array:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.reuse import Decoding as Decoding  # pairs take it from here, too
+from mlx_spec.reuse import Held
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Kind, Reader, Text
-from mlx_spec.types import Drafter, DraftLengthPolicy, Reason, Round
+from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """The parts of one sequence. They keep their caches from one generation to the next."""
-
-    target: LMTarget
-    drafters: tuple[Drafter, ...]
-    policy: DraftLengthPolicy
 
 
 class Generating(Protocol):
@@ -117,6 +110,34 @@ class Statistics:
         )
 
 
+def added(parts: Sequence[Statistics]) -> Statistics:
+    """The figures of several answers together; reasons are those of the last one."""
+    if not parts:
+        return Statistics()
+    return replace(
+        parts[-1],
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        reused_tokens=sum(part.reused_tokens for part in parts),
+        generated_tokens=sum(part.generated_tokens for part in parts),
+        rounds=sum(part.rounds for part in parts),
+        speculative_rounds=sum(part.speculative_rounds for part in parts),
+        speculative_tokens=sum(part.speculative_tokens for part in parts),
+        drafted=sum(part.drafted for part in parts),
+        accepted=sum(part.accepted for part in parts),
+        prefill_seconds=sum(part.prefill_seconds for part in parts),
+        decode_seconds=sum(part.decode_seconds for part in parts),
+        plain_seconds=sum(part.plain_seconds for part in parts),
+        compared_seconds=sum(part.compared_seconds for part in parts),
+        drafted_at=_summed([part.drafted_at for part in parts]),
+        accepted_at=_summed([part.accepted_at for part in parts]),
+    )
+
+
+def _summed(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Position by position."""
+    return tuple(sum(position) for position in zip_longest(*counts, fillvalue=0))
+
+
 def _counted(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
     """`counts` with one more at each of the first `length` positions."""
     padded = counts + (0,) * (length - len(counts))
@@ -130,10 +151,9 @@ class Session:
         if not pair.text.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
         self._pair = pair
-        self._decoding = pair.open()
+        self._held = Held(pair.open())
         self._system = system
         self._messages: list[dict[str, Any]] = []
-        self._tokens: list[int] = []  # what the target's cache holds begins with these
         self._running: Generator[Piece, None, None] | None = None
         self.statistics = Statistics()  # of the last answer
 
@@ -168,12 +188,9 @@ class Session:
 
     def _rounds(self, answer: _Answer, sampling: Sampling, max_tokens: int) -> Iterator[Round]:
         """Check the prompt, then rewind to what it shares with the cache."""
-        rounds = self._pair.run(self._decoding, answer.prompt, sampling=sampling, max_tokens=max_tokens)
-        held = self._tokens[: self._decoding.target.size]
-        # At least one row is written anew, so that a drafter has features of this prompt.
-        shared = min(_common_prefix(held, answer.prompt), max(len(answer.prompt) - 2, 0))
-        kept = self._decoding.target.rewind(shared)
-        self._tokens = list(answer.prompt)
+        decoding = self._held.decoding
+        rounds = self._pair.run(decoding, answer.prompt, sampling=sampling, max_tokens=max_tokens)
+        kept = self._held.align(answer.prompt)
         self.statistics = Statistics(prompt_tokens=len(answer.prompt), reused_tokens=kept)
         return rounds
 
@@ -185,7 +202,7 @@ class Session:
                 if round is None:
                     break
                 self.statistics = self.statistics.plus(round, time.perf_counter() - start)
-                self._tokens += round.tokens
+                self._held.note(round.tokens)
                 yield from answer.pieces(round)
             yield from answer.rest()
         finally:
@@ -242,10 +259,3 @@ def _close(rounds: Iterator[Round]) -> None:
     """Let the engine drop what is on trial."""
     if isinstance(rounds, Generator):
         rounds.close()
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return next(i for i in range(length) if a[i] != b[i])

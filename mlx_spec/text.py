@@ -1,30 +1,20 @@
-"""Tokens <-> text: encoding, text that streams, chat prompts, and the marks around a model's thoughts."""
+"""Tokens <-> text: encoding, decoding, chat prompts, and the marks around a model's thoughts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from mlx_spec.checkpoint import one_line, read_object
 from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.reading import Detokenizer, Marks
+from mlx_spec.reading import Kind as Kind
+from mlx_spec.reading import Reader as Reader
 from mlx_spec.template import REASONING, ChatTemplate, Message, read_template, special_tokens
-
-Kind = Literal["answer", "thinking"]
-HALF = "\ufffd"  # what a decoder gives for bytes that are no character, or not yet
-
-
-@dataclass(frozen=True)
-class Marks:
-    """The tokens around a model's thoughts."""
-
-    open: str
-    close: str
-    header: str = ""  # text behind the opening token that is no thought
-
+from mlx_spec.written import Written
 
 MARKS = (
     Marks("<|channel>", "<channel|>", "thought\n"),
@@ -43,6 +33,7 @@ class Text:
         self.eos = frozenset(eos)
         found = (m for m in MARKS if None not in (self.token_id(m.open), self.token_id(m.close)))
         self.marks = next(found, None)
+        self._written = Written(tokenizer)
 
     @property
     def chats(self) -> bool:
@@ -64,6 +55,10 @@ class Text:
         """Every token, added ones included, and its id."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def serialized(self) -> str:
+        """The tokenizer in the format of tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`; special tokens written in it count as such, none are added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -74,7 +69,15 @@ class Text:
 
     def detokenizer(self) -> Detokenizer:
         """A decoder of one stream of tokens."""
-        return Detokenizer(self)
+        return Detokenizer(self.decode)
+
+    def written(self, token: int) -> bytes:
+        """The bytes of one token, perhaps half a character; of a special token its name."""
+        return self._written(token)
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """The tokens of a plain text to be continued, with the special tokens that its tokenizer adds."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def prompt(
         self,
@@ -99,12 +102,19 @@ class Text:
             self._template.render(stripped, thinking=thinking, tools=tools, variables=variables)
         )
 
-    def reader(self, prompt: Sequence[int] = ()) -> Reader:
-        """A reader of the answer to `prompt`, whose end may already open the thoughts."""
+    def reader(self, prompt: Sequence[int] = (), *, calls: Marks | None = None) -> Reader:
+        """A reader of the answer to `prompt`, whose end may already open the thoughts.
+
+        `calls` are the marks of tool calls, to be read as text of their own kind.
+        """
         if self.marks is None:
-            return Reader(self, "answer")
-        end = self.decode_raw(prompt[-16:]).rstrip()
-        return Reader(self, "thinking" if end.endswith(_opening(self.marks)) else "answer")
+            return Reader(self, "answer", calls=calls)
+        opened = self.decode_raw(prompt[-16:]).rstrip().endswith(_opening(self.marks))
+        return Reader(self, "thinking" if opened else "answer", thoughts=self.marks, calls=calls)
+
+    def plain_reader(self) -> Reader:
+        """A reader of a text in which nothing is marked: all of it is answer."""
+        return Reader(self, "answer")
 
     def decode_raw(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, special ones included."""
@@ -137,88 +147,6 @@ def _cut(content: str, marks: Marks) -> str:
     before = "" if marks.open not in parts[0] else parts[0].split(marks.open)[0]
     rest = [part.split(marks.open)[0] for part in parts[1:]]
     return (before + "".join(rest)).strip()
-
-
-class Detokenizer:
-    """Text of a stream of tokens. Never gives half a character; a token's spaces are those of its place.
-
-    A window of tokens is decoded twice, with the new ones and without: the difference is the new text.
-    """
-
-    def __init__(self, text: Text) -> None:
-        self._text = text
-        self._tokens: list[int] = []  # the window: given out before `_given`, not yet behind it
-        self._given = 0
-
-    def add(self, tokens: Iterable[int]) -> str:
-        """The text that `tokens` complete."""
-        self._tokens += tokens
-        return self._new(final=False)
-
-    def end(self) -> str:
-        """The rest, such as bytes that never became a character."""
-        return self._new(final=True)
-
-    def _new(self, *, final: bool) -> str:
-        before = self._text.decode(self._tokens[: self._given])
-        after = self._text.decode(self._tokens)
-        if len(after) <= len(before) or (after.endswith(HALF) and not final):
-            return ""
-        self._tokens = self._tokens[self._given :]
-        self._given = len(self._tokens)
-        return after[len(before) :]
-
-
-class Reader:
-    """The tokens of one answer to pieces of text, its thoughts apart; marks and special tokens are hidden."""
-
-    def __init__(self, text: Text, kind: Kind) -> None:
-        marks = text.marks
-        self._text = text
-        self._open = text.token_id(marks.open) if marks else None
-        self._close = text.token_id(marks.close) if marks else None
-        self._header = marks.header if marks else ""
-        self._begin(kind, trim=kind == "thinking", header="")
-
-    def read(self, tokens: Sequence[int]) -> list[tuple[str, Kind]]:
-        """The pieces that `tokens` complete, none of them empty."""
-        pieces: list[tuple[str, Kind]] = []
-        run: list[int] = []
-        for token in tokens:
-            if token not in (self._open, self._close):
-                run += [] if token in self._text.eos else [token]
-                continue
-            self._give(pieces, run, final=True)
-            run = []
-            opens = token == self._open
-            self._begin("thinking" if opens else "answer", trim=True, header=self._header if opens else "")
-        self._give(pieces, run, final=False)
-        return pieces
-
-    def end(self) -> list[tuple[str, Kind]]:
-        """What was held back."""
-        pieces: list[tuple[str, Kind]] = []
-        self._give(pieces, [], final=True)
-        return pieces
-
-    def _begin(self, kind: Kind, *, trim: bool, header: str) -> None:
-        self.kind, self._trim, self._expected = kind, trim, header
-        self._held = ""  # text that may be the header
-        self._decoder = self._text.detokenizer()
-
-    def _give(self, pieces: list[tuple[str, Kind]], tokens: list[int], *, final: bool) -> None:
-        new = self._decoder.add(tokens) + (self._decoder.end() if final else "")
-        new, self._held = self._held + new, ""
-        if self._expected.startswith(new) and new != self._expected and not final:
-            self._held = new
-            return
-        if new:
-            new, self._expected = new.removeprefix(self._expected), ""
-        if self._trim:
-            new = new.lstrip()
-            self._trim = not new
-        if new:
-            pieces.append((new, self.kind))
 
 
 def read_text(folder: Path, config: Mapping[str, Any]) -> Text:

@@ -7,9 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.reading import Marks
 from mlx_spec.template import ChatTemplate, read_template
 from mlx_spec.text import Reader, Text, read_text, read_tokenizer
 
@@ -72,6 +73,7 @@ def byte_level() -> Tokenizer:
 TOKENIZERS = {"sentencepiece": sentencepiece_like(), "byte_level": byte_level()}
 if GOLDEN:
     TOKENIZERS["golden"] = read_tokenizer(GOLDEN[0])
+TOKENIZERS["demo"] = read_tokenizer(ROOT / "mlx_spec/demo/target")
 TEXTS = {name: Text(tokenizer, None, ()) for name, tokenizer in TOKENIZERS.items()}
 
 
@@ -189,6 +191,116 @@ def test_end_tokens_are_hidden() -> None:
     assert read_all(text.reader(), [*text.encode("a"), letter], 1) == [("a", "answer")]
 
 
+# --- tool calls
+
+GEMMA, QWEN = Marks("<|tool_call>", "<tool_call|>"), Marks("<tool_call>", "</tool_call>")
+CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
+
+
+def with_calls() -> Text:
+    """Byte-level, with the marks of Qwen, which are not special."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([QWEN.open, QWEN.close])
+    return Text(tokenizer, None, ())
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (f"<|tool_call>{CALL}<tool_call|>", [(CALL, "call")]),
+        (
+            f"One <|tool_call>{CALL}<tool_call|>\n two",
+            [("One ", "answer"), (CALL, "call"), ("two", "answer")],
+        ),
+        ("<|tool_call> a<|tool_call>b", [(" a<|tool_call>b", "call")]),
+        ("<|tool_call>a<|channel>b<tool_call|>c", [("a<|channel>b", "call"), ("c", "answer")]),
+        (
+            "<|channel>thought\nhm<channel|><|tool_call>a<tool_call|>",
+            [("hm", "thinking"), ("a", "call")],
+        ),
+        ("<|channel>thought\nhm <|tool_call>a", [("hm a", "thinking")]),
+        ("a<tool_call|>b", [("ab", "answer")]),
+    ],
+)
+def test_calls_stand_apart(answer: str, expected: list, step: int) -> None:
+    text = TEXTS["golden"]
+    reader = text.reader(calls=GEMMA)
+    assert reader.calls == GEMMA
+    assert read_all(reader, text.encode(answer), step) == expected
+
+
+def test_an_end_token_is_no_text_of_a_call() -> None:
+    text = read_text(GOLDEN[0], json.loads((GOLDEN[0] / "config.json").read_text()))
+    tokens = text.encode("<|tool_call>call:f{<turn|>")
+    assert read_all(text.reader(calls=GEMMA), tokens, 1) == [("call:f{", "call")]
+
+
+def test_calls_are_read_only_between_tokens() -> None:
+    text = with_calls()
+    tokens = text.encode('<tool_call>\n{"a": 1}\n</tool_call>\n')
+    assert read_all(text.reader(calls=QWEN), tokens, 1) == [('\n{"a": 1}\n', "call")]
+    half = Marks(QWEN.open, "[no such token]")
+    assert text.reader(calls=half).calls is None and TEXTS["byte_level"].reader(calls=QWEN).calls is None
+    for reader in (text.reader(), text.reader(calls=half), text.plain_reader()):
+        assert read_all(reader, tokens, 1) == [(text.decode(tokens), "answer")]
+
+
+def test_nothing_is_marked_in_a_plain_text() -> None:
+    text = TEXTS["golden"]
+    tokens = text.encode(" a<|channel>thought\nb<channel|> <|tool_call>c<tool_call|>")
+    assert read_all(text.plain_reader(), tokens, 1) == [(" athought\nb c", "answer")]
+
+
+# --- tokens as bytes
+
+
+def without_decoder_strip(name: str, text: str) -> str:
+    """One of these vocabularies writes a space in front of every text, which its decoder takes off."""
+    return f" {text}" if name == "sentencepiece" and text else text
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bytes_of_tokens_make_up_the_text(name: str) -> None:
+    text = TEXTS[name]
+    for sample in [*SAMPLES, *(random_text(seed) for seed in range(60))]:
+        tokens = text.encode(sample)
+        whole = b"".join(text.written(token) for token in tokens)
+        assert whole.decode() == without_decoder_strip(name, text.decode_raw(tokens))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bytes_of_a_token_may_be_half_a_character(name: str) -> None:
+    text = TEXTS[name]
+    tokens = text.encode("👍")
+    pieces = [text.written(token) for token in tokens]
+    assert b"".join(pieces).endswith("👍".encode()) and len(pieces) >= 2
+    with pytest.raises(UnicodeDecodeError):
+        pieces[-1].decode()
+
+
+def test_tokens_are_not_written_as_the_vocabulary_writes_them() -> None:
+    text = TEXTS["byte_level"]
+    for wrong, right in (("Ġ", b" "), ("Ċ", b"\n"), ("é", b"\xe9"), ("<think>", b"<think>")):
+        assert text.written(text.vocabulary()[wrong]) == right
+    text = TEXTS["sentencepiece"]
+    for wrong, right in (("▁", b" "), ("<0xF0>", b"\xf0"), ("</s>", b"</s>"), ("a", b"a")):
+        assert text.written(text.vocabulary()[wrong]) == right
+    assert text.written(100_000) == b""
+
+
+def test_a_vocabulary_of_another_kind_is_read_by_its_decoder() -> None:
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    assert Text(tokenizer, None, ()).written(1) == b"play"
+
+
+def test_marked_spaces_are_spaces() -> None:
+    tokenizer = Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
+    tokenizer.decoder = decoders.Metaspace()
+    assert Text(tokenizer, None, ()).written(2) == b" a"
+
+
 BARE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}]{% endfor %}"
 
 
@@ -258,6 +370,7 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
             )
             assert ours.prompt(messages, thinking=thinking) == prompt
     assert ours.vocabulary() == theirs.get_vocab()
+    assert ours.prompt_tokens("Hi") == theirs.encode("Hi", add_special_tokens=True)
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.parent.name)
@@ -333,6 +446,14 @@ def test_tokenizer_without_tokenizer_json(tmp_path: Path) -> None:
     converted = read_tokenizer(tmp_path)
     sample = "Hello, world!"
     assert converted.encode(sample).ids == tokenizer.encode(sample).ids
+
+
+def test_a_plain_prompt_has_the_tokens_that_its_tokenizer_adds() -> None:
+    tokenizer = sentencepiece_like()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    text = Text(tokenizer, None, ())
+    assert text.prompt_tokens("a b") == [1, *text.encode("a b")]
+    assert TEXTS["byte_level"].prompt_tokens("a b") == TEXTS["byte_level"].encode("a b")
 
 
 def test_no_template_no_prompt() -> None:

@@ -57,7 +57,7 @@ class Raw:
     """Texts or tokens to be continued, each by `Ask.n` choices; choice i belongs to prompt i // n."""
 
     prompts: tuple[str | tuple[int, ...], ...]
-    echo: bool = False  # the prompt comes first in the answer, its logprobs, too
+    echo: bool = False  # each choice begins with its prompt, and its logprobs: nan for the first token
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,18 @@ class CallArguments:
 
 
 @dataclass(frozen=True)
+class CallDropped:
+    """The call that was opened last turned out to be malformed, or was cut off: it is none.
+
+    What the model wrote follows as pieces of the answer. A stream has shown the call already; an answer
+    that is sent as a whole leaves it out.
+    """
+
+    index: int
+    call: int
+
+
+@dataclass(frozen=True)
 class RoundDone:
     """A verify round of a choice: for those who show figures as they come."""
 
@@ -188,4 +200,4 @@ class Failed:
     failure: Failure
 
 
-Event = Opened | Piece | CallOpened | CallArguments | RoundDone | Ended | Closed | Failed
+Event = Opened | Piece | CallOpened | CallArguments | CallDropped | RoundDone | Ended | Closed | Failed

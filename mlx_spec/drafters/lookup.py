@@ -46,6 +46,11 @@ class Lookup:
         tokens = mx.array([history[place + i % period] for i in range(count)], dtype=mx.int32)
         return Draft(tokens, confidence=mx.full((count,), length / (length + 1)))
 
+    def match(self, history: Sequence[int]) -> int:
+        """Tokens of the longest match, and the most that would be drafted; 0: there is none."""
+        self._index(history)
+        return self._longest_match(history)[1]
+
     def _forget(self) -> None:
         self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
         self._before = [0] * self._min_match  # place -> the place before it with the same tokens; 0: none

@@ -1,8 +1,8 @@
 """What is accepted: by position, by the drafter's confidence, in this text and over all texts of a pair.
 
-Three speeds. What a pair has learned (`Experience`) is the prior of every new sequence. What this sequence
-shows, over some hundred rounds, is weighed against it. And the last few rounds move all positions together,
-as far as following them has foretold what was accepted (`Drift`).
+Four speeds. What a pair has learned (`Experience`) is the prior of every new answer. Its first tokens say of
+which kind it is (`Opening`). What it shows over some hundred rounds is weighed against that. And the last few
+rounds move all positions together, as far as following them has foretold what was accepted (`Drift`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.opening import Kinds, Opening
 from mlx_spec.tuning.tally import Tally, log_loss, logit
 from mlx_spec.types import Round
 
@@ -32,6 +33,7 @@ class Experience:
         self.bins = Tally(BINS, PAIR_MEMORY)
         self.expected = Tally(BINS, PAIR_MEMORY)  # the same tokens, as their positions alone would have it
         self.confidences = (Tally(BINS, PAIR_MEMORY), Tally(BINS, PAIR_MEMORY))  # of first tokens, of later
+        self.kinds = Kinds()
         self.loss = 0.0  # log loss of the bin's own rate, less that of the position's shifted by the bin
 
     def tick(self) -> None:
@@ -70,6 +72,10 @@ class Drift:
         self._levels = [level * keep**rounds for level, keep in zip(self._levels, self.KEEP, strict=True)]
         self._mixed = None
 
+    def calm(self) -> None:
+        """Another text: nothing is known of its last rounds."""
+        self._levels, self._mixed = [0.0] * len(self.GAINS), None
+
     def add(self, base: float, good: float, share: float = 1.0) -> None:
         """A token was accepted or not; `base` is the logit it had without any drift."""
         self._mixed = None
@@ -97,15 +103,28 @@ class Acceptance:
         self._positions = Tally(MAX_DRAFT_TOKENS, TEXT_MEMORY)
         self._offered = Tally(MAX_DRAFT_TOKENS + 1, TEXT_MEMORY)  # [0]: had a draft; [i]: one of i or more
         self._recent = [Tally(BINS, RECENT), Tally(BINS, RECENT)]  # confidences of first tokens, of later
-        self._drift = Drift()
+        self._drift, self._opening = Drift(), Opening(experience.kinds)
         self.told = False  # confidence has been read at least once
         self._short = False  # a draft has been shorter than asked for
+        self.refresh()
+
+    def begin(self) -> None:
+        """An answer begins: another text, and maybe of another kind."""
+        self._opening.begin()
+        self._positions = Tally(MAX_DRAFT_TOKENS, TEXT_MEMORY)
+        self._drift.calm()
         self.refresh()
 
     @property
     def drift(self) -> float:
         """How far the last rounds were easier than this text usually is, in logits."""
         return self._drift.level()
+
+    @property
+    def level(self) -> float:
+        """What moves all rates together: it changes when they do. In logits."""
+        share = self._opening.share
+        return self.drift + (share * logit(self._opening.rates()[0]) if share else 0.0)
 
     @property
     def tries(self) -> float:
@@ -134,9 +153,12 @@ class Acceptance:
         bins = [bin_of(c) for c in round.confidence]
         ended = round.accepted < round.drafted and len(round.tokens) == round.accepted
         judged = min(round.accepted + 1, round.drafted) - ended  # a stop token may hide the rest
+        if judged:
+            self._opening.saw(min(round.accepted, judged), max(judged - round.accepted, 0))
         for position in range(judged):
             self._learn(position, bins, float(position < round.accepted))
         if round.agreement is not None and not round.drafted:
+            self._opening.saw(round.agreement, 1 - round.agreement)
             self._learn(0, bins, round.agreement)
         elif judged == round.accepted == round.drafted and not ended:
             self._impute(round.drafted, bins)
@@ -145,6 +167,7 @@ class Acceptance:
         """One token was drafted and not verified; `agreement` is the chance that it would have passed."""
         self._observed()
         self._offered.add(0, 1)
+        self._opening.saw(agreement, 1 - agreement)
         self._learn(0, [bin_of(c) for c in confidence[:1]], agreement)
 
     def refresh(self) -> None:
@@ -154,8 +177,12 @@ class Acceptance:
 
     def rates(self) -> list[float]:
         """The rate of every position now, given that those before were accepted."""
-        level = self.drift
-        return [1 / (1 + math.exp(-base - level)) for base in self._base]
+        level, share = self.drift, self._opening.share
+        rates = [1 / (1 + math.exp(-base - level)) for base in self._base]
+        if not share:
+            return rates
+        first = self._opening.rates()
+        return [share * f + (1 - share) * rate for f, rate in zip(first, rates, strict=True)]
 
     def next(self, round: Round) -> float:
         """The rate of the position behind those that a round verified."""

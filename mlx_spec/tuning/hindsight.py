@@ -37,6 +37,11 @@ class Hindsight:
         self._left, self._hold, self._barred = 0, HOLD, 0  # tokens
         self._chance = random.Random(0)
 
+    def begin(self) -> None:
+        """Another text: what was best for the last one may not be for this."""
+        self.length, self._behind = None, 0.0
+        self._run, self._spent = 0, 0.0
+
     def price(self, times: Floats) -> None:
         """What a round of each length takes now: 0 is plain decoding."""
         self._times = times

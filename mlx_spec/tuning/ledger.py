@@ -1,17 +1,18 @@
-"""The bound on what speculation may lose.
+"""The bound on what speculation may lose, for every answer by itself.
 
-  elapsed <= (1 + EPSILON) * plain + BUFFER plain steps + one round
+  elapsed <= (1 + EPSILON) * plain + min(FIRST + GROWTH * tokens, BUFFER) plain steps
 
-where plain is what the same tokens would have taken by plain decoding. Drafting is refused beforehand while
-the lead is used up; a round that was begun is the only one that may go beyond. Gains are kept only up to
-`KEPT`, so that what was won long ago does not pay for a long loss. What a round takes beyond a multiple of
-what was expected, after rounds that took what was expected, is a pause of the machine and not entered.
+where plain is what the same tokens would have taken by plain decoding. A round is begun only if the bound
+holds even when none of its draft is accepted, so an answer that is short loses little. Gains are kept only up
+to `KEPT`, so that what was won long ago does not pay for a long loss, and none is kept for the next answer.
+What a round takes beyond a multiple of what was expected, after rounds that took what was expected, is a
+pause of the machine and not entered.
 """
 
 from __future__ import annotations
 
 EPSILON = 0.01
-BUFFER = 8.0  # plain steps
+FIRST, GROWTH, BUFFER = 2.0, 0.01, 8.0  # plain steps, at once, more with each token, and at most
 KEPT = 32.0  # plain steps
 
 
@@ -19,17 +20,19 @@ class Ledger:
     """The lead over plain decoding, in plain steps."""
 
     def __init__(self) -> None:
-        self.lead = 0.0
-
-    @property
-    def open(self) -> bool:
-        """Whether a loss can be afforded."""
-        return self.lead >= -BUFFER
+        self.begin()
 
     def begin(self) -> None:
-        """An answer begins: what earlier ones gained does not pay for it, so the bound holds for each."""
-        self.lead = min(self.lead, 0.0)
+        """An answer begins: it neither lives on what earlier ones gained nor pays for what they lost."""
+        self.lead = 0.0
+        self._buffer = FIRST
+
+    @property
+    def room(self) -> float:
+        """What the next round may lose."""
+        return self.lead + self._buffer
 
     def enter(self, tokens: int, steps: float) -> None:
         """A round emitted tokens in so many plain steps."""
         self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, KEPT)
+        self._buffer = min(self._buffer + GROWTH * tokens, BUFFER)

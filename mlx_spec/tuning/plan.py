@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -81,6 +81,23 @@ class Planner:
         """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
         drafting = self._drafting[drafter]
         return np.append(1.0, (drafting.draft[1:] + drafting.verify[2:]) / self._plain)
+
+    def shadow(self, drafter: int) -> float:
+        """Plain steps that a shadow token takes: it is drafted, and the step is not begun ahead."""
+        drafting = self._drafting[drafter]
+        return float(drafting.verify[1] + drafting.draft[1]) / self._plain - 1
+
+    def afforded(self, choices: Sequence[Choice], room: float) -> tuple[Choice, ...]:
+        """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay."""
+        return tuple(c for c in (self._shortened(choice, room) for choice in choices) if c.limit)
+
+    def _shortened(self, choice: Choice, room: float) -> Choice:
+        steps = self.rounds(choice.drafter)[: choice.limit + 1]
+        if steps[-1] - 1 <= room:
+            return choice
+        reach = np.cumprod(self.acceptance[choice.drafter].rates()[: choice.limit])
+        gains = np.append(0.0, np.cumsum(reach)) + 1 - steps
+        return replace(choice, limit=int(np.where(steps - 1 <= room, gains, 0.0).argmax()))
 
     def _priced(self, drafter: int, rows: Floats, context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
@@ -11,17 +11,19 @@ from mlx_spec.tuning.costs import CLAMP, MAX_DRAFT_TOKENS, Costs
 from mlx_spec.tuning.hindsight import Hindsight
 from mlx_spec.tuning.ledger import Ledger
 from mlx_spec.tuning.plan import Plan, Planner
-from mlx_spec.tuning.probes import Probes
+from mlx_spec.tuning.probes import Look, Probes
 from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 FIRST_LENGTH = 2  # tokens drafted first where nothing was measured: a wrong guess costs little
 TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it
+HOPE = 0.3  # ... unless fewer first tokens of this answer are expected to pass
 LOOK = 16  # rounds after which the plan is made anew
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
+UNPROVEN = 1.5  # plain steps that a round may lose before anything drafted for an answer was right
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
@@ -65,7 +67,8 @@ class Adaptive:
         self._costs, self._clock = costs, clock
         self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
         self._planner = Planner(costs, self._acceptance)
-        self._ledger, self._probes, self._hindsight = Ledger(), Probes(), Hindsight()
+        self._ledger, self._hindsight = Ledger(), Hindsight()
+        self._probes = Probes(len(self._acceptance))
         self._plan: Plan | None = None
         self._decision: Decision | None = None  # given, and not yet observed
         self._context = 0
@@ -73,10 +76,10 @@ class Adaptive:
         self._flight = False  # a token is on its way
         self._age, self._since_solve, self._solve_gap = 0, 0, SOLVE // 2
         self._drift = 0.0  # when the plan was made
-        self._asker = 0  # the drafter that is asked for the next shadow token
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
         self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
+        self._proven = False  # a token that was drafted for this answer was right
         self._in_line = 0  # speculative rounds in a row that took the expected time
 
     def decide(self, history: Sequence[int]) -> Decision:
@@ -89,7 +92,13 @@ class Adaptive:
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
+        self._proven = False
         self._ledger.begin()
+        self._probes.begin()
+        self._hindsight.begin()
+        for acceptance in self._acceptance:
+            acceptance.begin()
+        self._age = LOOK
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         """How many to verify; token j by `confidence[: j + 1]` alone."""
@@ -123,33 +132,50 @@ class Adaptive:
         plain = self._costs.plain(context)
         if plain is None or not self._acceptance:
             return Decision((), Reason.WARMING_UP if self._acceptance else Reason.NO_DRAFTER, None, plain)
-        if not self._ledger.open:
-            return Decision((), Reason.LEDGER, None, plain)
         if probes.timing > 0 or self._costs.timed(context) < WARM_UP:
             return Decision((), Reason.PROBE if self._plan else Reason.WARMING_UP, None, plain)
         plan = self._look(context)
-        held = self._hindsight.length
-        if plan.choices or held:
-            others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in plan.choices)]
-            if not held and others and self._missed > 1:  # those that pay have nothing to draft
-                probes.resting(hopeful=True)
-                if probes.shadowing:
-                    return Decision((), Reason.PROBE, others[0], plain)
-            else:
-                probes.drafting()
-            if held:
-                return Decision((Choice(0, held),), Reason.PAYS, None, plain)
-            choices = plan.choices if self._unread < RELEARN else tuple(map(self._curious, plan.choices))
-            choices += tuple(Choice(d, FIRST_LENGTH) for d in others if self._acceptance[d].tries < TRIES)
-            if self._costs.guessed(context):
-                choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-            return Decision(choices, Reason.PAYS, None, plain)
-        probes.resting(hopeful=plan.reason is Reason.ACCEPTANCE)
-        if probes.trying > 0:
-            return Decision((plan.best(plain),), Reason.PROBE, None, plain)
-        if probes.shadowing:
-            return Decision((), Reason.PROBE, self._asker, plain)
-        return Decision((), plan.reason, None, plain)
+        if plan.choices or self._hindsight.length:
+            return self._draft(plan, plain)
+        probes.resting(self._looks(range(len(self._acceptance))), hopeful=plan.reason is Reason.ACCEPTANCE)
+        trial = self._planner.afforded((plan.best(plain),), self._ledger.room) if probes.trying else ()
+        if trial:
+            return Decision(trial, Reason.PROBE, None, plain)
+        return self._aside(plan.reason, plain)
+
+    def _draft(self, plan: Plan, plain: float) -> Decision:
+        """A draft, if the ledger allows it."""
+        probes, held = self._probes, self._hindsight.length
+        choices: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
+        others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
+        if not held and self._unread >= RELEARN:
+            choices = tuple(map(self._curious, choices))
+        choices += tuple(Choice(d, FIRST_LENGTH) for d in others if self._untried(d))
+        if self._costs.guessed(self._context):
+            choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
+        credit = min(self._ledger.room, UNPROVEN) if not self._proven else self._ledger.room
+        afforded = self._planner.afforded(choices, credit)
+        reason = Reason.PAYS if afforded else Reason.LEDGER
+        if afforded and not (others and self._missed > 1):
+            probes.drafting()
+            return Decision(afforded, reason, None, plain)
+        probes.resting(self._looks(others), hopeful=True)  # those that pay have nothing to draft, or no credit
+        aside = self._aside(reason, plain)
+        return aside if aside.shadow is not None else Decision(afforded, reason, None, plain)
+
+    def _aside(self, reason: Reason, plain: float) -> Decision:
+        """Plain decoding, with a shadow token where one is due and can be afforded."""
+        drafter = self._probes.shadow
+        if drafter is None or self._planner.shadow(drafter) > self._ledger.room:
+            return Decision((), reason, None, plain)
+        return Decision((), Reason.PROBE, drafter, plain)
+
+    def _looks(self, drafters: Iterable[int]) -> dict[int, Look]:
+        return {d: Look(self._planner.shadow(d), self._acceptance[d].rates()[0]) for d in drafters}
+
+    def _untried(self, drafter: int) -> bool:
+        acceptance = self._acceptance[drafter]
+        return acceptance.tries < TRIES and acceptance.rates()[0] > HOPE
 
     def _look(self, context: int) -> Plan:
         """The plan, made anew where it is old or the text has changed."""
@@ -170,7 +196,7 @@ class Adaptive:
         return plan
 
     def _drifted(self) -> float:
-        return sum(a.drift for a in self._acceptance)
+        return sum(a.level for a in self._acceptance)
 
     def _curious(self, choice: Choice) -> Choice:
         """With the confidence read, to learn what it is worth."""
@@ -197,14 +223,17 @@ class Adaptive:
         for drafter in () if landing else wanted if shadow is None else [shadow]:
             self._acceptance[drafter].missed()
         if shadow is not None and not landing:
-            self._looked_aside(0.0)
-        if steady and (plain is None or self._asked - self._done <= plain / 2):
+            self._looked_aside(shadow, 0.0)
+        if steady and not round.finish_reason and (plain is None or self._asked - self._done <= plain / 2):
             self._time_plain(now - self._done)
         if self._probes.timing and not wanted:
             self._probes.timing -= steady or decision.reason is not Reason.PROBE
         if plain is not None:
             most = PAUSE * max(self._costs.verify(1, self._context) or plain, plain)
-            seconds = plain if steady or landing else min(now - self._asked, most)
+            if steady or landing:  # of a landing, some backends have done all with the round before
+                seconds = plain if steady else min(now - self._done, plain)
+            else:
+                seconds = min(now - self._asked, most)
             self._enter(round, seconds, plain)
         self._flight = not landing and (not wanted or self._missed > 1)
 
@@ -220,13 +249,13 @@ class Adaptive:
         assert round.drafter is not None and round.agreement is not None and plain is not None
         self._enter(round, min(seconds, 2 * PAUSE * plain), plain)
         self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
-        self._looked_aside(round.agreement)
+        self._looked_aside(round.drafter, round.agreement)
+        self._proven = self._proven or round.agreement > 0.5
         self._flight = True
 
-    def _looked_aside(self, agreement: float) -> None:
-        self._probes.shadowed(agreement)
+    def _looked_aside(self, drafter: int, agreement: float) -> None:
+        self._probes.shadowed(drafter, agreement)
         self._age = LOOK
-        self._asker = (self._asker + 1) % len(self._acceptance)
 
     def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
         """A round with a draft."""
@@ -242,6 +271,8 @@ class Adaptive:
         for other in decision.choices[: decision.choices.index(choice)]:
             self._acceptance[other.drafter].missed()
         self._acceptance[drafter].saw(round, choice.limit)
+        self._probes.drafted(drafter, accepted=round.accepted > 0)
+        self._proven = self._proven or round.accepted > 0
         self._charge(round, choice, seconds)
         if self._probes.trying:
             self._probes.trying -= 1

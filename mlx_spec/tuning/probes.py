@@ -2,36 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
 REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
-FIRST_SHADOW, LAST_SHADOW = 4, 256  # plain rounds between two shadow tokens
-SPARING = 8  # ... one in so many parts of the rounds since drafting paid, once that is longer ago than usual
+FIRST_SHARE, LAST_SHARE = 0.02, 0.002  # of the time, for shadow tokens: at first, and after many that failed
+SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
+HURRY = 8  # times as soon in a new answer, at even odds
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
+CALM = 4  # times as many where it is acceptance that does not pay: of costs there is less to learn
 TRIAL_ROUNDS = 2  # drafted and verified in earnest, because only that shows what it costs
 MEMORY = 0.7  # of the usual length of a spell of plain decoding
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a shadow token of one drafter takes and promises."""
+
+    price: float  # plain steps
+    chance: float  # that it passes
+
+
+class _Shadows:
+    """The shadow tokens of one drafter. Outlives answers."""
+
+    def __init__(self) -> None:
+        self.failed = 0  # in a row
+        self.since = LONGEST  # plain rounds since the last
+        self.eager = 0
+        self.begin()
+        self._usual = 0.0  # plain rounds of an answer until drafting pays again
+
+    def begin(self) -> None:
+        """An answer begins: what failed before may pass in it."""
+        self.eager, self._spell = 0, 0
+        self._opening = True  # nothing was seen in this answer
+
+    def rest(self) -> None:
+        """A plain round."""
+        self.since += 1
+        self._spell += 1
+
+    def gap(self, look: Look) -> float:
+        """Plain rounds between two."""
+        if self.eager:
+            return SOON
+        first, last = max(look.price / FIRST_SHARE, SHORTEST), max(look.price / LAST_SHARE, LONGER)
+        if self._opening:
+            return min(first / HURRY * (1 - look.chance) / look.chance, last, LONGEST)
+        return min(first if self._spell <= 2 * self._usual else min(first * 2**self.failed, last), LONGEST)
+
+    def saw(self, agreement: float) -> None:
+        """One was judged."""
+        self.since, self._opening = 0, False
+        if agreement > 0.5:
+            self.eager = self.eager - 1 if self.eager else EAGER
+        else:
+            self.eager, self.failed = 0, self.failed + 1
+
+    def drafted(self, *, accepted: bool) -> None:
+        """A draft was judged."""
+        self.eager, self._opening = 0, False
+        if accepted and self._spell:
+            usual = self._usual or self._spell
+            self._usual, self._spell = MEMORY * usual + (1 - MEMORY) * self._spell, 0
+        if accepted:
+            self.failed = 0
 
 
 class Probes:
     """Counts rounds and says when it is time."""
 
-    def __init__(self) -> None:
-        self.shadowing = False  # a shadow token is due, or was asked for and has not come
+    def __init__(self, drafters: int) -> None:
+        self.shadow: int | None = None  # the drafter whose token is due, or was asked for and has not come
         self.trying = 0  # rounds of a trial still to come
         self.timing = 0  # plain rounds of a timing still to come
         self._more = 0
         self._refresh, self._since_refresh = REFRESH, 0
-        self._spell, self._usual = 0, 0.0  # plain rounds: so far, and usually until drafting pays again
-        self._since_shadow, self._eager = 0, 0
-        self._trial, self._since_trial = FIRST_TRIAL, 0
+        self._shadows = [_Shadows() for _ in range(drafters)]
+        self._trial, self._since_trial = float(FIRST_TRIAL), 0.0
+
+    def begin(self) -> None:
+        """An answer begins: what failed before may pass in it."""
+        self.shadow, self.trying = None, 0
+        for shadows in self._shadows:
+            shadows.begin()
 
     def drafting(self) -> None:
         """A round that drafts because it pays."""
-        if self._spell:
-            self._usual = MEMORY * self._usual + (1 - MEMORY) * self._spell if self._usual else self._spell
-            self._spell = self._since_shadow = self._eager = 0
-            self._trial, self._since_trial = FIRST_TRIAL, 0
+        self._since_trial, self.shadow = 0.0, None
         self._since_refresh += 1
         if self._since_refresh > self._refresh:
             self.timing, self._more, self._since_refresh = REFRESH_ROUNDS, MORE_ROUNDS, 0
@@ -43,27 +105,28 @@ class Probes:
         if self.timing and self._more:
             self.timing, self._more = self.timing + 1, self._more - 1
 
-    def resting(self, *, hopeful: bool) -> None:
-        """A plain round because nothing pays; hopeful where better acceptance would change that."""
-        self._spell += 1
-        self._since_shadow += 1
-        self._since_trial += 1
+    def resting(self, looks: Mapping[int, Look], *, hopeful: bool) -> None:
+        """A plain round because nothing pays; hopeful where better acceptance would change that.
+
+        `looks` by drafter.
+        """
+        self._since_trial += 1 / CALM if hopeful else 1
         if self._since_trial > self._trial:
-            self.trying, self._since_trial = TRIAL_ROUNDS, 0
+            self.trying, self._since_trial = TRIAL_ROUNDS, 0.0
             self._trial = min(2 * self._trial, LAST_TRIAL)
-        self.shadowing = self.shadowing or (hopeful and self._since_shadow > self.gap)
+        most = 0.0
+        for drafter, look in looks.items():
+            shadows = self._shadows[drafter]
+            shadows.rest()
+            late = shadows.since - shadows.gap(look)
+            if hopeful and late > most:
+                self.shadow, most = drafter, late
 
-    @property
-    def gap(self) -> int:
-        """Plain rounds between two shadow tokens, now."""
-        if self._eager:
-            return SOON
-        if self._spell <= 2 * self._usual:
-            return FIRST_SHADOW
-        return min(max(self._spell // SPARING, FIRST_SHADOW), LAST_SHADOW)
-
-    def shadowed(self, agreement: float) -> None:
+    def shadowed(self, drafter: int, agreement: float) -> None:
         """A shadow token was seen, or the drafter had none (agreement 0)."""
-        self.shadowing, self._since_shadow = False, 0
-        passed = agreement > 0.5
-        self._eager = (self._eager - 1 if self._eager else EAGER) if passed else 0
+        self.shadow = None
+        self._shadows[drafter].saw(agreement)
+
+    def drafted(self, drafter: int, *, accepted: bool) -> None:
+        """A draft was verified."""
+        self._shadows[drafter].drafted(accepted=accepted)
