@@ -1,4 +1,4 @@
-"""A hundred JSON schemas with short answers: objects, numbers, texts, choices, lists, unions and references."""
+"""A hundred JSON schemas with short answers: objects, numbers, texts, choices, lists, unions, references."""
 
 from __future__ import annotations
 

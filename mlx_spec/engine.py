@@ -7,7 +7,7 @@ cache holds a token that was not emitted; at least one token was emitted.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -40,7 +40,7 @@ def generate(
     *,
     max_tokens: int,
     stop: Collection[int] = (),
-) -> Iterator[Round]:
+) -> Generator[Round, None, None]:
     """Yield rounds of tokens with the law of plain decoding, token for token where the law leaves no choice.
 
     The policy chooses among the drafters by index; there may be none. The target may already hold a prefix

@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
 
 from mlx_spec.text import Text
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A token that could have stood in a place."""
-
-    token: int
-    written: bytes  # its text; half a character is those bytes
-    logprob: float
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """An emitted token, and the most likely tokens in its place, the most likely first."""
-
-    token: int
-    written: bytes
-    logprob: float
-    top: tuple[Alternative, ...] = ()
+from mlx_spec.types import Alternative as Alternative
+from mlx_spec.types import TokenLogprob as TokenLogprob
 
 
 def figures(scores: mx.array, tokens: mx.array, top: int) -> mx.array:

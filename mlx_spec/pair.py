@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.nn as nn
@@ -11,8 +12,11 @@ import mlx.nn as nn
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.sampling import Sampling
-from mlx_spec.session import Decoding, Session
+from mlx_spec.offers import offered
+from mlx_spec.recorder import Recorder
+from mlx_spec.reuse import Decoding
+from mlx_spec.sampling import Law, Sampling
+from mlx_spec.session import Session
 from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec, Round, Target
@@ -101,15 +105,28 @@ class Pair:
         sampling: Sampling = GREEDY,
         max_tokens: int,
         stop: Collection[int] = (),
+        top_logprobs: int | None = None,
+        prediction: Sequence[int] = (),
     ) -> Iterator[Round]:
-        """`generate` with parts that may already hold a prefix of the prompt."""
+        """`generate` with parts that may already hold a prefix of the prompt.
+
+        With `top_logprobs` rounds carry the log-probabilities of their tokens, and so many alternatives of
+        each. `prediction` is what much of the text is expected to be: it is drafted where it fits. What it
+        and a grammar bring to draft from are drafters of their own, whose indices follow `drafter_names`.
+        """
         prompt = list(prompt_tokens)
         room = self._room(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.facts.vocab_size)
+        recorder = None
+        if top_logprobs is not None:
+            law = Law(sampling, len(prompt), self.facts.vocab_size)
+            sampler = recorder = Recorder(sampler, law, self.text, top_logprobs)
+        parts = offered(decoding, prompt, grammar=sampling.grammar, prediction=prediction)
         ends = self.text.eos | frozenset(stop)
-        return engine.generate(
-            decoding.target, decoding.drafters, decoding.policy, sampler, prompt, max_tokens=room, stop=ends
+        rounds = engine.generate(
+            parts.target, parts.drafters, parts.policy, sampler, prompt, max_tokens=room, stop=ends
         )
+        return rounds if recorder is None else _recorded(rounds, recorder, len(prompt))
 
     def _room(self, prompt: list[int], max_tokens: int) -> int:
         """How many tokens may be generated. Raises InvalidValue and PromptTooLong."""
@@ -130,6 +147,14 @@ class Pair:
                 "shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
+
+
+def _recorded(rounds: Generator[Round, None, None], recorder: Recorder, position: int) -> Iterator[Round]:
+    """Rounds with the log-probabilities of their tokens, of which the first is at `position`."""
+    with closing(rounds):
+        for round in rounds:
+            yield replace(round, logprobs=recorder.of(position, round.tokens))
+            position += len(round.tokens)
 
 
 def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:

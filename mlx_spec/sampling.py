@@ -86,7 +86,9 @@ class Law:
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
         grammar = sampling.grammar
         self._constraint = None if grammar is None else Constraint(grammar, prompt_length)
-        self.free = self if grammar is None else Law(replace(sampling, grammar=None), prompt_length, vocab_size)
+        self.free = (
+            self if grammar is None else Law(replace(sampling, grammar=None), prompt_length, vocab_size)
+        )
         self._vocab_size = vocab_size
         self._counted = 0  # tokens of the history already in the counts below
         self._prompt: mx.array | None = None  # [V] bool, tokens of the prompt

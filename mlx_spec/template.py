@@ -24,6 +24,9 @@ REASONING = (
     "reasoning",
 )  # what templates call it; the first is the usual one
 
+# what templates raise where messages or tools are not what they expect
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+
 Message = Mapping[str, Any]  # "role", "content", and what a template may read besides
 
 
@@ -59,7 +62,7 @@ class ChatTemplate:
         given |= {"documents": None, "add_generation_prompt": generation_prompt}
         try:
             return self._template.render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except REFUSALS as error:
             message = f"the chat template refuses these messages: {one_line(error)}"
             raise InvalidValue(message) from error
 

@@ -110,6 +110,25 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """A token that could have stood in a place."""
+
+    token: int
+    written: bytes  # its text; half a character is those bytes
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """An emitted token, and the most likely tokens in its place, the most likely first."""
+
+    token: int
+    written: bytes
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
 class Round:
     """What the caller gets for one pass of the target: at least one token."""
 
@@ -124,6 +143,7 @@ class Round:
     confidence: tuple[float, ...] = ()  # of those proposed, where it was read
     agreement: float | None = None  # the chance that an unverified (shadow) token would have been accepted
     plain_seconds: float | None = None  # measured time of one plain token here; None: not known
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if asked for
 
 
 class Target(Protocol):

@@ -24,6 +24,7 @@ RAISED: dict[str, tuple[str, int, str]] = {
 SYNCS = {
     "mlx_spec/engine.py": "the one copy to the host that decides a round",
     "mlx_spec/target.py": "ends a chunk of the prompt, so that its activations can be freed",
+    "mlx_spec/logprobs.py": "the one copy that reads the log-probabilities of a round",
     "mlx_spec/load.py": "weights are read before the first question, not during it",
     "mlx_spec/tuning/": "measures seconds",
     "mlx_spec/demo/recipe/": "trains",
@@ -44,7 +45,10 @@ LAYERS = (
     ("cache", "verify", "noise", "sampling", "tuning", "demo"),
     ("target", "drafters"),
     ("engine",),
-    ("session", "text", "template"),
+    ("text", "template", "reading", "written", "stops", "answer"),
+    ("logprobs", "recorder", "scoring", "reuse"),
+    ("offers",),
+    ("session",),
     ("pair", "policies", "load", "hub", "known"),
     ("", "convert", "demo.recipe"),  # "" is mlx_spec/__init__.py, the public face
     ("apps",),

@@ -26,6 +26,7 @@ class Ledger:
         """An answer begins: it neither lives on what earlier ones gained nor pays for what they lost."""
         self.lead = 0.0
         self._buffer = FIRST
+        self._ahead = 0.0  # plain steps already spent on a token that has not come
 
     @property
     def room(self) -> float:
@@ -36,3 +37,16 @@ class Ledger:
         """A round emitted tokens in so many plain steps."""
         self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, KEPT)
         self._buffer = min(self._buffer + GROWTH * tokens, BUFFER)
+
+    def ahead(self, steps: float, expected: float) -> float:
+        """What to enter of a round that has begun the next token, too.
+
+        Some backends wait for both. What goes beyond the expected is entered when that token comes.
+        """
+        self._ahead = min(max(steps - expected, 0.0), 1.0)
+        return steps - self._ahead
+
+    def landed(self, steps: float) -> float:
+        """What to enter of a round that only waited for such a token."""
+        counted, self._ahead = min(steps, 1.0) + self._ahead, 0.0
+        return counted

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mlx_spec.tuning.acceptance import Acceptance
 from mlx_spec.tuning.costs import Costs
+from mlx_spec.tuning.probes import Look
 from mlx_spec.tuning.programme import Action, Drafting, Floats, Rule, fitted, selective, steady
 from mlx_spec.types import Choice, Reason
 
 BEGIN, STAY = 1.01, 0.99  # of plain decoding's rate: what speculation must promise to begin, and to go on
 STEPS, CLOSE = 3, 0.01  # towards the best rate: at most so many, or until one changes it by less than this
+FIRST_LENGTH = 2  # tokens drafted first where little is known: a wrong guess costs little
+UNPROVEN = 0.75  # plain steps that a longer first draft of an answer may lose
+TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it ...
+HOPE = 0.3  # ... unless fewer first tokens of this answer are expected to pass
 PERFECT = 0.98  # acceptance, at best
 WORTH, WORTH_SHARE = 0.01, 0.005  # tokens, and share of a round's, that reading confidence must promise
 
@@ -82,22 +87,35 @@ class Planner:
         drafting = self._drafting[drafter]
         return np.append(1.0, (drafting.draft[1:] + drafting.verify[2:]) / self._plain)
 
-    def shadow(self, drafter: int) -> float:
-        """Plain steps that a shadow token takes: it is drafted, and the step is not begun ahead."""
-        drafting = self._drafting[drafter]
-        return float(drafting.verify[1] + drafting.draft[1]) / self._plain - 1
+    def looks(self, drafters: Iterable[int]) -> dict[int, Look]:
+        """What a shadow token takes and promises: it is drafted, and the step is not begun ahead."""
+        seconds = {d: float(self._drafting[d].verify[1] + self._drafting[d].draft[1]) for d in drafters}
+        return {d: Look(s / self._plain - 1, self.acceptance[d].rates()[0]) for d, s in seconds.items()}
 
-    def afforded(self, choices: Sequence[Choice], room: float) -> tuple[Choice, ...]:
-        """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay."""
-        return tuple(c for c in (self._shortened(choice, room) for choice in choices) if c.limit)
+    def untried(self, drafters: Iterable[int]) -> tuple[Choice, ...]:
+        """Drafters that have been judged too seldom to be believed not to pay."""
+        acceptance = self.acceptance
+        few = [d for d in drafters if acceptance[d].tries < TRIES and acceptance[d].rates()[0] > HOPE]
+        return tuple(Choice(d, FIRST_LENGTH) for d in few)
 
-    def _shortened(self, choice: Choice, room: float) -> Choice:
+    def afforded(
+        self, choices: Sequence[Choice], room: float, proven: Collection[int]
+    ) -> tuple[Choice, ...]:
+        """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay.
+
+        Of a drafter that was not `proven` right in this answer no more than a few tokens.
+        """
+        shortened = [self._shortened(choice, room, proven=choice.drafter in proven) for choice in choices]
+        return tuple(choice for choice in shortened if choice.limit)
+
+    def _shortened(self, choice: Choice, room: float, *, proven: bool) -> Choice:
         steps = self.rounds(choice.drafter)[: choice.limit + 1]
-        if steps[-1] - 1 <= room:
+        most = room if proven else min(room, max(UNPROVEN, float(steps[: FIRST_LENGTH + 1][-1]) - 1))
+        if steps[-1] - 1 <= most:
             return choice
         reach = np.cumprod(self.acceptance[choice.drafter].rates()[: choice.limit])
         gains = np.append(0.0, np.cumsum(reach)) + 1 - steps
-        return replace(choice, limit=int(np.where(steps - 1 <= room, gains, 0.0).argmax()))
+        return replace(choice, limit=int(np.where(steps - 1 <= most, gains, 0.0).argmax()))
 
     def _priced(self, drafter: int, rows: Floats, context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.costs import CLAMP, MAX_DRAFT_TOKENS, Costs
 from mlx_spec.tuning.hindsight import Hindsight
 from mlx_spec.tuning.ledger import Ledger
-from mlx_spec.tuning.plan import Plan, Planner
-from mlx_spec.tuning.probes import Look, Probes
+from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
+from mlx_spec.tuning.probes import Probes
 from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
-FIRST_LENGTH = 2  # tokens drafted first where nothing was measured: a wrong guess costs little
-TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it
-HOPE = 0.3  # ... unless fewer first tokens of this answer are expected to pass
 LOOK = 16  # rounds after which the plan is made anew
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
-UNPROVEN = 1.5  # plain steps that a round may lose before anything drafted for an answer was right
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
@@ -79,7 +75,7 @@ class Adaptive:
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
         self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
-        self._proven = False  # a token that was drafted for this answer was right
+        self._proven: set[int] = set()  # drafters that were right in this answer
         self._in_line = 0  # speculative rounds in a row that took the expected time
 
     def decide(self, history: Sequence[int]) -> Decision:
@@ -92,7 +88,7 @@ class Adaptive:
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
-        self._proven = False
+        self._proven.clear()
         self._ledger.begin()
         self._probes.begin()
         self._hindsight.begin()
@@ -137,8 +133,10 @@ class Adaptive:
         plan = self._look(context)
         if plan.choices or self._hindsight.length:
             return self._draft(plan, plain)
-        probes.resting(self._looks(range(len(self._acceptance))), hopeful=plan.reason is Reason.ACCEPTANCE)
-        trial = self._planner.afforded((plan.best(plain),), self._ledger.room) if probes.trying else ()
+        everyone = self._planner.looks(range(len(self._acceptance)))
+        probes.resting(everyone, hopeful=plan.reason is Reason.ACCEPTANCE)
+        best = (plan.best(plain),) if probes.trying else ()
+        trial = self._planner.afforded(best, self._ledger.room, self._proven)
         if trial:
             return Decision(trial, Reason.PROBE, None, plain)
         return self._aside(plan.reason, plain)
@@ -150,32 +148,24 @@ class Adaptive:
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
         if not held and self._unread >= RELEARN:
             choices = tuple(map(self._curious, choices))
-        choices += tuple(Choice(d, FIRST_LENGTH) for d in others if self._untried(d))
+        choices += self._planner.untried(others)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        credit = min(self._ledger.room, UNPROVEN) if not self._proven else self._ledger.room
-        afforded = self._planner.afforded(choices, credit)
+        afforded = self._planner.afforded(choices, self._ledger.room, self._proven)
         reason = Reason.PAYS if afforded else Reason.LEDGER
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             return Decision(afforded, reason, None, plain)
-        probes.resting(self._looks(others), hopeful=True)  # those that pay have nothing to draft, or no credit
+        probes.resting(self._planner.looks(others), hopeful=True)  # those that pay have nothing, or no credit
         aside = self._aside(reason, plain)
         return aside if aside.shadow is not None else Decision(afforded, reason, None, plain)
 
     def _aside(self, reason: Reason, plain: float) -> Decision:
         """Plain decoding, with a shadow token where one is due and can be afforded."""
         drafter = self._probes.shadow
-        if drafter is None or self._planner.shadow(drafter) > self._ledger.room:
+        if drafter is None or self._planner.looks([drafter])[drafter].price > self._ledger.room:
             return Decision((), reason, None, plain)
         return Decision((), Reason.PROBE, drafter, plain)
-
-    def _looks(self, drafters: Iterable[int]) -> dict[int, Look]:
-        return {d: Look(self._planner.shadow(d), self._acceptance[d].rates()[0]) for d in drafters}
-
-    def _untried(self, drafter: int) -> bool:
-        acceptance = self._acceptance[drafter]
-        return acceptance.tries < TRIES and acceptance.rates()[0] > HOPE
 
     def _look(self, context: int) -> Plan:
         """The plan, made anew where it is old or the text has changed."""
@@ -223,19 +213,22 @@ class Adaptive:
         for drafter in () if landing else wanted if shadow is None else [shadow]:
             self._acceptance[drafter].missed()
         if shadow is not None and not landing:
-            self._looked_aside(shadow, 0.0)
+            self._looked_aside(shadow, None)
         if steady and not round.finish_reason and (plain is None or self._asked - self._done <= plain / 2):
             self._time_plain(now - self._done)
         if self._probes.timing and not wanted:
             self._probes.timing -= steady or decision.reason is not Reason.PROBE
-        if plain is not None:
-            most = PAUSE * max(self._costs.verify(1, self._context) or plain, plain)
-            if steady or landing:  # of a landing, some backends have done all with the round before
-                seconds = plain if steady else min(now - self._done, plain)
-            else:
-                seconds = min(now - self._asked, most)
-            self._enter(round, seconds, plain)
         self._flight = not landing and (not wanted or self._missed > 1)
+        if plain is None:
+            return
+        if steady or landing:
+            steps = 1.0 if steady else self._ledger.landed((now - self._done) / plain)
+        else:
+            one = max(self._costs.verify(1, self._context) or plain, plain)
+            steps = min(now - self._asked, PAUSE * one) / plain
+            if self._flight and not flight:
+                steps = self._ledger.ahead(steps, one / plain)
+        self._enter(round, steps)
 
     def _time_plain(self, seconds: float) -> None:
         plain = self._costs.plain(self._context)
@@ -247,13 +240,15 @@ class Adaptive:
         """A token was drafted and not verified."""
         plain = self._costs.plain(self._context)
         assert round.drafter is not None and round.agreement is not None and plain is not None
-        self._enter(round, min(seconds, 2 * PAUSE * plain), plain)
+        expected = 1 + self._planner.looks([round.drafter])[round.drafter].price
+        self._enter(round, self._ledger.ahead(min(seconds / plain, 2 * PAUSE), expected))
         self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
         self._looked_aside(round.drafter, round.agreement)
-        self._proven = self._proven or round.agreement > 0.5
+        if round.agreement > 0.5:
+            self._proven.add(round.drafter)
         self._flight = True
 
-    def _looked_aside(self, drafter: int, agreement: float) -> None:
+    def _looked_aside(self, drafter: int, agreement: float | None) -> None:
         self._probes.shadowed(drafter, agreement)
         self._age = LOOK
 
@@ -262,7 +257,7 @@ class Adaptive:
         drafter = round.drafter
         assert drafter is not None
         choice = next(c for c in decision.choices if c.drafter == drafter)
-        self._flight, self._missed = False, 0
+        landed, self._flight, self._missed = self._flight, False, 0
         self._read[drafter] += choice.selective
         if not choice.selective:
             self._unread += 1
@@ -271,16 +266,20 @@ class Adaptive:
         for other in decision.choices[: decision.choices.index(choice)]:
             self._acceptance[other.drafter].missed()
         self._acceptance[drafter].saw(round, choice.limit)
+        if landed:  # what was found is drafted again in the next round
+            plain = self._costs.plain(self._context) or seconds
+            self._enter(round, self._ledger.landed(seconds / plain))
+            return
         self._probes.drafted(drafter, accepted=round.accepted > 0)
-        self._proven = self._proven or round.accepted > 0
+        if round.accepted:
+            self._proven.add(drafter)
         self._charge(round, choice, seconds)
         if self._probes.trying:
             self._probes.trying -= 1
             self._age = LOOK
 
-    def _enter(self, round: Round, seconds: float, plain: float) -> None:
+    def _enter(self, round: Round, steps: float) -> None:
         """In the books: what a round brought and took."""
-        steps = seconds / plain
         self._ledger.enter(len(round.tokens), steps)
         if len(self._acceptance) == 1:
             rejected = round.drafted > 0 and len(round.tokens) > round.accepted < round.drafted
@@ -300,4 +299,4 @@ class Adaptive:
         else:
             self._in_line += 1
         self._costs.saw_round(*kind, context, seconds, selective=choice.selective)
-        self._enter(round, counted, plain)
+        self._enter(round, counted / plain)

@@ -39,7 +39,7 @@ class _Shadows:
     def begin(self) -> None:
         """An answer begins: what failed before may pass in it."""
         self.eager, self._spell = 0, 0
-        self._opening = True  # nothing was seen in this answer
+        self._opening = self._waits = True  # nothing was seen in this answer; and nothing was missed
 
     def rest(self) -> None:
         """A plain round."""
@@ -55,10 +55,14 @@ class _Shadows:
             return min(first / HURRY * (1 - look.chance) / look.chance, last, LONGEST)
         return min(first if self._spell <= 2 * self._usual else min(first * 2**self.failed, last), LONGEST)
 
-    def saw(self, agreement: float) -> None:
-        """One was judged."""
-        self.since, self._opening = 0, False
-        if agreement > 0.5:
+    def saw(self, agreement: float | None) -> None:
+        """One was judged, or there was none: some drafters have their first in the second round."""
+        self.since = 0
+        if agreement is None and self._waits:
+            self._waits = False
+            return
+        self._opening = False
+        if agreement is not None and agreement > 0.5:
             self.eager = self.eager - 1 if self.eager else EAGER
         else:
             self.eager, self.failed = 0, self.failed + 1
@@ -122,8 +126,8 @@ class Probes:
             if hopeful and late > most:
                 self.shadow, most = drafter, late
 
-    def shadowed(self, drafter: int, agreement: float) -> None:
-        """A shadow token was seen, or the drafter had none (agreement 0)."""
+    def shadowed(self, drafter: int, agreement: float | None) -> None:
+        """A shadow token was seen, or the drafter had none."""
         self.shadow = None
         self._shadows[drafter].saw(agreement)
 

@@ -1,0 +1,215 @@
+"""`/metrics`: the figures of a server in Prometheus' text format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from fastapi import APIRouter, Response
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_spec.apps.server.ask import Ask, Closed, Event, Failed
+from mlx_spec.apps.server.bridge import Job, Works
+from mlx_spec.apps.server.log import LOG
+from mlx_spec.apps.server.worker import Worker
+from mlx_spec.types import Reason
+
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)
+ONE_MODEL, OTHER = "/v1/models/{name}", "other"  # other: all paths that do not exist
+
+
+class Metrics:
+    """What is counted."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by path and status.", "path", "status")
+        self.failures = self._counter("failures", "Admitted requests that failed.", "model", "code")
+        self.cancelled = self._counter("cancelled", "Requests whose client hung up.", "model")
+        self.prompt = self._counter("prompt_tokens", "Tokens of prompts.", "model")
+        self.cached = self._counter("cached_tokens", "Tokens of prompts that were cached.", "model")
+        self.generated = self._counter("generation_tokens", "Generated tokens.", "model")
+        self.drafts = self._counter("spec_decode_num_drafts", "Rounds that drafted.", "model")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Verified draft tokens.", "model")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted ones.", "model")
+        at = ("model", "position")  # from 0, as vLLM counts them
+        self.drafted_at = self._counter("spec_decode_num_draft_tokens_per_pos", "By place.", *at)
+        self.accepted_at = self._counter("spec_decode_num_accepted_tokens_per_pos", "By place.", *at)
+        self.first_token = self._histogram("time_to_first_token_seconds", "From admission.", FIRST_TOKEN)
+        self.per_token = self._histogram("time_per_output_token_seconds", "In the engine.", PER_TOKEN)
+        self.gain = Gauge(
+            "mlx_spec_gain",
+            "Speed of the last request as a multiple of plain decoding.",
+            ["model"],
+            registry=self.registry,
+        )
+        self.reason = Gauge(
+            "mlx_spec_reason",
+            "1 for why the last request ended with speculation on or off.",
+            ["model", "reason"],
+            registry=self.registry,
+        )
+        self.registry.register(_Now(worker))
+
+    def note(self, model: str, event: Event) -> None:
+        """Count what ended."""
+        if isinstance(event, Failed):
+            self.failures.labels(model, event.failure.code or str(event.failure.status)).inc()
+        if isinstance(event, Closed):
+            self._closed(model, event)
+
+    def _closed(self, model: str, event: Closed) -> None:
+        statistics = event.timings.statistics
+        self.prompt.labels(model).inc(event.usage.prompt_tokens)
+        self.cached.labels(model).inc(event.usage.cached_tokens)
+        self.generated.labels(model).inc(event.usage.completion_tokens)
+        self.drafts.labels(model).inc(statistics.speculative_rounds)
+        self.drafted.labels(model).inc(statistics.drafted)
+        self.accepted.labels(model).inc(statistics.accepted)
+        for counter, counts in (
+            (self.drafted_at, statistics.drafted_at),
+            (self.accepted_at, statistics.accepted_at),
+        ):
+            for position, count in enumerate(counts):
+                counter.labels(model, str(position)).inc(count)
+        self.first_token.labels(model).observe(event.timings.first_token_seconds)
+        if statistics.tokens_per_second:
+            self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
+        if statistics.gain is not None:
+            self.gain.labels(model).set(statistics.gain)
+        for reason in Reason:
+            self.reason.labels(model, reason.value).set(reason is statistics.reason)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"mlx_spec_{name}", about, labels, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"mlx_spec_{name}", about, ["model"], buckets=buckets, registry=self.registry)
+
+
+class Observed:
+    """A worker whose requests are counted when they end."""
+
+    def __init__(self, worker: Works, metrics: Metrics) -> None:
+        self._worker = worker
+        self._metrics = metrics
+
+    def resolve(self, name: str | None) -> str:
+        """As the worker does."""
+        return self._worker.resolve(name)
+
+    def submit(self, ask: Ask, send: Callable[[Event], None]) -> Job:
+        """As the worker does."""
+        job = _Counted(self._metrics, ask.model)
+
+        def counted(event: Event) -> None:
+            if isinstance(event, Closed | Failed):
+                job.ended = True
+                self._metrics.note(ask.model, event)
+            send(event)
+
+        job.job = self._worker.submit(ask, counted)
+        return job
+
+
+class _Counted:
+    """A job that knows whether it was cut."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics, self._model = metrics, model
+        self.ended = False
+        self.job: Job | None = None
+
+    def cancel(self) -> None:
+        """End it; one that had not ended is counted."""
+        if not self.ended:
+            self.ended = True
+            self._metrics.cancelled.labels(self._model).inc()
+        if self.job is not None:
+            self.job.cancel()
+
+
+class _Now(Collector):
+    """What holds at the moment of a look."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges."""
+        status = self._worker.status()
+        yield GaugeMetricFamily("mlx_spec_queue_depth", "Requests that wait.", value=status.waiting)
+        yield GaugeMetricFamily("mlx_spec_running", "Requests that take turns.", value=status.running)
+        memory = GaugeMetricFamily("mlx_spec_memory_bytes", "Memory of MLX.", labels=["kind"])
+        held = (
+            ("active", status.memory.active),
+            ("peak", status.memory.peak),
+            ("cache", status.memory.cached),
+        )
+        for kind, size in (*held, ("budget", status.budget)):
+            memory.add_metric([kind], size)
+        yield memory
+        models = GaugeMetricFamily("mlx_spec_model_bytes", "By model.", labels=["model", "kind"])
+        for model in status.models:
+            models.add_metric([model.name, "weights"], model.weights)
+            models.add_metric([model.name, "caches"], model.caches)
+        yield models
+
+
+class Counting:
+    """ASGI: counts requests and logs one line of each, without anything of what it says."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths  # as they were declared; what a client makes up is no label
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, began = 499, time.perf_counter()  # 499: hung up before there was a response
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            path = self._label(scope["path"])
+            self._metrics.requests.labels(path, str(status)).inc()
+            seconds = time.perf_counter() - began
+            LOG.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
+
+    def _label(self, path: str) -> str:
+        if path in self._paths:
+            return path
+        return ONE_MODEL if path.startswith("/v1/models/") else OTHER
+
+
+def router(metrics: Metrics) -> APIRouter:
+    """The route."""
+    routes = APIRouter()
+
+    @routes.get("/metrics")
+    async def read() -> Response:
+        """All of it."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

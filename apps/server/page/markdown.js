@@ -1,0 +1,148 @@
+// Light Markdown over text whose parts have origins. Text only ever becomes text nodes.
+import { element } from "./elements.js";
+import { classes, words } from "./origin.js";
+
+const FENCE = /^\s*```\s*([\w+#.-]*)/;
+const HEAD = /^#{1,6}\s+/;
+const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+/;
+const INLINE = /`([^`\n]+)`|\*\*([^\n]+?)\*\*|(?<![\w*])\*([^\s*][^*\n]*?)\*(?![\w*])/g;
+
+// Text as it grows. What stands before the last block is drawn once.
+export class Rendered {
+  constructor(host) {
+    this.host = host;
+    this.text = "";
+    this.runs = []; // {start, source, position, first}, in order
+    this.settled = { offset: 0, nodes: 0 };
+  }
+
+  append(text, source, position) {
+    const before = this.runs.at(-1);
+    const first = position === 1 || !before || (!position && !before.position);
+    this.runs.push({ start: this.text.length, source, position, first });
+    this.text += text;
+  }
+
+  draw() {
+    while (this.host.childNodes.length > this.settled.nodes) this.host.lastChild.remove();
+    const found = blocks(this.text, this.settled.offset);
+    for (const block of found) this.host.append(this.#block(block));
+    if (found.length > 1) {
+      this.settled.offset = found.at(-1).start;
+      this.settled.nodes = this.host.childNodes.length - 1;
+    }
+  }
+
+  #block(block) {
+    if (block.kind === "code") {
+      const code = this.#paint(element("code"), block.from, block.to);
+      const name = block.language ? [element("span", { class: "language" }, block.language)] : [];
+      return element("pre", {}, ...name, code);
+    }
+    if (block.kind === "list") {
+      const items = block.items.map((item) => this.#inline(element("li"), item.from, item.to));
+      const start = block.number === undefined ? {} : { start: block.number };
+      return element(block.number === undefined ? "ul" : "ol", start, ...items);
+    }
+    return this.#inline(element("p", block.kind === "head" ? { class: "head" } : {}), block.from, block.to);
+  }
+
+  #inline(parent, from, to) {
+    let at = from;
+    for (const match of this.text.slice(from, to).matchAll(INLINE)) {
+      const [code, bold] = [match[1], match[2]];
+      const mark = bold === undefined ? 1 : 2;
+      const start = from + match.index;
+      const end = start + match[0].length;
+      this.#paint(parent, at, start);
+      const tag = code !== undefined ? "code" : bold !== undefined ? "strong" : "em";
+      const inner = element(tag);
+      if (tag === "code") this.#paint(inner, start + mark, end - mark);
+      else this.#inline(inner, start + mark, end - mark);
+      parent.append(inner);
+      at = end;
+    }
+    return this.#paint(parent, at, to);
+  }
+
+  // The text from one place to another, a span for each origin.
+  #paint(parent, from, to) {
+    for (let i = this.#runAt(from); i < this.runs.length && this.runs[i].start < to; i += 1) {
+      const run = this.runs[i];
+      const end = this.runs[i + 1]?.start ?? this.text.length;
+      const text = this.text.slice(Math.max(run.start, from), Math.min(end, to));
+      if (!text) continue;
+      const names = classes(run);
+      if (run.first && run.start >= from) names.push("first");
+      parent.append(element("span", { class: names.join(" "), title: words(run) }, text));
+    }
+    return parent;
+  }
+
+  #runAt(offset) {
+    let [low, high] = [0, this.runs.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.runs[middle].start <= offset) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+}
+
+// Blocks of the text from an offset on, in order: {kind, start, from, to} and what the kind needs.
+export function blocks(text, offset) {
+  const found = [];
+  let fence = null;
+  for (const { start, end } of lines(text, offset)) {
+    const line = text.slice(start, end);
+    const last = found.at(-1);
+    if (fence) {
+      if (/^\s*```\s*$/.test(line)) fence = null;
+      else fence.to = end;
+      continue;
+    }
+    const opening = FENCE.exec(line);
+    if (opening) {
+      const from = Math.min(end + 1, text.length);
+      fence = { kind: "code", start, from, to: from, language: opening[1] };
+      found.push(fence);
+    } else if (!line.trim()) {
+      if (last) last.closed = true;
+    } else if (HEAD.test(line)) {
+      found.push({ kind: "head", start, from: start + HEAD.exec(line)[0].length, to: end, closed: true });
+    } else if (ITEM.test(line)) {
+      item(found, line, start, end);
+    } else if (last && !last.closed && last.kind === "list") {
+      last.items.at(-1).to = end;
+    } else if (last && !last.closed && last.kind === "text") {
+      last.to = end;
+    } else {
+      found.push({ kind: "text", start, from: start, to: end });
+    }
+  }
+  return found;
+}
+
+function item(found, line, start, end) {
+  const match = ITEM.exec(line);
+  const number = match[1] === undefined ? undefined : Number(match[1]);
+  const last = found.at(-1);
+  const entry = { from: start + match[0].length, to: end };
+  const same = last?.kind === "list" && (last.number === undefined) === (number === undefined);
+  if (same) {
+    last.items.push(entry);
+    last.closed = false;
+  } else {
+    found.push({ kind: "list", start, number, items: [entry] });
+  }
+}
+
+function* lines(text, offset) {
+  while (offset < text.length) {
+    const found = text.indexOf("\n", offset);
+    const end = found < 0 ? text.length : found;
+    yield { start: offset, end };
+    offset = end + 1;
+  }
+}

@@ -1,0 +1,198 @@
+"""A headless Chromium, driven by its DevTools protocol through a pipe: no package, no port."""
+
+from __future__ import annotations
+
+import base64
+import json
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",  # containers have no user namespaces
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
+PATIENCE = 30.0  # seconds
+KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, "")}  # code, virtual key, text
+SHIFT = 8
+
+Json = dict[str, Any]
+
+
+def found() -> str | None:
+    """Where a Chromium is; None: there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class _Pipe:
+    """Messages of the protocol: JSON, each ended by a zero byte."""
+
+    def __init__(self, sending: IO[bytes], receiving: IO[bytes]) -> None:
+        self._sending, self._receiving = sending, receiving
+        self._held = b""
+
+    def send(self, message: Json) -> None:
+        self._sending.write(json.dumps(message).encode() + b"\0")
+        self._sending.flush()
+
+    def next(self, seconds: float) -> Json | None:
+        """The next message; None: there was none for that long. Raises EOFError when the browser is gone."""
+        end = time.monotonic() + seconds
+        while b"\0" not in self._held:
+            if not select.select([self._receiving], [], [], max(end - time.monotonic(), 0))[0]:
+                return None
+            more = self._receiving.read1(1 << 16)  # type: ignore[attr-defined]
+            if not more:
+                raise EOFError("the browser has ended")
+            self._held += more
+        message, _, self._held = self._held.partition(b"\0")
+        found: Json = json.loads(message)
+        return found
+
+
+@dataclass
+class Tab:
+    """A page, and what it said and asked for."""
+
+    pipe: _Pipe
+    session: str | None = None
+    events: list[Json] = field(default_factory=list)
+    count: int = 0
+
+    def call(self, method: str, **parameters: Any) -> Json:
+        """One command and its result."""
+        self.count += 1
+        message: Json = {"id": self.count, "method": method, "params": parameters}
+        self.pipe.send(message | ({"sessionId": self.session} if self.session else {}))
+        while True:
+            answer = self.pipe.next(PATIENCE)
+            if answer is None:
+                raise TimeoutError(method)
+            if "id" not in answer:
+                self.events.append(answer)
+            elif answer["id"] == self.count:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']['message']}")
+                result: Json = answer["result"]
+                return result
+
+    def open(self, url: str, width: int = 1280, height: int = 800, scale: float = 1) -> None:
+        """A window of that many CSS pixels at a page that has been loaded."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.resize(width, height, scale)
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def resize(self, width: int, height: int, scale: float = 1) -> None:
+        """Another size of the window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def prefer(self, scheme: str) -> None:
+        """The user's choice of colours: light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def value(self, expression: str) -> Any:
+        """What an expression is worth in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    def until(self, expression: str, seconds: float = PATIENCE) -> Any:
+        """Wait until an expression is true."""
+        end = time.monotonic() + seconds
+        while not (value := self.value(expression)):
+            if time.monotonic() > end:
+                raise TimeoutError(expression)
+            time.sleep(0.02)
+        return value
+
+    def write(self, text: str) -> None:
+        """As if typed where the focus is."""
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """A key, down and up."""
+        code, number, text = KEYS[key]
+        about = {"key": key, "code": code, "windowsVirtualKeyCode": number, "modifiers": SHIFT * shift}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def click(self, selector: str) -> None:
+        """The mouse, on the middle of an element that it really reaches."""
+        where = self.value(
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
+            "node.scrollIntoView({block: 'nearest'}); const box = node.getBoundingClientRect();"
+            "const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];"
+            "return node.contains(document.elementFromPoint(x, y)) ? [x, y] : null })()"
+        )
+        if where is None:
+            raise RuntimeError(f"{selector} is covered or out of sight")
+        mouse = {"x": where[0], "y": where[1], "button": "left", "clickCount": 1}
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, **mouse)
+
+    def picture(self) -> bytes:
+        """A PNG of the window."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    @property
+    def requested(self) -> list[str]:
+        """The addresses of all requests so far."""
+        sent = (e for e in self.events if e["method"] == "Network.requestWillBeSent")
+        return [event["params"]["request"]["url"] for event in sent]
+
+    @property
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the page and of the browser about it."""
+        logged = [e["params"]["entry"] for e in self.events if e["method"] == "Log.entryAdded"]
+        thrown = [e["params"] for e in self.events if e["method"] == "Runtime.exceptionThrown"]
+        said = [e["params"] for e in self.events if e["method"] == "Runtime.consoleAPICalled"]
+        bad = [entry["text"] for entry in logged if entry["level"] in ("error", "warning")]
+        bad += [json.dumps(one["exceptionDetails"]) for one in thrown]
+        return bad + [json.dumps(one["args"]) for one in said if one["type"] in ("error", "warning")]
+
+
+@contextmanager
+def tab(binary: str) -> Iterator[Tab]:
+    """A tab of a browser of its own; both end with the context."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        wired = 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1'  # it reads from 3 and writes to 4
+        process = subprocess.Popen(
+            ["sh", "-c", wired, binary, *FLAGS, f"--user-data-dir={folder}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield Tab(_Pipe(process.stdin, process.stdout))
+        finally:
+            process.stdin.close()  # the browser ends when nobody drives it
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()

@@ -1,0 +1,84 @@
+"""What the first tokens of an answer say about the rest of it.
+
+Answers are of kinds: one drafter may be right about 95 % of a list of facts and 5 % of a story. An average of
+both is right about neither, and moving it a little with every token takes as long as the answer. So the
+acceptance rate of an answer is one of a few, by chances that the answers before have shown, and every token
+judged is weighed by Bayes' rule: one rejected draft says nearly all there is to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+
+RATES = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)
+PRIOR = (0.25, 0.2, 0.2, 0.25, 0.4, 0.5, 0.3)  # answers of each rate that are assumed before any was seen
+MEMORY = 32  # answers; a long one counts once for every so many tokens as here:
+LENGTH = 32  # tokens judged, from none to all of which the answer's own rates by position take over
+CHANGE = 0.04  # chance that the text has become one of another kind, a token judged
+
+
+class Kinds:
+    """How often answers of each rate were seen. Shared by all sequences of a pair."""
+
+    def __init__(self) -> None:
+        self._seen = [0.0] * len(RATES)
+
+    def begin(self) -> None:
+        """One more answer is about to be counted; old ones count less."""
+        self._seen = [(1 - 1 / MEMORY) * seen for seen in self._seen]
+
+    def move(self, before: Sequence[float], after: Sequence[float]) -> None:
+        """The answer that is counted is of another kind than was thought."""
+        self._seen = [s + a - b for s, a, b in zip(self._seen, after, before, strict=True)]
+
+    def shares(self) -> list[float]:
+        """The chance of each rate."""
+        total = sum(PRIOR) + sum(self._seen)
+        return [(prior + seen) / total for prior, seen in zip(PRIOR, self._seen, strict=True)]
+
+
+class Opening:
+    """One drafter in one answer."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self.begin()
+
+    def begin(self) -> None:
+        """An answer begins."""
+        self._prior = self._chances = self._kinds.shares()
+        self._counted = [0.0] * len(RATES)
+        self._judged, self._parts = 0.0, 0
+        self._cached: list[float] | None = None
+
+    @property
+    def share(self) -> float:
+        """The weight of this view of the answer, against rates by position."""
+        return max(1 - self._judged / LENGTH, 0.0)
+
+    def saw(self, accepted: float, rejected: float) -> None:
+        """So many tokens were accepted, and so many not; of a token that was not verified, the chances."""
+        if self._judged // LENGTH >= self._parts:
+            self._parts += 1
+            self._counted = [0.0] * len(RATES)
+            self._kinds.begin()
+        self._judged += accepted + rejected
+        old = zip(self._chances, self._prior, RATES, strict=True)
+        odds = [((1 - CHANGE) * c + CHANGE * p) * r**accepted * (1 - r) ** rejected for c, p, r in old]
+        total = sum(odds)
+        self._chances = [o / total for o in odds]
+        self._kinds.move(self._counted, self._chances)
+        self._counted, self._cached = self._chances, None
+
+    def rates(self) -> list[float]:
+        """The rate of every position, given that those before were accepted."""
+        if self._cached is None:
+            chances, before, self._cached = self._chances, 1.0, []
+            for _ in range(MAX_DRAFT_TOKENS):
+                chances = [c * r for c, r in zip(chances, RATES, strict=True)]
+                reach = sum(chances)
+                self._cached.append(reach / before)
+                before = reach
+        return self._cached

@@ -1,0 +1,95 @@
+"""Calls written out in each format, and read back: for the tests of the server's tools."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.tools.source import Arguments, Completed, Delta, Named, Parser
+
+LETTERS = "abZ0 \n\t\"\\'{}[]<>|,:/é日🙂\u2028"
+KEYS = ("a", "my-key", "B_2", "ünï", "with space", "x.y")
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choice(LETTERS) for _ in range(rng.randrange(8)))
+
+
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.randrange(8 if depth < 3 else 6)
+    if kind < 2:
+        return random_text(rng)
+    if kind < 6:
+        return rng.choice([0, -7, 12, 2.5, -1e-9, 3e20, True, False, None])
+    if kind == 6:
+        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return random_arguments(rng, depth + 1)
+
+
+def random_arguments(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    return {key: random_value(rng, depth) for key in rng.sample(KEYS, rng.randrange(4))}
+
+
+def gemma(name: str, arguments: Any) -> str:
+    return f"call:{name}{gemma_value(arguments)}"
+
+
+def gemma_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma_value, value)) + "]"
+    return json.dumps(value)
+
+
+def hermes(name: str, arguments: Any) -> str:
+    return "\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n"
+
+
+def coder(name: str, arguments: dict[str, Any]) -> str:
+    def written(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    parts = [f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items()]
+    return f"\n<function={name}>\n{''.join(parts)}</function>\n"
+
+
+def described(name: str, arguments: dict[str, Any]) -> Tool:
+    """A tool whose schema says the types of `arguments`."""
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+    properties = {k: {"type": "null" if v is None else kinds[type(v)]} for k, v in arguments.items()}
+    return Tool(name, None, {"type": "object", "properties": properties})
+
+
+def read(parser: Parser, pieces: Sequence[str]) -> list[Delta]:
+    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.end()
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    """`text` in random pieces, some of them empty."""
+    ends = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def calls(deltas: Sequence[Delta]) -> list[tuple[str, str, bool]]:
+    """Name, JSON text so far and whether it is complete."""
+    found: list[tuple[str, str, bool]] = []
+    for delta in deltas:
+        match delta:
+            case Named(name):
+                found.append((name, "", False))
+            case Arguments(text):
+                found[-1] = (found[-1][0], found[-1][1] + text, False)
+            case Completed():
+                found[-1] = (*found[-1][:2], True)
+    return found
+
+
+def complete(deltas: Sequence[Delta]) -> list[tuple[str, Any]]:
+    """Name and arguments of the complete calls."""
+    return [(name, json.loads(text)) for name, text, done in calls(deltas) if done]

@@ -1,0 +1,83 @@
+"""Texts of single bytes for tiny models, and what grammars are held against."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_spec.constraint import Matcher
+from mlx_spec.grammar import Grammar, Kind, compile
+from mlx_spec.text import Text
+from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
+
+V = 256
+OPEN, CLOSE, END, STOP = 251, 252, 253, 254  # bytes of no character
+NAMES = {OPEN: "<think>", CLOSE: "</think>", END: "<end>", STOP: "<stop>"}
+
+
+def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -> Text:
+    """A token a byte, from `first` on, but for special ones, of which two end a text."""
+    written = {byte: char for byte, char in enumerate(_written())}
+    vocabulary = {specials.get(i, written[(i + first) % 256]): i for i in range(size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials.values()])
+    ends = [i for i, name in specials.items() if name in ("<end>", "<stop>")]
+    return Text(tokenizer, None, ends)
+
+
+def _written() -> list[str]:
+    """How byte-level tokenizers write each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+
+
+def compiled(kind: Kind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
+    return compile(kind, source, text or byte_text(), V, seconds=5.0, thinks=thinks)
+
+
+def language(pattern: str, letters: str, longest: int) -> set[str]:
+    """All texts of these letters that match, by Python's own regular expressions."""
+    words, found = [""], set()
+    for _ in range(longest + 1):
+        found |= {word for word in words if re.fullmatch(pattern, word)}
+        words = [word + letter for word in words for letter in letters]
+    return found
+
+
+def next_letters(words: Iterable[str], before: str) -> set[str]:
+    return {word[len(before)] for word in words if word.startswith(before) and len(word) > len(before)}
+
+
+def tokens_of(row: mx.array) -> set[int]:
+    """The tokens that a row allows."""
+    return {i for i, allowed in enumerate(row.tolist()) if allowed}
+
+
+def row(matcher: Matcher, generated: Sequence[int], drafted: Sequence[int] = ()) -> set[int]:
+    """What may come behind all of these tokens."""
+    return tokens_of(matcher.allowed(generated, drafted, 1)[0])
+
+
+class Mixed:
+    """Drafts the truth, but now and then a wrong or illegal token or an end token in its middle."""
+
+    needs = FeatureSpec()
+
+    def __init__(self, truth: Sequence[int], wrong: Sequence[int]) -> None:
+        self._truth, self._wrong, self._drafts = list(truth), list(wrong), 0
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        tokens = self._truth[len(history) : len(history) + limit]
+        self._drafts += 1
+        if self._drafts % 2 == 0 and tokens:
+            tokens[len(tokens) // 2] = self._wrong[self._drafts // 2 % len(self._wrong)]
+        return Draft(mx.array(tokens, dtype=mx.int32))

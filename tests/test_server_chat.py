@@ -1,0 +1,368 @@
+"""Chat requests: what each field becomes, what is refused and under which name, what comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from endpoint import CALLS, CHAT, DEMO, HELLO, Endpoint, Stub, running, stubbed
+
+from mlx_spec.apps.server.ask import Ask, Chat, Format, Tool, ToolUse
+from mlx_spec.apps.server.settings import Limits, Settings
+from mlx_spec.sampling import Sampling
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
+}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+
+
+def asked(**body: Any) -> Ask:
+    """What the worker is asked."""
+    stub = Stub()
+    response = stubbed(stub).chat(**body)
+    assert response.status_code == 200, response.text
+    return stub.asks[0]
+
+
+def chat_of(**body: Any) -> Chat:
+    prompt = asked(**body).prompt
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+# --- fields
+
+
+def test_defaults_are_those_of_openai():
+    found = asked()
+    assert found == Ask("demo", Chat(({"role": "user", "content": "What does zip do?"},)), Sampling(temperature=1.0))
+
+
+NULLABLE = """model stream stream_options n max_tokens max_completion_tokens stop temperature top_p top_k min_p seed
+presence_penalty frequency_penalty repetition_penalty logit_bias response_format prediction user metadata store tools
+tool_choice parallel_tool_calls logprobs top_logprobs reasoning_effort chat_template_kwargs modalities service_tier
+verbosity audio functions function_call web_search_options safety_identifier prompt_cache_key""".split()
+
+
+@pytest.mark.parametrize("name", NULLABLE)
+def test_null_is_as_good_as_nothing(name):
+    assert asked(**{name: None}) == asked()
+
+
+def test_sampling():
+    found = asked(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=-(2**70),
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        logit_bias={"5": -100, "7": 2.5},
+    )
+    assert found.sampling == Sampling(0.5, 40, 0.9, 0.1, 1.1, 1, -1, {5: -100, 7: 2.5}, -(2**70))
+    assert asked(temperature=0).sampling == Sampling()
+
+
+def test_limits_of_an_answer():
+    assert asked(max_tokens=5).max_tokens == 5
+    assert asked(max_tokens=5, max_completion_tokens=3).max_tokens == 3
+    assert asked(stop="a").stop == ("a",) and asked(stop=["a", "b"]).stop == ("a", "b")
+    assert asked(stop=[]).stop == () and asked(n=3).n == 3
+
+
+def test_logprobs():
+    assert asked(logprobs=True).top_logprobs == 0 and asked(logprobs=True, top_logprobs=20).top_logprobs == 20
+    assert asked(logprobs=False, top_logprobs=0).top_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Format("json_object")),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": 1, "a": 2}, "strict": True}},
+            Format("json_schema", '{"b": 1, "a": 2}', "response_format.json_schema.schema"),
+        ),
+        ({"type": "regex", "pattern": "a+"}, Format("regex", "a+", "response_format.pattern")),
+        ({"type": "lark", "grammar": "start: A"}, Format("lark", "start: A", "response_format.grammar")),
+    ],
+)
+def test_formats(given, expected):
+    assert asked(response_format=given).format == expected
+
+
+def test_prediction():
+    assert asked(prediction={"type": "content", "content": "ab"}).prediction == "ab"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert asked(prediction={"type": "content", "content": parts}).prediction == "ab"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "minimal"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)
+def test_thinking(body, expected):
+    assert chat_of(**body).thinking is expected
+    assert chat_of(chat_template_kwargs={"enable_thinking": True, "x": 1}).variables == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        ({"type": "function", "function": {"name": "weather"}}, ("required", "weather")),
+    ],
+)
+def test_tools(choice, expected):
+    found = chat_of(tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False).tools
+    parameters = {"type": "object", "properties": {"city": {}}}
+    assert found == ToolUse((Tool("weather", None, parameters),), *expected, parallel=False)
+    assert chat_of(tools=[]).tools is None
+
+
+def test_a_conversation():
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm.", "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+        {"role": "user", "content": ""},
+    ]
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    assert chat_of(messages=messages).messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\n\nb"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "name": "weather", "content": "sunny"},
+        {"role": "user", "content": ""},
+    )
+
+
+def test_unknown_fields_are_ignored_and_named_once(caplog):
+    for _ in range(2):
+        asked(no_such_field_yet="secret")
+    (record,) = caplog.records
+    assert "no_such_field_yet" in record.getMessage() and "secret" not in record.getMessage()
+
+
+# --- refusals
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*HELLO, fields]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 1.5}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1, "max_tokens": 5}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": list("abcde")}, "stop"),
+        ({"stop": [1]}, "stop.0"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        (message(role="wizard", content="x"), "messages.1.role"),
+        (message(role="user"), "messages.1.content"),
+        (message(role="assistant"), "messages.1.content"),
+        (message(role="tool", content="x"), "messages.1.tool_call_id"),
+        (message(role="tool", content="x", tool_call_id="c"), "messages.1.tool_call_id"),
+        (message(role="user", content=[{"type": "text"}]), "messages.1.content.0.text"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "regex"}}, "response_format.pattern"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+def test_bad_values_are_400_and_named(body, param):
+    stub = Stub()
+    error = stubbed(stub).refused(**body)
+    assert error["param"] == param and error["type"] == "invalid_request_error" and stub.asks == []
+    assert error["code"] in ("invalid_value", "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 17}, "n"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+        ({"functions": [{"name": "x"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"prediction": {"type": "guess", "content": "x"}}, "prediction.type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+        ({"tools": [WEATHER], "tool_choice": "allowed_tools"}, "tool_choice"),
+        (message(role="user", content=[IMAGE]), "messages.1.content.0"),
+        (message(role="user", content=[{"type": "input_audio"}]), "messages.1.content.0"),
+        (message(role="function", name="x", content="y"), "messages.1"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_is_known_and_not_supported_says_so(body, param):
+    stub = Stub()
+    error = stubbed(stub).refused(**body)
+    assert (error["param"], error["code"]) == (param, "unsupported_value") and stub.asks == []
+
+
+def test_values_that_change_nothing_are_accepted():
+    body = {"modalities": ["text"], "service_tier": "auto", "verbosity": "medium", "store": True, "user": "u"}
+    assert asked(**body, metadata={"a": "b"}) == asked()
+    assert stubbed(Stub()).chat(service_tier="auto").json()["service_tier"] == "default"
+
+
+def test_sizes_are_limited():
+    endpoint = stubbed(Stub(), Settings(DEMO, limits=Limits(schema_bytes=40, tools=1)))
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": "y" * 40}}}
+    assert endpoint.refused(response_format=schema)["param"] == "response_format.json_schema.schema"
+    assert endpoint.refused(tools=[WEATHER])["param"] == "tools"
+    small = [{"type": "function", "function": {"name": name}} for name in "ab"]
+    assert endpoint.refused(tools=small)["param"] == "tools"
+    assert endpoint.chat(tools=small[:1]).status_code == 200
+
+
+# --- answers
+
+
+def test_a_whole_answer():
+    found = stubbed(Stub()).chat(logprobs=True, top_logprobs=2).json()
+    assert found["object"] == "chat.completion" and found["id"].startswith("chatcmpl-")
+    (choice,) = found["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Hello you",
+        "refusal": None,
+        "reasoning_content": "Hm.",
+    }
+    assert choice["finish_reason"] == "stop"
+    first = choice["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("Hel", -0.5, [72, 101, 108])
+    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -9999.0, "bytes": [255]}
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 4, 9)
+    assert found["timings"]["draft_n"] == 6
+
+
+def test_calls_and_none_of_those_that_were_dropped():
+    (choice,) = stubbed(Stub(CALLS)).chat().json()["choices"]
+    calls = [(call["id"], call["function"]) for call in choice["message"]["tool_calls"]]
+    assert [(id, function["name"], json.loads(function["arguments"])) for id, function in calls] == [
+        ("call_a", "weather", {"city": "Oslo"}),
+        ("call_b", "time", {}),
+    ]
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+
+
+# --- with the demo pair
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Endpoint]:
+    with running() as endpoint:
+        yield endpoint
+
+
+def content(found: Any) -> str:
+    assert found.status_code == 200, found.text
+    text: str = found.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_stream_says_what_the_whole_says(demo):
+    whole = demo.chat(temperature=0, max_tokens=40)
+    chunks = demo.chunks(temperature=0, max_tokens=40, stream_options={"include_usage": True})
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
+    assert text == content(whole) != ""
+    usage, expected = chunks[-1]["usage"], whole.json()["usage"]
+    assert usage["completion_tokens"] == expected["completion_tokens"]
+
+
+def test_a_stop_string_inside_a_token_ends_the_answer_before_it(demo):
+    text = content(demo.chat(temperature=0, max_tokens=40))
+    stop = text[12:15]
+    found = demo.chat(temperature=0, max_tokens=40, stop=stop)
+    assert content(found) == text[: text.index(stop)]
+    assert found.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_every_limit_is_kept(demo):
+    for name in ("max_tokens", "max_completion_tokens"):
+        found = demo.chat(temperature=0, **{name: 3}).json()
+        assert found["usage"]["completion_tokens"] == 3
+        assert found["choices"][0]["finish_reason"] == "length"
+
+
+def test_choices(demo):
+    found = demo.chat(n=3, seed=5, temperature=1.5, max_tokens=8).json()
+    texts = [choice["message"]["content"] for choice in found["choices"]]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2] and len(set(texts)) > 1
+    chunks = demo.chunks(n=3, seed=5, temperature=1.5, max_tokens=8)
+    for i, text in enumerate(texts):
+        own = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == i]
+        assert "".join(choice["delta"].get("content", "") for choice in own) == text
+        assert own[0]["delta"]["role"] == "assistant" and own[-1]["finish_reason"]
+
+
+def test_a_prompt_that_is_too_long_is_named(demo):
+    body = {"messages": [{"role": "user", "content": "long " * 9000}]}
+    for stream in (False, True):
+        error = demo.refused(**body, stream=stream)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_what_a_model_refuses_harms_nobody(demo):
+    assert demo.refused(logit_bias={"999999999": 1})["type"] == "invalid_request_error"
+    assert demo.refused(status=404, model="other")["code"] == "model_not_found"
+    assert demo.client.get("/health").json()["status"] == "ok"
+    assert demo.client.get("/v1/models/demo").json()["loaded"] is True
+    assert content(demo.chat(temperature=0, max_tokens=4))
+
+
+def test_paths_are_those_of_openai(demo):
+    assert demo.client.post(CHAT + "?", json={"messages": HELLO, "max_tokens": 1}).status_code == 200

@@ -1,0 +1,167 @@
+"""Text completions: prompts of every form, echo, logprobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, running, stubbed
+
+from mlx_spec.apps.server.ask import Ask, Ended, Opened, Piece, Raw
+from mlx_spec.apps.server.completions.answering import logprobs_json
+from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.sampling import Sampling
+
+
+def asked(**body: Any) -> Ask:
+    stub = Stub(two_answers(body))
+    response = stubbed(stub).post(TEXT, **body)
+    assert response.status_code == 200, response.text
+    return stub.asks[0]
+
+
+def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
+    count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+    ends = [Ended(i, "length") for i in range(count * (body.get("n") or 1))]
+    return (Opened(1, 0), *ends, CLOSED)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a", ("a",)),
+        ("", ("",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+    ],
+)
+def test_prompts(given, expected):
+    assert asked(prompt=given) == Ask("demo", Raw(expected), Sampling(temperature=1.0), max_tokens=16)
+
+
+def test_fields():
+    found = asked(prompt=["a", "b"], n=2, echo=True, logprobs=3, max_tokens=0, stop="x", best_of=2, suffix="")
+    assert found.prompt == Raw(("a", "b"), echo=True)
+    assert (found.n, found.top_logprobs, found.max_tokens, found.stop) == (2, 3, 0, ("x",))
+
+
+@pytest.mark.parametrize("name", ["echo", "logprobs", "best_of", "suffix", "max_tokens", "n", "stop", "model"])
+def test_null_is_as_good_as_nothing(name):
+    assert asked(prompt="a", **{name: None}) == asked(prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "prompt", "missing_required_parameter"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt", "invalid_value"),
+        ({"prompt": ["a", 1]}, "prompt", "invalid_value"),
+        ({"prompt": [1, "a"]}, "prompt", "invalid_value"),
+        ({"prompt": [True]}, "prompt", "invalid_value"),
+        ({"prompt": [1.5]}, "prompt", "invalid_value"),
+        ({"prompt": {"a": 1}}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 17}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 9, "n": 2}, "n", "unsupported_value"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_value"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "unsupported_value"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "invalid_value"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"prompt": "a", "echo": 1}, "echo", "invalid_value"),
+    ],
+)
+def test_refusals(body, param, code):
+    stub = Stub()
+    error = stubbed(stub).refused(TEXT, **body)
+    assert (error["param"], error["code"]) == (param, code) and stub.asks == []
+
+
+def test_logprobs_name_bytes_and_offsets():
+    tokens = (
+        TokenLogprob(0, b"a", math.nan),
+        TokenLogprob(1, "\u00e9".encode()[:1], -1.0),
+        TokenLogprob(2, "\u00e9".encode()[1:], -math.inf),
+        *TOKENS,
+    )
+    assert logprobs_json(tokens, 10) == {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9", "Hel", "lo"],
+        "token_logprobs": [None, -1.0, -9999.0, -0.5, -0.5],
+        "top_logprobs": [
+            None,
+            {},
+            {},
+            {"Hel": -0.5, "bytes:\\xff": -9999.0},
+            {"lo": -0.5, "bytes:\\xff": -9999.0},
+        ],
+        "text_offset": [10, 11, 11, 12, 15],
+    }
+
+
+def test_chunks():
+    events = (
+        Opened(1, 0),
+        Piece(0, "answer", "Hel", TOKENS[:1]),
+        Ended(0, "stop"),
+        Opened(1, 0),
+        Piece(1, "answer", "lo", TOKENS[1:]),
+        Ended(1, "length"),
+        CLOSED,
+    )
+    found = stubbed(Stub(events)).chunks(TEXT, prompt=["a", "b"], logprobs=1)
+    assert {chunk["object"] for chunk in found} == {"text_completion"}
+    choices = [chunk["choices"][0] for chunk in found]
+    said = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices]
+    assert said == [(0, "Hel", None), (0, "", "stop"), (1, "lo", None), (1, "", "length")]
+    assert choices[0]["logprobs"]["tokens"] == ["Hel"]
+    assert ["timings" in chunk for chunk in found] == [False, False, False, True]
+
+
+# --- with the demo pair
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Endpoint]:
+    with running() as endpoint:
+        yield endpoint
+
+
+def test_a_list_of_prompts_is_answered_and_so_is_what_follows(demo):
+    found = demo.post(TEXT, prompt=["zip returns", "map returns"], max_tokens=5, temperature=0).json()
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    for i, prompt in enumerate(("zip returns", "map returns")):
+        alone = demo.post(TEXT, prompt=prompt, max_tokens=5, temperature=0).json()
+        assert alone["choices"][0]["text"] == found["choices"][i]["text"]
+
+
+def test_echo_scores_the_prompt(demo):
+    body = {"prompt": "zip returns an", "echo": True, "logprobs": 1, "temperature": 0}
+    (choice,) = demo.post(TEXT, **body, max_tokens=3).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith("zip returns an")
+    assert logprobs["token_logprobs"][0] is None and all(x <= 0 for x in logprobs["token_logprobs"][1:])
+    (scored,) = demo.post(TEXT, **body, max_tokens=0).json()["choices"]
+    assert scored["text"] == "zip returns an"
+    count = len(scored["logprobs"]["tokens"])
+    assert scored["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:count]
+
+
+def test_a_stream_says_what_the_whole_says(demo):
+    body = {"prompt": ["zip returns", "map returns"], "n": 2, "seed": 1, "max_tokens": 6, "logprobs": 0}
+    whole = demo.post(TEXT, **body).json()["choices"]
+    chunks = demo.chunks(TEXT, **body)
+    for choice in whole:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in own) == choice["text"]
+        tokens = [token for one in own if one["logprobs"] for token in one["logprobs"]["tokens"]]
+        assert tokens == choice["logprobs"]["tokens"]
+
+
+def test_tokens_that_do_not_exist_are_refused(demo):
+    assert demo.refused(TEXT, prompt=[10**9])["type"] == "invalid_request_error"
+    assert demo.refused(TEXT, prompt=[-1])["type"] == "invalid_request_error"
+    assert demo.post(TEXT, prompt=[5], max_tokens=1).status_code == 200
