@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
@@ -47,6 +46,7 @@ class _Pipe:
     def __init__(self, sending: IO[bytes], receiving: IO[bytes]) -> None:
         self._sending, self._receiving = sending, receiving
         self._held = b""
+        self.count = 0  # of commands
 
     def send(self, message: Json) -> None:
         self._sending.write(json.dumps(message).encode() + b"\0")
@@ -73,21 +73,22 @@ class Tab:
 
     pipe: _Pipe
     session: str | None = None
+    target: str | None = None
     events: list[Json] = field(default_factory=list)
-    count: int = 0
 
     def call(self, method: str, **parameters: Any) -> Json:
         """One command and its result."""
-        self.count += 1
-        message: Json = {"id": self.count, "method": method, "params": parameters}
+        self.pipe.count += 1
+        number = self.pipe.count
+        message: Json = {"id": number, "method": method, "params": parameters}
         self.pipe.send(message | ({"sessionId": self.session} if self.session else {}))
         while True:
             answer = self.pipe.next(PATIENCE)
             if answer is None:
                 raise TimeoutError(method)
             if "id" not in answer:
-                self.events.append(answer)
-            elif answer["id"] == self.count:
+                self.events += [answer] if answer.get("sessionId") == self.session else []
+            elif answer["id"] == number:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']['message']}")
                 result: Json = answer["result"]
@@ -95,13 +96,19 @@ class Tab:
 
     def open(self, url: str, width: int = 1280, height: int = 800, scale: float = 1) -> None:
         """A window of that many CSS pixels at a page that has been loaded."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height, scale)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def close(self) -> None:
+        """The page is left."""
+        target, self.session = self.target, None
+        if target is not None:
+            self.call("Target.closeTarget", targetId=target)
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
         """Another size of the window."""
@@ -120,14 +127,13 @@ class Tab:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def until(self, expression: str, seconds: float = PATIENCE) -> Any:
+    def until(self, expression: str, seconds: float = PATIENCE) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while not (value := self.value(expression)):
+        while not self.value(f"Boolean({expression})"):
             if time.monotonic() > end:
                 raise TimeoutError(expression)
             time.sleep(0.02)
-        return value
 
     def write(self, text: str) -> None:
         """As if typed where the focus is."""
@@ -175,9 +181,25 @@ class Tab:
         return bad + [json.dumps(one["args"]) for one in said if one["type"] in ("error", "warning")]
 
 
+@dataclass(frozen=True)
+class Browser:
+    """A running one."""
+
+    pipe: _Pipe
+
+    @contextmanager
+    def tab(self) -> Iterator[Tab]:
+        """A tab that is closed with the context."""
+        made = Tab(self.pipe)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
 @contextmanager
-def tab(binary: str) -> Iterator[Tab]:
-    """A tab of a browser of its own; both end with the context."""
+def browser(binary: str) -> Iterator[Browser]:
+    """A browser with a profile of its own; both end with the context."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         wired = 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1'  # it reads from 3 and writes to 4
         process = subprocess.Popen(
@@ -187,7 +209,7 @@ def tab(binary: str) -> Iterator[Tab]:
         )
         assert process.stdin is not None and process.stdout is not None
         try:
-            yield Tab(_Pipe(process.stdin, process.stdout))
+            yield Browser(_Pipe(process.stdin, process.stdout))
         finally:
             process.stdin.close()  # the browser ends when nobody drives it
             try:

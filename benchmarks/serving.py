@@ -133,4 +133,5 @@ def _ready(serving: Serving) -> bool:
 
 def _drain(process: subprocess.Popen[str], log: list[str]) -> None:
     assert process.stdout is not None
-    log.extend(iter(process.stdout.readline, ""))
+    with process.stdout as output:
+        log.extend(iter(output.readline, ""))

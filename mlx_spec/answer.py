@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.reading import Kind, Marks, Reader
 from mlx_spec.stops import StopStrings
 from mlx_spec.text import Text
-from mlx_spec.types import Round
+from mlx_spec.types import Round, TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        tokens = tokenizer(*asked["tokenizer"])
         with contextlib.suppress(ValueError):  # the one who asks will see it, too
-            parser(asked["kind"], asked["source"], tokenizer(*asked["tokenizer"]), asked["options"])
+            parser(asked["kind"], asked["source"], tokens, asked["options"])
         print("done", flush=True)
 
 

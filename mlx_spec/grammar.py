@@ -44,7 +44,7 @@ class Vocabulary:
     """Tokens as the parser knows them, and those that have a meaning of their own."""
 
     tokenizer: LLTokenizer
-    small: str  # a tokenizer of bytes with the same special tokens, serialized
+    small: tuple[str, int]  # a tokenizer of bytes with the same special tokens, serialized, and its size
     size: int  # rows of the logits, padding included
     ends: frozenset[int]
     opening: int | None  # begins thoughts; None: the model has no marks for them
@@ -223,7 +223,7 @@ def compile(
     vocabulary = _vocabulary(text, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
     source = JSON_OBJECT if kind == "json_object" else source
-    request = {"kind": kind, "source": source, "tokenizer": (vocabulary.small, vocab_size), "options": JSON}
+    request = {"kind": kind, "source": source, "tokenizer": vocabulary.small, "options": JSON}
     _rehearsal.compile(name, request, seconds)
     try:
         start = parser(kind, source, vocabulary.tokenizer, JSON)
@@ -253,12 +253,12 @@ def _vocabulary(text: Text, size: int) -> Vocabulary:
             tokenizer = LLTokenizer(serialized, n_vocab=size, eos_token=ends)
             marks = (text.marks.open, text.marks.close) if text.marks else ()
             opening, closing = [text.token_id(mark) for mark in marks] or [None, None]
-            known[size] = Vocabulary(tokenizer, _small(serialized), size, text.eos, opening, closing)
+            known[size] = Vocabulary(tokenizer, _small(serialized, size), size, text.eos, opening, closing)
         return known[size]
 
 
-def _small(serialized: str) -> str:
-    """A tokenizer with a token for every byte and the special tokens of another, serialized."""
+def _small(serialized: str, size: int) -> tuple[str, int]:
+    """A tokenizer with a token for every byte and the special tokens of another, and room for `size`."""
     special = [token["content"] for token in json.loads(serialized)["added_tokens"] if token["special"]]
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {token: i for i, token in enumerate([*sorted(letters), *special])}
@@ -266,7 +266,7 @@ def _small(serialized: str) -> str:
     small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     small.decoder = decoders.ByteLevel()
     small.add_special_tokens([AddedToken(name, special=True) for name in special])
-    return small.to_str()
+    return small.to_str(), max(size, len(vocabulary))
 
 
 def words(tokens: Sequence[int] | frozenset[int], size: int) -> Words:

@@ -16,7 +16,7 @@ from mlx_spec.constraint import Grammar, Matcher
 from mlx_spec.drafters.forced import Forced
 from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.prediction import Prediction
-from mlx_spec.session import Decoding
+from mlx_spec.reuse import Decoding
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.policy import Fixed
 from mlx_spec.types import Choice, Decision, Drafter, DraftLengthPolicy, Reason, Round, Target

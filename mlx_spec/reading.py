@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from mlx_spec.text import Text
+from typing import Literal, Protocol
 
 Kind = Literal["answer", "thinking", "call"]
 HALF = "\ufffd"  # what a decoder gives for bytes that are no character, or not yet
@@ -20,6 +17,24 @@ class Marks:
     open: str
     close: str
     header: str = ""  # text behind the opening token that is no thought
+
+
+class Decoder(Protocol):
+    """What reading needs of a tokenizer."""
+
+    eos: frozenset[int]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, without special tokens."""
+        ...
+
+    def decode_raw(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, special ones included."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token; None if there is no such token."""
+        ...
 
 
 class Detokenizer:
@@ -62,7 +77,7 @@ class Reader:
     """
 
     def __init__(
-        self, text: Text, kind: Kind, *, thoughts: Marks | None = None, calls: Marks | None = None
+        self, text: Decoder, kind: Kind, *, thoughts: Marks | None = None, calls: Marks | None = None
     ) -> None:
         self._text = text
         self._open, self._close = _ids(text, thoughts)
@@ -132,5 +147,5 @@ class Reader:
             pieces.append((new, self.kind))
 
 
-def _ids(text: Text, marks: Marks | None) -> tuple[int | None, int | None]:
+def _ids(text: Decoder, marks: Marks | None) -> tuple[int | None, int | None]:
     return (None, None) if marks is None else (text.token_id(marks.open), text.token_id(marks.close))

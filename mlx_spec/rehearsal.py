@@ -32,7 +32,7 @@ class Rehearsal:
     def compile(self, name: str, request: dict[str, Any], seconds: float) -> None:
         """Return once the grammar of `request` was compiled elsewhere, or refused there.
 
-        Raises InvalidValue where that took longer than `seconds` or ended the process; `name` says what it is.
+        Raises InvalidValue where that took more than `seconds` or ended the process; `name` says what it is.
         """
         with self._lock:
             process = self._process
@@ -63,7 +63,8 @@ def _started() -> subprocess.Popen[str]:
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.wait()
+    with process:  # closes its pipes
+        pass
 
 
 def _ask(process: subprocess.Popen[str], line: str, seconds: float) -> bool:

@@ -73,10 +73,7 @@ class Sampling:
 
 
 class Law:
-    """Logits to scores: the logarithm of a law, up to a constant. Counts the tokens of one generation.
-
-    `free` is the same law without its grammar.
-    """
+    """Logits to scores: the logarithm of a law, up to a constant. Counts the tokens of one generation."""
 
     def __init__(self, sampling: Sampling, prompt_length: int, vocab_size: int) -> None:
         self._sampling = sampling
@@ -84,11 +81,11 @@ class Law:
         added = sampling.presence_penalty or sampling.frequency_penalty
         self._penalises = bool(added) or sampling.repetition_penalty != 1
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
-        grammar = sampling.grammar
-        self._constraint = None if grammar is None else Constraint(grammar, prompt_length)
-        self.free = (
-            self if grammar is None else Law(replace(sampling, grammar=None), prompt_length, vocab_size)
-        )
+        self._constraint: Constraint | None = None
+        self.free = self  # the same law without its grammar
+        if sampling.grammar is not None:
+            self._constraint = Constraint(sampling.grammar, prompt_length)
+            self.free = Law(replace(sampling, grammar=None), prompt_length, vocab_size)
         self._vocab_size = vocab_size
         self._counted = 0  # tokens of the history already in the counts below
         self._prompt: mx.array | None = None  # [V] bool, tokens of the prompt

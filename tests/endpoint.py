@@ -1,4 +1,4 @@
-"""A server inside the test process: the application, a client of it, and a worker that says what it is told."""
+"""A server in the test process: the application, its client, and a worker that says what it is told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -92,7 +93,10 @@ CALLS: tuple[Event, ...] = (
     Ended(0, "tool_calls"),
     CLOSED,
 )
-CUT: tuple[Event, ...] = (*ANSWER[:5], Failed(Failure(503, "the server is shutting down", code="shutting_down")))
+CUT: tuple[Event, ...] = (
+    *ANSWER[:5],
+    Failed(Failure(503, "the server is shutting down", code="shutting_down")),
+)
 
 
 @dataclass
@@ -185,6 +189,21 @@ def events_of(text: str) -> list[str]:
     blocks = [block for block in text[:-2].split("\n\n") if not block.startswith(":")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     return [block.removeprefix("data: ") for block in blocks]
+
+
+@cache
+def shared() -> tuple[Stub, Endpoint]:
+    """One stub and its application, for tests that look at nothing else of it; making one takes long."""
+    stub = Stub()
+    return stub, stubbed(stub)
+
+
+def fresh(events: Sequence[Event] = ANSWER) -> tuple[Stub, Endpoint]:
+    """The shared ones, as good as new."""
+    stub, endpoint = shared()
+    stub.events = events
+    stub.asks.clear()
+    return stub, endpoint
 
 
 def stubbed(worker: Stub, settings: Settings | None = None) -> Endpoint:

@@ -8,7 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_spec.apps.server.ask import Ask, Chat, Closed, Ended, Event, Failed, Opened, Piece, Raw
+from mlx_spec.apps.server.ask import (
+    Ask,
+    CallArguments,
+    CallOpened,
+    Chat,
+    Closed,
+    Ended,
+    Event,
+    Failed,
+    Opened,
+    Piece,
+    Raw,
+)
 from mlx_spec.apps.server.failures import Failure
 from mlx_spec.apps.server.job import Job
 from mlx_spec.apps.server.models import Loader, load_served
@@ -105,9 +117,12 @@ def failure(events: list[Event]) -> Failure:
 
 
 def body(events: list[Event]) -> Any:
-    """What no reuse and no speculation may change: texts, prompts, ends and counts of tokens."""
+    """What no reuse and no speculation may change: texts, calls, prompts, ends and counts of tokens."""
     usage = replace(closed(events).usage, cached_tokens=0)
     ends = [e for e in events if isinstance(e, Ended)]
     prompts = [e.prompt_tokens for e in events if isinstance(e, Opened)]
     kinds = ("answer", "thinking")
-    return usage, ends, prompts, [text_of(events, e.index, kind) for e in ends for kind in kinds]
+    calls = [(e.index, e.call, e.name) for e in events if isinstance(e, CallOpened)]
+    arguments = "".join(e.text for e in events if isinstance(e, CallArguments))
+    texts = [text_of(events, e.index, kind) for e in ends for kind in kinds]
+    return usage, ends, prompts, calls, arguments, texts

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -28,7 +28,7 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
+            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
             "required": ["city"],
         },
     },
@@ -38,7 +38,7 @@ WEATHER = {
 class Answer(BaseModel):
     """What a schema asks for."""
 
-    function: str
+    function: Literal["zip", "map"]
     pure: bool
 
 
@@ -98,9 +98,8 @@ def test_the_stream_helper_of_the_client(client: Any) -> None:
 
 def test_parse_a_schema(client: Any) -> None:
     found = client.chat.completions.parse(messages=ZIP, response_format=Answer, max_tokens=200, **EXACT)
-    assert found.choices[0].finish_reason in ("stop", "length")
-    if found.choices[0].finish_reason == "stop":
-        assert isinstance(found.choices[0].message.parsed, Answer)
+    assert found.choices[0].finish_reason == "stop"
+    assert isinstance(found.choices[0].message.parsed, Answer)
 
 
 def test_tools(server: Serving, client: Any) -> None:
@@ -220,7 +219,8 @@ def test_responses(client: Any) -> None:
 def test_anthropic(server: Serving) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as made:
-        ask = {"model": "demo", "messages": ZIP, "max_tokens": 40, "temperature": 0}
+        exact = {"temperature": 0}  # newer versions of the SDK have no such argument
+        ask = {"model": "demo", "messages": ZIP, "max_tokens": 40, "extra_body": exact}
         found = made.messages.create(**ask)
         assert "iterable" in found.content[0].text and found.stop_reason == "end_turn"
         with made.messages.stream(**ask) as stream:
@@ -248,12 +248,12 @@ def test_litellm(server: Serving) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_langchain(server: Serving) -> None:
     module = pytest.importorskip("langchain_openai")
-    chat = module.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", model="demo", temperature=0, max_tokens=8, max_retries=0
-    )
+    ask = {"model": "demo", "temperature": 0, "max_retries": 0, "api_key": "none"}
+    chat = module.ChatOpenAI(base_url=f"{server.url}/v1", max_tokens=8, **ask)
     found = chat.invoke("What does zip do?")  # max_tokens travels as max_completion_tokens
     assert found.usage_metadata["output_tokens"] == 8
     assert found.response_metadata["finish_reason"] == "length"
     assert "".join(str(piece.content) for piece in chat.stream("What does zip do?")) == found.content
-    called = chat.bind(max_tokens=100).bind_tools([WEATHER], tool_choice="required").invoke("Weather?")
+    longer = module.ChatOpenAI(base_url=f"{server.url}/v1", max_tokens=100, **ask)
+    called = longer.bind_tools([WEATHER], tool_choice="required").invoke("Weather?")
     assert called.tool_calls[0]["name"] == "weather" and "city" in called.tool_calls[0]["args"]

@@ -208,7 +208,7 @@ def test_no_grammar_leaves_logits_alone() -> None:
         ("json_schema", "[1]", "Expecting object schema"),
         ("json_schema", "true", "Expecting object schema"),
         ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000, "recursion"),
-        ("json_schema", " " * (LARGEST + 1), "characters, at most"),
+        ("json_schema", " " * (LARGEST + 1), "characters, the most are"),
         ("regex", "(", "regular expression cannot be used.*unclosed group"),
         ("lark", "start: foo", 'Lark grammar cannot be used.*unknown name: "foo"'),
         ("lark", "start: <|nope|>", "unknown special token"),

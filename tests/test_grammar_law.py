@@ -31,7 +31,7 @@ from mlx_spec.tuning.policy import Fixed
 from mlx_spec.types import Draft, Drafter, Sampler
 
 COUNT = 3  # tokens of a generation
-GENERATIONS = 300
+GENERATIONS = 240
 LETTERS = "abcdef"  # tokens 0 to 5; 6 and 7 end a text
 TEXT = byte_text({6: "<end>", 7: "<stop>"}, size=V, first=ord("a"))
 PATTERN = "[abe][abcd]{2}|d[ad]f|c{3,4}|fa*"

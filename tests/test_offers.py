@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from grammars import CLOSE, END, OPEN, STOP, V, Mixed, byte_text
+from grammars import CLOSE, END, OPEN, STOP, Mixed, V, byte_text
 from lossless import emitted, first_difference
 from mlx_lm.generate import generate_step
 
@@ -42,14 +42,18 @@ SCHEMA = record(
 WRONG = [END, ord("!"), CLOSE, STOP, 0]
 SAMPLINGS = [
     Sampling(),
-    Sampling(0.9, seed=5),
     Sampling(frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2),
-    Sampling(0.8, seed=2, top_p=0.9, frequency_penalty=0.5),
+    Sampling(0.9, seed=2, top_p=0.9, frequency_penalty=0.5),
 ]
 
 
 def grammar(schema: Schema = SCHEMA, *, thinks: bool = False) -> Grammar:
     return compile("json_schema", json.dumps(schema), TEXT, V, seconds=5.0, thinks=thinks)
+
+
+def bare() -> Decoding:
+    """A target without a drafter."""
+    return Decoding(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER))
 
 
 def run(decoding: Decoding, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT) -> list[Round]:
@@ -85,7 +89,7 @@ def by_mlx_lm(model: object, schema: Schema, count: int) -> list[int]:
 
 
 def test_plain_decoding_under_a_grammar_is_mlx_lm_s_under_its_masks() -> None:
-    plain = run(Decoding(LMTarget(tiny.full()), (), Fixed(0)), Sampling(grammar=grammar()), 100)
+    plain = run(bare(), Sampling(grammar=grammar()), 100)
     tokens = emitted(plain)
     assert tokens == by_mlx_lm(tiny.full(), SCHEMA, 100)
     assert plain[-1].finish_reason == "stop"
@@ -98,12 +102,12 @@ def test_plain_decoding_under_a_grammar_is_mlx_lm_s_under_its_masks() -> None:
 def test_the_text_is_that_of_plain_decoding(kind: str, sampling: Sampling) -> None:
     """Past the sliding window of 16, with drafts that are right, illegal and end too early."""
     sampling = replace(sampling, grammar=grammar())
-    plain = emitted(run(Decoding(LMTarget(tiny.sliding()), (), Fixed(0)), sampling, 100))
-    for K, extra in [(1, True), (4, False), (7, True)]:
+    plain = emitted(run(Decoding(LMTarget(tiny.sliding()), (), Fixed(0)), sampling, 80))
+    for K, extra in [(4, False), (7, True)]:
         decoding = Decoding(LMTarget(tiny.sliding()), (with_drafter(kind, plain),), Fixed(K))
         if extra:
             decoding = offered(decoding, PROMPT, grammar=sampling.grammar, prediction=plain[10:40])
-        rounds = run(decoding, sampling, 100)
+        rounds = run(decoding, sampling, 80)
         found = emitted(rounds)
         assert found == plain, first_difference(found, plain)
         drafters = {round.drafter for round in rounds if round.accepted}
@@ -121,7 +125,7 @@ def test_thoughts_come_first(seed: int | None) -> None:
         frequency_penalty=2,
         grammar=grammar(thinks=True),
     )
-    plain = emitted(run(Decoding(LMTarget(tiny.full()), (), Fixed(0)), sampling, 120))
+    plain = emitted(run(bare(), sampling, 120))
     assert plain[0] == OPEN and 1 < plain.index(CLOSE) < 100
     answer = plain[plain.index(CLOSE) + 1 :]
     for wrong in ([0], WRONG):
@@ -136,7 +140,7 @@ def test_thoughts_come_first(seed: int | None) -> None:
 
 def test_an_answer_may_be_cut_short() -> None:
     sampling = Sampling(grammar=grammar())
-    whole = emitted(run(Decoding(LMTarget(tiny.full()), (), Fixed(0)), sampling, 100))
+    whole = emitted(run(bare(), sampling, 100))
     for count in (1, 2, 5, 11, 30):
         decoding = offered(
             Decoding(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(3)), PROMPT, grammar=sampling.grammar
@@ -246,7 +250,7 @@ def test_what_does_not_pay_is_not_asked_again_soon() -> None:
 
 def test_a_good_prediction_takes_few_rounds() -> None:
     sampling = Sampling()
-    plain = emitted(run(Decoding(LMTarget(tiny.full()), (), Fixed(0)), sampling, 100))
+    plain = emitted(run(bare(), sampling, 100))
     decoding = offered(
         Decoding(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, prediction=plain
     )
@@ -268,7 +272,7 @@ def demo_answer(pair: Pair, schema: Schema, question: str, offer: bool, sampling
         decoding = offered(decoding, prompt, grammar=form)
     sampler = replace(sampling, grammar=form).sampler(len(prompt), vocabulary)
     parts = (decoding.target, decoding.drafters, decoding.policy)
-    return list(generate(*parts, sampler, prompt, max_tokens=40, stop=pair.text.eos))
+    return list(generate(*parts, sampler, prompt, max_tokens=30, stop=pair.text.eos))
 
 
 @pytest.fixture(scope="module")
@@ -278,12 +282,10 @@ def pairs() -> tuple[Pair, Pair, Pair]:
 
 @pytest.mark.parametrize("schema", SCHEMAS[3::5], ids=lambda schema: json.dumps(schema)[:60])
 def test_answers_of_the_demo_match_their_schemas(schema: Schema, pairs: tuple[Pair, Pair, Pair]) -> None:
-    adaptive, fixed, plain = pairs
-    sampling = Sampling()
-    rounds = demo_answer(plain, schema, "What does os.path.join do?", False, sampling)
+    drafted, plain = pairs[SCHEMAS.index(schema) % 2], pairs[2]
+    rounds = demo_answer(plain, schema, "What does os.path.join do?", False, Sampling())
     tokens = emitted(rounds)
-    for pair in (adaptive, fixed):
-        assert emitted(demo_answer(pair, schema, "What does os.path.join do?", True, sampling)) == tokens
+    assert emitted(demo_answer(drafted, schema, "What does os.path.join do?", True, Sampling())) == tokens
     if rounds[-1].finish_reason == "stop":
         answer = json.loads(plain.text.decode_raw(tokens[:-1]))
         jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(answer)

@@ -18,7 +18,7 @@ from virtual import CURVES, WORKLOADS, Curve, Device, Outcome, Text, VirtualDraf
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tuning.acceptance import Experience
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs, Table
-from mlx_spec.tuning.ledger import BUFFER, EPSILON
+from mlx_spec.tuning.ledger import BUFFER, EPSILON, FIRST, GROWTH
 from mlx_spec.tuning.policy import Adaptive, Fixed
 from mlx_spec.types import Choice, Drafter, Reason, Round
 
@@ -46,8 +46,9 @@ def best(curve: Curve, text: Text, tokens: int = TOKENS) -> float:
 
 
 def bound(outcome: Outcome, longest: float) -> float:
-    """Plain steps that the ledger lets a run lose."""
-    return EPSILON * sum(len(r.tokens) for r in outcome.rounds) + BUFFER + longest
+    """Plain steps that the ledger lets a run lose, and a round that took longer than it was thought to."""
+    tokens = sum(len(r.tokens) for r in outcome.rounds)
+    return EPSILON * tokens + min(FIRST + GROWTH * tokens, BUFFER) + longest
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -56,7 +57,7 @@ def test_near_the_best_fixed_length_and_not_slower_than_plain(curve: str, worklo
     text = Text.make(workload, TOKENS + SLACK, 7)
     outcome = adaptive(CURVES[curve], text)
     assert outcome.speed > 0.97 * best(CURVES[curve], text)
-    assert outcome.worst < bound(outcome, 17)
+    assert outcome.worst < bound(outcome, 0.2)  # what begins and ends plain decoding is not of the rounds
 
 
 def test_the_counted_speed_of_a_fixed_length_is_that_of_the_engine() -> None:
@@ -174,14 +175,14 @@ def test_of_two_drafters_the_one_that_pays_is_asked_first() -> None:
 
 def test_what_one_text_taught_serves_the_next() -> None:
     curve, shared = CURVES["flat"], [Experience()]
-    first = []
+    speeds = []
     for seed in range(2):
         text = Text.of(np.full(300 + SLACK, 0.97), np.random.default_rng(seed))
         device = Device(curve, PLAIN)
         policy = Adaptive(curve.costs(PLAIN), 1, device.clock, shared)
-        rounds = virtual.run(policy, device, [VirtualDrafter(device, text)], 300).rounds
-        first.append(next(r.proposed for r in rounds if r.proposed))
-    assert first[1] > first[0]
+        outcome = virtual.run(policy, device, [VirtualDrafter(device, text)], 300)
+        speeds.append(outcome.speed / best(curve, text, 300))
+    assert speeds[1] > speeds[0] + 0.05
 
 
 def test_the_decision_stands_until_the_round_is_observed() -> None:

@@ -1,4 +1,4 @@
-"""A prediction is drafted from its beginning, found again behind a change, and counted whatever was drafted."""
+"""A prediction is drafted from its beginning, found again behind a change, and counted in the answer."""
 
 from __future__ import annotations
 

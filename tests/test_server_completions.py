@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, running, stubbed
+from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, fresh, running, stubbed
 
 from mlx_spec.apps.server.ask import Ask, Ended, Opened, Piece, Raw
 from mlx_spec.apps.server.completions.answering import logprobs_json
@@ -16,14 +16,15 @@ from mlx_spec.sampling import Sampling
 
 
 def asked(**body: Any) -> Ask:
-    stub = Stub(two_answers(body))
-    response = stubbed(stub).post(TEXT, **body)
+    stub, endpoint = fresh(two_answers(body))
+    response = endpoint.post(TEXT, **body)
     assert response.status_code == 200, response.text
     return stub.asks[0]
 
 
 def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
-    count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+    prompt = body["prompt"]
+    count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
     ends = [Ended(i, "length") for i in range(count * (body.get("n") or 1))]
     return (Opened(1, 0), *ends, CLOSED)
 
@@ -48,7 +49,9 @@ def test_fields():
     assert (found.n, found.top_logprobs, found.max_tokens, found.stop) == (2, 3, 0, ("x",))
 
 
-@pytest.mark.parametrize("name", ["echo", "logprobs", "best_of", "suffix", "max_tokens", "n", "stop", "model"])
+@pytest.mark.parametrize(
+    "name", ["echo", "logprobs", "best_of", "suffix", "max_tokens", "n", "stop", "model"]
+)
 def test_null_is_as_good_as_nothing(name):
     assert asked(prompt="a", **{name: None}) == asked(prompt="a")
 
@@ -76,8 +79,8 @@ def test_null_is_as_good_as_nothing(name):
     ],
 )
 def test_refusals(body, param, code):
-    stub = Stub()
-    error = stubbed(stub).refused(TEXT, **body)
+    stub, endpoint = fresh()
+    error = endpoint.refused(TEXT, **body)
     assert (error["param"], error["code"]) == (param, code) and stub.asks == []
 
 

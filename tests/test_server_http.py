@@ -1,10 +1,11 @@
-"""What the server says when a request is no request: errors, limits, health, models, metrics, start and end."""
+"""The server around its answers: errors, limits, health, models, metrics, options, start and end."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 from endpoint import CHAT, DEMO, HELLO, TEXT, Stub, error_of, stubbed, wait_until
 
 from mlx_spec import __version__
+from mlx_spec.apps.server import main
 from mlx_spec.apps.server.arguments import parse
 from mlx_spec.apps.server.ask import Failed
 from mlx_spec.apps.server.failures import broken, busy, unavailable
@@ -27,6 +29,7 @@ from mlx_spec.apps.server.status import Status
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60  # seconds until a process counts as hung
+LEAVING = 10  # seconds; it takes one where nothing else runs
 
 
 @pytest.fixture
@@ -181,7 +184,9 @@ def test_defaults():
 def test_options():
     words = "--target a/b --drafter lookup --model c=d,e --model f=g --alias h=c --pin c --port 0"
     words += " --num-draft-tokens 3 --kv-bits 8 --api-key k --host 0.0.0.0 --allow-host me --memory 1.5"
-    words += " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --max-running 2 --conversations 1"
+    words += (
+        " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --max-running 2 --conversations 1"
+    )
     found = parse(words.split())
     assert found.models == (
         Served("b", "a/b", "lookup", 3, 8),
@@ -265,8 +270,7 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, Any]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word(sent):
+def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
     ask = {"messages": HELLO, "max_tokens": 4000, "temperature": 2, "stream": True}
     ask["logit_bias"] = {"106": -100, "1": -100}  # it never ends by itself
     with started() as (process, line, client):
@@ -276,24 +280,21 @@ def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word(sent)
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
             began = time.monotonic()
-            process.send_signal(sent)
+            process.send_signal(signal.SIGTERM)
             last = [text for text in lines if text][-1]
-        assert process.wait(LIMIT) == 0 and time.monotonic() - began < 3
+        assert process.wait(LIMIT) == 0 and time.monotonic() - began < LEAVING
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert process.stderr is not None and process.stderr.read() == ""
 
 
-def test_a_port_that_is_taken_is_one_line():
-    import socket
-
+def test_a_port_that_is_taken_is_one_line(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-m", "mlx_spec.serve", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, timeout=LIMIT, text=True)
-    assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
+        assert main(["--port", str(taken.getsockname()[1])]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import tiny
 from served import DEMO, begin, body, chat, closed, text_of, working
-from test_session import KINDS, alone, make_pair
+from test_session import alone, make_pair
 
-from mlx_spec.apps.server.ask import Ask, RoundDone
+from mlx_spec.apps.server.ask import RoundDone
 from mlx_spec.apps.server.conversations import Conversations
 from mlx_spec.apps.server.settings import Served, Settings
 from mlx_spec.pair import Pair
@@ -133,18 +133,18 @@ def edited(rng: random.Random, history: list[int], answer: list[int]) -> list[in
     return [*history, *answer, *said]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent"])
 def test_interleaved_conversations_are_those_of_plain_decoding(kind: str) -> None:
     rng, pair = random.Random(kind), make_pair(kind, "other", K=3)
     kept = conversations(pair, count=2)
     histories = {name: tiny.prompt(12 + 9 * name, seed=3 + name) for name in range(3)}
     reused = 0
-    for _ in range(9):
+    for _ in range(7):
         name = rng.randrange(3)
         prompt = histories[name]
         with kept.using(prompt) as held:
             reused += held.shared(prompt) > 0
-            rounds = pair.run(held.decoding, prompt, max_tokens=9)
+            rounds = pair.run(held.decoding, prompt, max_tokens=6)
             held.align(prompt)
             answer: list[int] = []
             for round in rounds:
@@ -157,7 +157,7 @@ def test_interleaved_conversations_are_those_of_plain_decoding(kind: str) -> Non
             if rng.random() < 0.2:  # a stop string
                 held.cut(len(prompt) + cut)
                 answer = answer[:cut]
-        assert answer == alone(pair, kind, prompt, 9, GREEDY)[: len(answer)]
+        assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
         histories[name] = edited(rng, prompt, answer)
     assert reused >= 3
 
@@ -168,30 +168,29 @@ QUESTIONS = ("What does os.path.join do?", "Explain len()", "and re.sub?", "json
 def test_a_random_schedule_through_the_worker() -> None:
     """Chats that go on, are edited, think, stop, are cancelled; several at a time, past the window of 64."""
     rng = random.Random(2)
-    asks: list[Ask] = []
     plain = Settings(models=(Served("demo", "demo", drafter="none"),), conversations=0)
-    with working(DEMO) as worker:
-        chats: list[list[str]] = [[], [], []]
-        cached = 0
-        for _ in range(6):
+    chats: list[list[str]] = [[], [], []]
+    cached = checked = 0
+    with working(DEMO) as worker, working(plain) as fresh:
+        for _ in range(4):
             streams = []
             for turns in chats:
                 if turns and rng.random() < 0.2:
                     turns[0] = rng.choice(QUESTIONS)  # the history is edited
                 turns.append(rng.choice(QUESTIONS))
                 stop = ("e ",) if rng.random() < 0.3 else ()
-                asks.append(chat(*turns, thinking=rng.random() < 0.3, stop=stop, max_tokens=20))
-                streams.append((asks[-1], turns, begin(worker, asks[-1])))
-            lost = begin(worker, asks[-1])
+                ask = chat(*turns, thinking=rng.random() < 0.3, stop=stop, max_tokens=14)
+                streams.append((ask, turns, begin(worker, ask)))
+            lost = begin(worker, ask)
             lost.until(RoundDone)
             lost.job.cancel()
-            answers = [(ask, turns, stream.all()) for ask, turns, stream in streams]
-            for _, turns, events in answers:
+            for ask, turns, stream in streams:
+                events = stream.all()
                 turns.append(text_of(events))  # without thoughts
                 cached += closed(events).usage.cached_tokens
-            with working(plain) as fresh:
-                for ask, _, events in answers if rng.random() < 0.5 else ():
+                if rng.random() < 0.4:
                     expected = begin(fresh, ask).all()
                     assert closed(expected).usage.cached_tokens == 0
                     assert body(events) == body(expected)
-        assert cached > 500
+                    checked += 1
+    assert cached > 100 and checked > 3

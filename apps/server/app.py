@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from mlx_spec import __version__
-from mlx_spec.apps.server import catalog, chat, completions, health, messages, metrics, responses
+from mlx_spec.apps.server import catalog, chat, completions, health, messages, metrics, page, responses
 from mlx_spec.apps.server.guards import BodyGuard, HostGuard, KeyGuard, OriginGuard
 from mlx_spec.apps.server.log import LOG
 from mlx_spec.apps.server.refusals import LastResort, add_handlers
@@ -50,6 +50,7 @@ def create(settings: Settings, worker: Worker) -> FastAPI:
         catalog.router(worker),
         health.router(worker),
         metrics.router(counted),
+        page.router(),
     )
     for router in routers:
         app.include_router(router)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_spec.apps.server.failures import Failure
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
+from mlx_spec.types import TokenLogprob
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

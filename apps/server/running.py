@@ -25,8 +25,8 @@ def run(settings: Settings) -> int:
 
     Raises InvalidValue where the address or the log file cannot be used.
     """
-    log.configure(settings.log_file)
     listening = _bind(settings.host, settings.port)
+    log.configure(settings.log_file)
     worker = Worker(settings)
     server = _Server(settings, worker)
     names = ", ".join(model.name for model in settings.models)

@@ -12,7 +12,7 @@ pause of the machine and not entered.
 from __future__ import annotations
 
 EPSILON = 0.01
-FIRST, GROWTH, BUFFER = 2.0, 0.01, 8.0  # plain steps, at once, more with each token, and at most
+FIRST, GROWTH, BUFFER = 2.5, 0.01, 8.0  # plain steps, at once, more with each token, and at most
 KEPT = 32.0  # plain steps
 
 

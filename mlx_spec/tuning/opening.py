@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 
 RATES = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)
-PRIOR = (0.25, 0.2, 0.2, 0.25, 0.4, 0.5, 0.3)  # answers of each rate that are assumed before any was seen
+PRIOR = (0.2, 0.16, 0.16, 0.2, 0.32, 0.4, 0.24)  # answers of each rate that are assumed before any was seen
 MEMORY = 32  # answers; a long one counts once for every so many tokens as here:
 LENGTH = 32  # tokens judged, from none to all of which the answer's own rates by position take over
 CHANGE = 0.04  # chance that the text has become one of another kind, a token judged

@@ -61,6 +61,10 @@ class Planner:
     _rate: float = 0.0
     _on: bool = False
 
+    def begin(self) -> None:
+        """Another text: what confidence was worth in the last one may not hold."""
+        self._worth.clear()
+
     def look(self, context: int, *, again: bool) -> Plan:
         """The plan now. `again` works out anew what confidence is worth, which takes longer."""
         plain, verify = self.costs.plain(context), self.costs.verify_curve(context)
@@ -98,9 +102,7 @@ class Planner:
         few = [d for d in drafters if acceptance[d].tries < TRIES and acceptance[d].rates()[0] > HOPE]
         return tuple(Choice(d, FIRST_LENGTH) for d in few)
 
-    def afforded(
-        self, choices: Sequence[Choice], room: float, proven: Collection[int]
-    ) -> tuple[Choice, ...]:
+    def afforded(self, choices: Sequence[Choice], room: float, proven: Collection[int]) -> tuple[Choice, ...]:
         """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay.
 
         Of a drafter that was not `proven` right in this answer no more than a few tokens.
@@ -113,6 +115,8 @@ class Planner:
         most = room if proven else min(room, max(UNPROVEN, float(steps[: FIRST_LENGTH + 1][-1]) - 1))
         if steps[-1] - 1 <= most:
             return choice
+        if choice.selective:  # what is not sure of itself is not verified
+            return replace(choice, limit=int((steps - 1 <= most).sum()) - 1)
         reach = np.cumprod(self.acceptance[choice.drafter].rates()[: choice.limit])
         gains = np.append(0.0, np.cumsum(reach)) + 1 - steps
         return replace(choice, limit=int(np.where(steps - 1 <= most, gains, 0.0).argmax()))

@@ -15,6 +15,7 @@ from mlx_spec.tuning.probes import Probes
 from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
+OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
 LOOK = 16  # rounds after which the plan is made anew
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
@@ -75,7 +76,6 @@ class Adaptive:
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
         self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
-        self._proven: set[int] = set()  # drafters that were right in this answer
         self._in_line = 0  # speculative rounds in a row that took the expected time
 
     def decide(self, history: Sequence[int]) -> Decision:
@@ -88,13 +88,14 @@ class Adaptive:
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
-        self._proven.clear()
         self._ledger.begin()
         self._probes.begin()
         self._hindsight.begin()
+        self._planner.begin()
         for acceptance in self._acceptance:
             acceptance.begin()
-        self._age = LOOK
+        self._age, self._since_solve, self._solve_gap = LOOK, 0, SOLVE // 2
+        self._flight, self._missed = False, 0
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         """How many to verify; token j by `confidence[: j + 1]` alone."""
@@ -136,7 +137,7 @@ class Adaptive:
         everyone = self._planner.looks(range(len(self._acceptance)))
         probes.resting(everyone, hopeful=plan.reason is Reason.ACCEPTANCE)
         best = (plan.best(plain),) if probes.trying else ()
-        trial = self._planner.afforded(best, self._ledger.room, self._proven)
+        trial = self._planner.afforded(best, self._ledger.room, probes.proven)
         if trial:
             return Decision(trial, Reason.PROBE, None, plain)
         return self._aside(plan.reason, plain)
@@ -144,27 +145,29 @@ class Adaptive:
     def _draft(self, plan: Plan, plain: float) -> Decision:
         """A draft, if the ledger allows it."""
         probes, held = self._probes, self._hindsight.length
-        choices: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
+        wanted: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
+        choices = tuple(c for c in wanted if c.drafter not in probes.refuted)
+        doubted = next((c.drafter for c in wanted if c.drafter in probes.refuted), None)
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
         if not held and self._unread >= RELEARN:
             choices = tuple(map(self._curious, choices))
-        choices += self._planner.untried(others)
+        choices += self._planner.untried(d for d in others if d not in probes.refuted)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        afforded = self._planner.afforded(choices, self._ledger.room, self._proven)
-        reason = Reason.PAYS if afforded else Reason.LEDGER
+        afforded = self._planner.afforded(choices, self._ledger.room, probes.proven)
+        reason = Reason.PAYS if afforded else Reason.LEDGER if choices else Reason.ACCEPTANCE
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             return Decision(afforded, reason, None, plain)
         probes.resting(self._planner.looks(others), hopeful=True)  # those that pay have nothing, or no credit
-        aside = self._aside(reason, plain)
-        return aside if aside.shadow is not None else Decision(afforded, reason, None, plain)
+        probes.shadow = probes.shadow if doubted is None or afforded else doubted
+        return self._aside(reason, plain, afforded)
 
-    def _aside(self, reason: Reason, plain: float) -> Decision:
-        """Plain decoding, with a shadow token where one is due and can be afforded."""
+    def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
+        """A shadow token where one is due and can be afforded, else these choices or plain decoding."""
         drafter = self._probes.shadow
         if drafter is None or self._planner.looks([drafter])[drafter].price > self._ledger.room:
-            return Decision((), reason, None, plain)
+            return Decision(choices, reason, None, plain)
         return Decision((), Reason.PROBE, drafter, plain)
 
     def _look(self, context: int) -> Plan:
@@ -244,8 +247,6 @@ class Adaptive:
         self._enter(round, self._ledger.ahead(min(seconds / plain, 2 * PAUSE), expected))
         self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
         self._looked_aside(round.drafter, round.agreement)
-        if round.agreement > 0.5:
-            self._proven.add(round.drafter)
         self._flight = True
 
     def _looked_aside(self, drafter: int, agreement: float | None) -> None:
@@ -266,13 +267,12 @@ class Adaptive:
         for other in decision.choices[: decision.choices.index(choice)]:
             self._acceptance[other.drafter].missed()
         self._acceptance[drafter].saw(round, choice.limit)
-        if landed:  # what was found is drafted again in the next round
+        if landed and not round.drafted:  # what was found is drafted again in the next round
             plain = self._costs.plain(self._context) or seconds
             self._enter(round, self._ledger.landed(seconds / plain))
             return
-        self._probes.drafted(drafter, accepted=round.accepted > 0)
-        if round.accepted:
-            self._proven.add(drafter)
+        often = self._acceptance[drafter].had > OFTEN
+        self._probes.drafted(drafter, accepted=round.accepted > 0, often=often)
         self._charge(round, choice, seconds)
         if self._probes.trying:
             self._probes.trying -= 1

@@ -1,4 +1,8 @@
-"""When to look at what is not being done: seldom, and ever more seldom while it does not pay."""
+"""When to look at what is not being done: seldom, and ever more seldom while it does not pay.
+
+A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
+first draft in it was rejected whole shows a shadow token before it drafts again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
 REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
-FIRST_SHARE, LAST_SHARE = 0.02, 0.002  # of the time, for shadow tokens: at first, and after many that failed
+FIRST_SHARE, LAST_SHARE = 0.03, 0.002  # of the time, for shadow tokens: at first, and after many that failed
 SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
 HURRY = 8  # times as soon in a new answer, at even odds
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
@@ -86,12 +90,16 @@ class Probes:
         self.timing = 0  # plain rounds of a timing still to come
         self._more = 0
         self._refresh, self._since_refresh = REFRESH, 0
+        self.proven: set[int] = set()  # drafters of which a draft token was accepted in this answer
+        self.refuted: set[int] = set()  # those of which none was: a shadow token comes first
         self._shadows = [_Shadows() for _ in range(drafters)]
         self._trial, self._since_trial = float(FIRST_TRIAL), 0.0
 
     def begin(self) -> None:
         """An answer begins: what failed before may pass in it."""
         self.shadow, self.trying = None, 0
+        self.proven.clear()
+        self.refuted.clear()
         for shadows in self._shadows:
             shadows.begin()
 
@@ -130,7 +138,13 @@ class Probes:
         """A shadow token was seen, or the drafter had none."""
         self.shadow = None
         self._shadows[drafter].saw(agreement)
+        if agreement is not None:
+            self.refuted.discard(drafter)
 
-    def drafted(self, drafter: int, *, accepted: bool) -> None:
-        """A draft was verified."""
+    def drafted(self, drafter: int, *, accepted: bool, often: bool) -> None:
+        """A draft was verified, of a drafter that has one often or seldom."""
         self._shadows[drafter].drafted(accepted=accepted)
+        if accepted:
+            self.proven.add(drafter)
+        elif often and drafter not in self.proven:
+            self.refuted.add(drafter)

@@ -1,7 +1,7 @@
 // Charts of this page: a line over time, steps over rounds, bars by position.
 import { element, percent, plural, shape } from "./elements.js";
 
-const LEFT = 30; // px, for the numbers of the axis
+const LEFT = 36; // px, for the numbers of the axis
 const BELOW = 16;
 
 function frame(host, label) {
@@ -42,7 +42,8 @@ export function line(host, { points, reference, top, format, label }) {
   const span = points.at(-1).x - points[0].x || 1;
   const y = (value) => foot - (foot - 6) * (value / most);
   const at = points.map((p) => [LEFT + (width - LEFT - 4) * ((p.x - points[0].x) / span), y(p.y)]);
-  for (const value of [0, most / 2, most]) rule(svg, width, y(value), format(value));
+  const ticks = height < 80 ? [0, most] : [0, most / 2, most];
+  for (const value of ticks) rule(svg, width, y(value), format(value));
   const area = `${path(at)}L${at.at(-1)[0].toFixed(1)} ${foot}L${at[0][0]} ${foot}Z`;
   svg.append(shape("path", { class: "area", d: area }), shape("path", { class: "line", d: path(at) }));
   if (reference) svg.append(shape("line", { class: "reference", x1: LEFT, x2: width, y1: y(reference), y2: y(reference) }));
@@ -84,7 +85,7 @@ export function bars(host, { tried, got }) {
       shape("rect", { class: "bar-back", x, y: 14, width: wide, height: foot - 14, rx: 4 }),
       shape("rect", { class: "bar-front", x, y: foot - tall, width: wide, height: tall, rx: 4 },
         shape("title", {}, `${got[i] ?? 0} of ${plural(tried[i], "draft token")} at position ${i + 1}`)),
-      shape("text", { x: x + wide / 2, y: 9, "text-anchor": "middle" }, percent(share)),
+      shape("text", { x: x + wide / 2, y: 9, "text-anchor": "middle" }, String(Math.round(share * 100))),
       shape("text", { x: x + wide / 2, y: height - 3, "text-anchor": "middle" }, String(i + 1)),
     );
   });

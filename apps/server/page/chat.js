@@ -5,7 +5,7 @@ import { drawLegend } from "./origin.js";
 import { Refused, complete } from "./server.js";
 import { fields, system } from "./settings.js";
 
-const IDEAS = ["What does os.path.join do?", "Write code that reads a JSON file", "What is functools.lru_cache for?"];
+const IDEAS = ["What does os.path.join do?", "Write code that reads a JSON file", "What does zip do?"];
 
 export class Conversation {
   // `watch` follows an answer: began(), chunk(chunk), ended(timings). `locked` asks for a key.

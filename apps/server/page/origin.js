@@ -29,7 +29,7 @@ export function drawLegend(host, seen) {
     entry(shades, `drafted${drafters.length ? ` by ${drafters.join(", ")}` : ""}, 1st to ${SHADES}th token`),
   ];
   for (const source of Object.keys(OWN)) {
-    if (seen.has(source)) entries.push(entry([swatch(source)], OWN[source]));
+    if (seen.has(source)) entries.push(entry([swatch(source)], source));
   }
   entries.push(entry([swatch("edge")], "a round begins"));
   host.replaceChildren(...entries);

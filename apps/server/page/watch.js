@@ -1,4 +1,5 @@
 // What is known of the server: from the answer that streams here, and from its counters for everybody's.
+import { Counters } from "./counters.js";
 import { known } from "./elements.js";
 
 const KEPT = 240; // points of a chart
@@ -98,9 +99,17 @@ export class Watch {
     }
     this.totals.tried = counters.positions("spec_decode_num_draft_tokens_per_pos_total");
     this.totals.got = counters.positions("spec_decode_num_accepted_tokens_per_pos_total");
-    if (before && !this.skip) this.#others(before, counters);
+    if (!before) this.#past(counters);
+    else if (!this.skip) this.#others(before, counters);
     this.skip = false;
     this.changed();
+  }
+
+  // What was counted before this page was opened. It is no point of a chart.
+  #past(counters) {
+    this.#others(new Counters(""), counters);
+    if (this.now.whose) this.now.whose = "all answers so far";
+    Object.assign(this, { speeds: [], lengths: [], generating: 0 });
   }
 
   #others(before, counters) {

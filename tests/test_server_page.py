@@ -1,0 +1,126 @@
+"""The files of the page: what is served, with which headers, and that nothing is asked of anybody else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from endpoint import DEMO, Stub, stubbed
+
+from mlx_spec.apps.server import page
+from mlx_spec.apps.server.settings import Settings
+
+FOLDER = Path(page.__file__).parent
+OWN = Settings(DEMO)
+PATHS = ["/", *(page.PREFIX + name for name in page.FILES if name != page.INDEX)]
+NAME_OF_SVG = "http://www.w3.org/2000/svg"  # the namespace, which is never fetched
+FOREIGN = re.compile(r"""(?:\w+:)?//[\w$\[]""")
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def foreign(text: str) -> list[str]:
+    """Addresses in a text: the namespace does not count, nor do comments."""
+    code = re.sub(r"(?m)(^|[;{}])\s*//.*$|[;,{(] // .*$", "", text).replace(NAME_OF_SVG, "")
+    return FOREIGN.findall(code)
+
+
+def test_list_is_what_is_there():
+    there = {path.name for path in FOLDER.iterdir() if path.suffix not in (".py", "") and path.is_file()}
+    assert there == set(page.FILES)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_file_is_served_as_its_kind_and_guarded(path):
+    client = stubbed(Stub()).client
+    found = client.get(path)
+    name = path.removeprefix(page.PREFIX) if path != "/" else page.INDEX
+    assert found.status_code == 200 and found.content == (FOLDER / name).read_bytes()
+    assert found.headers["content-type"] == page.TYPES[name.rsplit(".", 1)[1]]
+    assert found.headers["x-content-type-options"] == "nosniff"
+    policy = found.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert client.head(path).content == b""
+
+
+def test_unchanged_files_are_not_sent_again():
+    client = stubbed(Stub()).client
+    found = client.get("/")
+    assert found.headers["cache-control"] == "no-cache"
+    again = client.get("/", headers={"if-none-match": f'W/{found.headers["etag"]}, "other"'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert client.get("/", headers={"if-none-match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page",
+        "/page/",
+        "/page/index.html",
+        "/page/__init__.py",
+        "/page/nothing.js",
+        "/page/MAIN.js",
+        "/page/..%2fapp.py",
+        "/page/%2e%2e/app.py",
+        "/page//etc/passwd",
+        "/main.js",
+    ],
+)
+def test_other_names_are_404(path):
+    found = stubbed(Stub()).client.get(path)
+    assert found.status_code == 404 and found.json()["error"]["code"] == "unknown_url"
+
+
+def test_page_needs_no_key_and_keeps_the_other_guards():
+    client = stubbed(Stub(), replace(OWN, api_key="secret")).client
+    assert client.get("/").status_code == client.get("/page/main.js").status_code == 200
+    assert client.get("/v1/models").status_code == 401
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 403
+    assert client.get("/page/main.js", headers={"origin": "http://evil.example"}).status_code == 403
+    assert client.post("/").status_code == 401
+    assert stubbed(Stub()).client.post("/").status_code == 405
+
+
+@pytest.mark.parametrize("name", page.FILES)
+def test_nothing_is_fetched_from_elsewhere(name):
+    assert foreign(text_of(name)) == []
+    assert "data:" not in text_of(name).replace('"data:"', "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://cdn.example/x.js">',
+        "@import url(//cdn.example/x.css)",
+        'fetch("http://" + host)\nlet x = "ws://[::1]"',
+        'import "https://cdn.example/x.js"; // why',
+    ],
+)
+def test_an_address_would_be_found(text):
+    assert foreign(text)
+
+
+def test_page_names_only_what_is_served():
+    named = set(re.findall(r'(?:src|href)="(/[^"]*)"', text_of(page.INDEX)))
+    assert named <= set(PATHS)
+    for name in page.MODULES:
+        imported = re.findall(r'from "\./([^"]+)"', text_of(name))
+        assert set(imported) <= set(page.MODULES), name
+
+
+def test_text_never_becomes_markup():
+    for name in page.MODULES:
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text_of(name))
+        assert not re.search(r"localStorage|sessionStorage|document\.cookie", text_of(name))
+    html = text_of(page.INDEX)
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\son\w+=", html)
+
+
+@pytest.mark.parametrize("name", page.FILES)
+def test_files_are_small(name):
+    assert text_of(name).count("\n") <= 300
