@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 AUTO, NONE = "auto", "none"
 
 
-def inspect_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec inspect`. Returns its exit status: 1 for a checkpoint that cannot be loaded."""
+def inspect_parser() -> Parser:
+    """The options of `mlx-spec inspect`."""
     parser = Parser("inspect", "Say what a checkpoint is, without loading it.", usage=None)
     parser.add_argument("name", metavar="PATH_OR_REPO", help='a folder, a Hugging Face name, or "demo"')
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def inspect_main(arguments: Sequence[str]) -> int:
+    """`mlx-spec inspect`. Returns its exit status: 1 for a checkpoint that cannot be loaded."""
+    options = inspect_parser().parse_args(arguments)
 
     def run(terminal: Terminal) -> int:
         from mlx_spec.apps.described import as_json, description
@@ -42,8 +47,8 @@ def inspect_main(arguments: Sequence[str]) -> int:
     return _guarded(run)
 
 
-def models_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec models`. Returns its exit status."""
+def models_parser() -> Parser:
+    """The options of `mlx-spec models`."""
     parser = Parser(
         "models",
         "List the models on this disk: the demo, converted pairs, the Hugging Face cache.",
@@ -53,7 +58,12 @@ def models_main(arguments: Sequence[str]) -> int:
         "folders", metavar="FOLDER", nargs="*", type=Path, help="another folder with converted pairs"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def models_main(arguments: Sequence[str]) -> int:
+    """`mlx-spec models`. Returns its exit status."""
+    options = models_parser().parse_args(arguments)
 
     def run(terminal: Terminal) -> int:
         for folder in options.folders:
@@ -65,8 +75,8 @@ def models_main(arguments: Sequence[str]) -> int:
     return _guarded(run)
 
 
-def pull_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec pull`. Returns its exit status; 130 when interrupted, and the next one goes on from there."""
+def pull_parser() -> Parser:
+    """The options of `mlx-spec pull`."""
     parser = Parser("pull", "Download a target and the drafter made for it, ready to chat with.", usage=None)
     parser.add_argument(
         "name", metavar="ALIAS_OR_REPO", help="such as gemma-4-e2b, gemma-4-e2b:8bit, owner/name"
@@ -80,16 +90,26 @@ def pull_main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--revision", metavar="REV", help="branch, tag or commit of the target (default: main)"
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def pull_main(arguments: Sequence[str]) -> int:
+    """`mlx-spec pull`. Returns its exit status; 130 when interrupted, and the next one goes on from there."""
+    options = pull_parser().parse_args(arguments)
     return _guarded(lambda terminal: _pull(terminal, options.name, options.drafter, options.revision))
+
+
+def rm_parser() -> Parser:
+    """The options of `mlx-spec rm`."""
+    parser = Parser("rm", "Remove a converted pair or a repository in the Hugging Face cache.", usage=None)
+    parser.add_argument("name", metavar="NAME", help="as `mlx-spec models` lists it, or an alias")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    return parser
 
 
 def rm_main(arguments: Sequence[str]) -> int:
     """`mlx-spec rm`. Returns its exit status: 1 if nothing was removed."""
-    parser = Parser("rm", "Remove a converted pair or a repository in the Hugging Face cache.", usage=None)
-    parser.add_argument("name", metavar="NAME", help="as `mlx-spec models` lists it, or an alias")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    options = parser.parse_args(arguments)
+    options = rm_parser().parse_args(arguments)
     return _guarded(lambda terminal: _remove(terminal, options.name, asks=not options.yes))
 
 

@@ -24,11 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command line that makes no sense raises SystemExit with status 2.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     return guarded(lambda: _run(options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
     parser = Parser("tune", "Measure what passes and drafts cost on this device, and keep it for later.")
     parser.add_argument(
         "--target", metavar="REPO_OR_FOLDER", default="demo", help="(default: the bundled demo)"

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command line that makes no sense raises SystemExit with status 2.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         return _run(options)
     except SpecError as error:
@@ -60,7 +60,8 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
     parser = argparse.ArgumentParser(
         prog="mlx-spec convert",
         description="Convert a target and its drafter from Hugging Face format to a pair that `mlx-spec chat "

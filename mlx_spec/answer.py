@@ -71,6 +71,11 @@ class Answer:
         self.reasoning_tokens = 0  # those of thoughts among them, with their marks
 
     @property
+    def kind(self) -> Kind:
+        """The kind of text that comes next."""
+        return self._reader.kind
+
+    @property
     def calls(self) -> Marks | None:
         """The marks between which calls are read; None where the vocabulary lacks them."""
         return self._reader.calls

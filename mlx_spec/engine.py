@@ -53,6 +53,7 @@ def generate(
     try:
         for _ in prefill(target, drafters, sequence.history):
             pass
+        policy.begin()
         while sequence.room > 0:
             yield sequence.next()
     finally:

@@ -168,6 +168,10 @@ class Extended:
         self._plain: float | None = None  # seconds of a plain token
         self._tokens = self._seconds = self._rounds = 0.0  # of the other rounds
 
+    def begin(self) -> None:
+        """As the other policy has it."""
+        self._policy.begin()
+
     def decide(self, history: Sequence[int]) -> Decision:
         """An extra drafter that is worth it, or what the other policy says."""
         flying = min(self._target.on_trial, 1)

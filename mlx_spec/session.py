@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
+from mlx_spec.answer import Answer, Part, Span
 from mlx_spec.errors import InvalidValue
 from mlx_spec.reuse import Decoding as Decoding  # pairs take it from here, too
 from mlx_spec.reuse import Held
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Kind, Reader, Text
+from mlx_spec.text import Kind, Text
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
@@ -41,6 +42,7 @@ class Piece:
     text: str  # may be empty: a round of half a character, or of hidden tokens only
     kind: Kind
     round: Round | None  # the round that brought it, on its last piece; None on the others
+    spans: tuple[Span, ...] = ()  # where its tokens came from: their texts make up `text`
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,24 @@ class Session:
         self._stop()
         self._messages.clear()
 
+    def resume(self, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from messages of a user and answers, in turns, instead of the conversation so far.
+
+        The system prompt stays. Raises InvalidValue where they are not in turns.
+        """
+        roles = [turn.get("role") for turn in turns]
+        if roles != ["user", "assistant"] * (len(turns) // 2):
+            raise InvalidValue("a conversation goes by turns: user and assistant, from the first to the last")
+        self._stop()
+        self._messages = [dict(turn) for turn in turns]
+
+    def undo(self) -> list[dict[str, Any]]:
+        """Forget the last turn. Returns its two messages, none where there was no turn."""
+        self._stop()
+        turn = self._messages[-2:]
+        del self._messages[-2:]
+        return turn
+
     def stream(
         self, message: str, *, sampling: Sampling = GREEDY, max_tokens: int, thinking: bool = False
     ) -> Generator[Piece, None, None]:
@@ -181,7 +201,7 @@ class Session:
         self._stop()
         asked = {"role": "user", "content": message}
         prompt = self._pair.text.prompt([*self.messages, asked], thinking=thinking)
-        answer = _Answer(asked, prompt, self._pair.text.reader(prompt))
+        answer = _Answer(asked, prompt, Answer(self._pair.text, prompt))
         rounds = self._rounds(answer, sampling, max_tokens)
         self._running = self._stream(answer, rounds)
         return self._running
@@ -230,29 +250,26 @@ class _Answer:
 
     asked: dict[str, Any]
     prompt: list[int]
-    reader: Reader
+    reading: Answer
     _texts: dict[Kind, list[str]] = field(default_factory=lambda: {"answer": [], "thinking": []})
 
     def pieces(self, round: Round) -> list[Piece]:
         """What a round brought: at least one piece, the last of which has the round."""
-        found = self.reader.read(round.tokens) or [("", self.reader.kind)]
-        self._keep(found)
+        found = self.reading.read(round) or [Part(self.reading.kind, "")]
         last = len(found) - 1
-        return [Piece(text, kind, round if i == last else None) for i, (text, kind) in enumerate(found)]
+        return [self._piece(part, round if i == last else None) for i, part in enumerate(found)]
 
     def rest(self) -> list[Piece]:
         """What was held back."""
-        found = self.reader.end()
-        self._keep(found)
-        return [Piece(text, kind, None) for text, kind in found]
+        return [self._piece(part, None) for part in self.reading.end()]
 
     def text(self, kind: Kind) -> str:
         """All of one kind so far."""
         return "".join(self._texts[kind]).strip()
 
-    def _keep(self, found: list[tuple[str, Kind]]) -> None:
-        for text, kind in found:
-            self._texts[kind].append(text)
+    def _piece(self, part: Part, round: Round | None) -> Piece:
+        self._texts[part.kind].append(part.text)
+        return Piece(part.text, part.kind, round, part.spans)
 
 
 def _close(rounds: Iterator[Round]) -> None:

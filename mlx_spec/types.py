@@ -222,6 +222,10 @@ class Drafter(Protocol):
 class DraftLengthPolicy(Protocol):
     """Decides how many tokens to draft, and with which drafter."""
 
+    def begin(self) -> None:
+        """A new answer begins."""
+        ...
+
     def decide(self, history: Sequence[int]) -> Decision:
         """What to draft after `history`, and why. Called once a round, before anything else in it."""
         ...

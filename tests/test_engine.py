@@ -161,6 +161,9 @@ class Alternating:
     def __init__(self) -> None:
         self.rounds = 0
 
+    def begin(self) -> None:
+        pass
+
     def decide(self, history: Sequence[int]) -> Decision:
         return Decision((Choice(0, 3),) if self.rounds // 3 % 2 else (), Reason.PROBE)
 
@@ -215,6 +218,9 @@ class Told:
         self.decisions, self.keep = decisions, list(keep)
         self.rounds: list[Round] = []
         self.cuts: list[tuple[int, tuple[float, ...]]] = []
+
+    def begin(self) -> None:
+        pass
 
     def decide(self, history: Sequence[int]) -> Decision:
         return self.decisions[len(self.rounds) % len(self.decisions)]

@@ -161,6 +161,9 @@ class Counting:
         self.cut = self._policy.cut
         self.decided, self.observed = 0, list[Round]()
 
+    def begin(self) -> None:
+        pass
+
     def decide(self, history: Sequence[int]) -> Decision:
         assert self.decided == len(self.observed)
         self.decided += 1

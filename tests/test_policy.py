@@ -174,15 +174,16 @@ def test_of_two_drafters_the_one_that_pays_is_asked_first() -> None:
 
 
 def test_what_one_text_taught_serves_the_next() -> None:
+    """The first draft is short in any case; the next as long as the drafter is worth, or guessed to be."""
     curve, shared = CURVES["flat"], [Experience()]
-    speeds = []
+    lengths = []
     for seed in range(2):
         text = Text.of(np.full(300 + SLACK, 0.97), np.random.default_rng(seed))
         device = Device(curve, PLAIN)
         policy = Adaptive(curve.costs(PLAIN), 1, device.clock, shared)
-        outcome = virtual.run(policy, device, [VirtualDrafter(device, text)], 300)
-        speeds.append(outcome.speed / best(curve, text, 300))
-    assert speeds[1] > speeds[0] + 0.05
+        rounds = virtual.run(policy, device, [VirtualDrafter(device, text)], 300).rounds
+        lengths.append(sum([r.proposed for r in rounds if r.proposed][:6]))
+    assert lengths[1] > 1.2 * lengths[0]
 
 
 def test_the_decision_stands_until_the_round_is_observed() -> None:

@@ -55,6 +55,9 @@ class Mixed:
     def __init__(self) -> None:
         self.rounds = 0
 
+    def begin(self) -> None:
+        pass
+
     def decide(self, history: Sequence[int]) -> Decision:
         drafts = self.rounds // 3 % 2 or self.rounds % 7 == 0
         return Decision((Choice(0, 4),) if drafts else (), Reason.PROBE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -82,6 +83,16 @@ CURVES = {
     ),
     "flat": Curve({1: 1.0, 17: 1.0}, source="ideal: bound by reading the weights"),
 }
+
+# Of answers in their dozens: a small model on two cores, where a row is dear and a draft token, too.
+TWO_CORES = Curve(
+    {1: 1.0, 2: 1.36, 3: 1.67, 4: 1.93, 5: 2.15, 6: 2.6, 8: 3.05, 17: 6.2},
+    drafted=0.28,
+    host=0.05,
+    source="measured: the demo pair on two cores of a server",
+)
+RIGHT, WRONG = 0.93, 0.05  # chance that a token is right, in answers that the drafter knows and does not
+SHORT, LONG = 40, 150  # tokens of an answer
 
 # Chance of an easy, a middling and a hard stretch of text, and the spread of acceptance within one.
 WORKLOADS = {"code": (0.7, 0.2, 0.1), "mixed": (0.4, 0.35, 0.25), "prose": (0.1, 0.35, 0.55)}
@@ -223,11 +234,22 @@ class VirtualLookup:
         return Draft(mx.array(tokens)) if length else no_draft()
 
 
+class Conversing(DraftLengthPolicy, Protocol):
+    """A policy that is told where an answer begins."""
+
+    def begin(self) -> None:
+        """A new answer begins."""
+        ...
+
+
 class Clocked:
     """A policy, with the waiting done before it looks at the clock."""
 
     def __init__(self, policy: DraftLengthPolicy, device: Device, target: VirtualTarget) -> None:
         self._policy, self._device, self._target = policy, device, target
+
+    def begin(self) -> None:
+        self._policy.begin()
 
     def decide(self, history: Sequence[int]) -> Decision:
         """The policy's."""
@@ -288,3 +310,44 @@ def fixed(curve: Curve, text: Text, drafted: int, tokens: int) -> float:
         place += (int(wrong[0]) if len(wrong) else k) + 1
         steps += curve.host + k * curve.drafted + curve.rows(k + 1)
     return tokens / steps
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Many short answers by one policy, of those that the drafter knows or of the others."""
+
+    tokens: int = 0
+    steps: float = 0.0  # plain steps that they took
+    fixed: tuple[float, ...] = (0.0,) * len(ROWS)  # ... with a fixed number of draft tokens, by that number
+
+    def plus(self, tokens: int, steps: float, fixed: Sequence[float]) -> Answers:
+        """One more."""
+        sums = tuple(a + b for a, b in zip(self.fixed, fixed, strict=True))
+        return Answers(self.tokens + tokens, self.steps + steps, sums)
+
+    @property
+    def speed(self) -> float:
+        """Times plain decoding."""
+        return self.tokens / self.steps
+
+    @property
+    def of_best(self) -> float:
+        """Times the best fixed length for all of them."""
+        return min(self.fixed) / self.steps
+
+
+def short_answers(
+    make: Callable[[Device], Conversing], curve: Curve, known: float, count: int, seed: int
+) -> tuple[Answers, Answers]:
+    """A conversation in which a share of the answers is `known`, in any order: those, and the others."""
+    chance = np.random.default_rng([seed])
+    device = Device(curve)
+    policy, found = make(device), {True: Answers(), False: Answers()}
+    for right in (chance.random(count) < known).tolist():
+        tokens = int(chance.integers(SHORT, LONG + 1))
+        text = Text.of(np.full(tokens + 40, RIGHT if right else WRONG), chance)
+        policy.begin()
+        outcome = run(policy, device, [VirtualDrafter(device, text)], tokens)
+        lengths = [tokens / fixed(curve, text, k, tokens) for k in range(len(ROWS))]
+        found[right] = found[right].plus(tokens, outcome.seconds / outcome.plain, lengths)
+    return found[True], found[False]

@@ -31,14 +31,15 @@ class Options:
 
 def parse(arguments: Sequence[str] | None) -> Options:
     """Options from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
-    found = vars(_parser().parse_args(arguments))
+    found = vars(parser().parse_args(arguments))
     if found["target_gb"] is None and found["target"] is None:
         found["target"] = DEMO
     chips = found.pop("chip") or []
     return Options(**found, chips=tuple(dict.fromkeys(chip for variants in chips for chip in variants)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
     parser = Parser(
         "roofline", "Predict what speculation brings on Apple chips, and measure the present device."
     )

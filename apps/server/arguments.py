@@ -17,15 +17,16 @@ PORTS = 65535
 
 def parse(arguments: Sequence[str] | None) -> Settings:
     """Settings from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    known = parser()
+    given = known.parse_args(arguments)
     try:
         return _settings(given)
     except ValueError as error:
-        parser.error(str(error))
+        known.error(str(error))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
     parser = Parser("serve", "Answer requests of OpenAI's and Anthropic's clients on this machine.")
     parser.add_argument("--version", action="version", version=f"mlx-spec {__version__}")
     _add_models(parser)

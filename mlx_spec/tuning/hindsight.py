@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 
 KEEP = 0.998  # of what was seen, a token
 STEPS, SHARE = 3.0, 0.015  # behind by so many plain steps and this share of the time: then the other is tried
+LEAST = 64.0  # plain steps without which the best length is a guess
 HOLD, LAST_HOLD = 256, 4096  # tokens for which a fixed length is held
 BLOCKS = np.arange(1, MAX_DRAFT_TOKENS + 2)
 
@@ -75,7 +76,7 @@ class Hindsight:
     def _judge(self, tokens: int) -> None:
         lost = self._behind > STEPS + SHARE * self._total
         if self.length is None:
-            if lost and self.best and not self._barred:
+            if lost and self.best and not self._barred and self._total > LEAST:
                 self.length, self._left, self._behind = self.best, self._hold, 0.0
                 self._hold = min(2 * self._hold, LAST_HOLD)
             return

@@ -36,6 +36,9 @@ class Fixed:
         choices = tuple(Choice(drafter, num_draft_tokens) for drafter in range(drafters))
         self._decision = Decision(choices if num_draft_tokens else (), reason)
 
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
     def decide(self, history: Sequence[int]) -> Decision:
         """The fixed number."""
         return self._decision
@@ -138,9 +141,7 @@ class Adaptive:
         probes.resting(everyone, hopeful=plan.reason is Reason.ACCEPTANCE)
         best = (plan.best(plain),) if probes.trying else ()
         trial = self._planner.afforded(best, self._ledger.room, probes.proven)
-        if trial:
-            return Decision(trial, Reason.PROBE, None, plain)
-        return self._aside(plan.reason, plain)
+        return Decision(trial, Reason.PROBE, None, plain) if trial else self._aside(plan.reason, plain)
 
     def _draft(self, plan: Plan, plain: float) -> Decision:
         """A draft, if the ledger allows it."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
 REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
-FIRST_SHARE, LAST_SHARE = 0.03, 0.002  # of the time, for shadow tokens: at first, and after many that failed
+FIRST_SHARE, LAST_SHARE = 0.02, 0.002  # of the time, for shadow tokens: at first, and after many that failed
 SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
-HURRY = 8  # times as soon in a new answer, at even odds
+HURRY = 16  # times as soon in a new answer, at even odds
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
 CALM = 4  # times as many where it is acceptance that does not pay: of costs there is less to learn

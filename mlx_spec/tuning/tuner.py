@@ -104,16 +104,17 @@ class _Measuring:
     def __init__(self, tuner: Tuner, target: Target, drafters: Sequence[Drafter]) -> None:
         self._tuner, self._target, self._drafters = tuner, target, drafters
         self._policy = tuner.adaptive()
-        self._end = -1  # of the history after the last round
         self._age = 0  # rounds of this answer
         self._waits = False
 
+    def begin(self) -> None:
+        """A new answer begins."""
+        self._age = 0
+        self._policy.begin()
+
     def decide(self, history: Sequence[int]) -> Decision:
         """What the adaptive policy says; before that, one token at a time until drafting can be measured."""
-        self._age = self._age + 1 if len(history) == self._end else 1
-        self._end = len(history)
-        if self._age == 1:
-            self._policy.begin()
+        self._age += 1
         self._waits = self._missing(history) and not self._measure(history)
         if self._waits:
             return Decision((Choice(0, 1),), Reason.WARMING_UP)
@@ -125,7 +126,6 @@ class _Measuring:
 
     def observe(self, round: Round) -> None:
         """Let the adaptive policy learn from rounds that it decided on."""
-        self._end += len(round.tokens)
         if not self._waits:
             self._policy.observe(round)
 
