@@ -1,6 +1,7 @@
 # make chat                   talk to the bundled demo pair; the first run sets up .venv
 # make chat PROMPT="..."      answer once and exit; so does `echo ... | make chat`
 # make chat ARGS="..."        options of the chat program; ARGS=--help lists them
+# make serve                  the local endpoint and its page; ARGS=... as above
 # make test                   lint, types and tests; `make lint` is the first two
 # make bench                  the quick benchmarks
 # make clean                  remove what make made
@@ -28,11 +29,14 @@ ifeq ($(origin PROMPT),command line)
 export MLX_SPEC_PROMPT := $(value PROMPT)
 endif
 
-.PHONY: chat test lint bench clean
+.PHONY: chat serve test lint bench clean
 
 chat: $(READY)
 	@if [ -n "$$MLX_SPEC_PROMPT" ]; then exec </dev/null; fi; \
 	exec $(PY) -m mlx_spec.chat $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
+
+serve: $(READY)-server
+	@exec $(PY) -m mlx_spec.serve $(ARGS)
 
 test: lint
 	$(PY) -m pytest -q -n auto
@@ -49,5 +53,5 @@ clean:
 	rm -rf $(VENV) $(VENV).lock build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY) $(READY)-test: pyproject.toml .ci/set-up
+$(READY) $(READY)-test $(READY)-server: pyproject.toml .ci/set-up
 	@.ci/set-up $(VENV) $(BACKEND) $@

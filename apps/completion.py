@@ -111,13 +111,15 @@ def _bash_case(name: str, found: list[Option]) -> str:
     choices = " ".join(choice for option in arguments for choice in option.choices)
     lines += [f"        values={shlex.quote(choices)}"] if choices else []
     lines += ["        files=yes"] if any(option.is_path for option in arguments) else []
-    lines.append('        case "$prev" in')
+    alike: dict[tuple[str, str], list[str]] = {}  # (values, files) -> names
     for option in found:
-        if option.names and option.value is not None:
-            values = shlex.quote(" ".join(option.choices))
-            files = "yes" if option.is_path else "''"
-            pattern = " | ".join(option.names)
-            lines.append(f"        {pattern}) values={values} files={files} ;;")
+        if option.value is not None:
+            key = shlex.quote(" ".join(option.choices)), "yes" if option.is_path else "''"
+            alike.setdefault(key, []).extend(option.names)
+    lines.append('        case "$prev" in')
+    for (values, files), same in alike.items():
+        if same:
+            lines.append(f"        {' | '.join(same)}) values={values} files={files} ;;")
     return "\n".join([*lines, "        esac", "        ;;"])
 
 

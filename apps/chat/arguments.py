@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_spec import __version__
 from mlx_spec.apps.command import Parser, integer, number
 
-DEMO = "demo"
 MAX_TOKENS = 2048
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
@@ -20,7 +20,9 @@ class Options:
     """A parsed command line. None: not given, the default of the library holds."""
 
     prompt: str | None
-    target: str
+    json: bool
+    trace: Path | None
+    target: str | None
     drafter: str | None
     num_draft_tokens: int | None
     kv_bits: int | None
@@ -28,23 +30,24 @@ class Options:
     max_tokens: int
     think: bool
     stats: bool
+    highlight: bool
+    history: bool
     sampling: Mapping[str, Any]  # the fields of Sampling that were given
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
     """Options from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
-    found = vars(parser().parse_args(arguments))
+    found = vars(_parser().parse_args(arguments))
     sampling = {name: found.pop(name) for name in SAMPLING}
     return Options(**found, sampling={name: value for name, value in sampling.items() if value is not None})
 
 
 def refuse(problem: str) -> NoReturn:
     """Leave with status 2 and one line on stderr that says where help is."""
-    parser().error(problem)
+    _parser().error(problem)
 
 
-def parser() -> Parser:
-    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
+def _parser() -> Parser:
     parser = Parser("chat", "Chat with a model. With -p or piped text: answer once, then exit.")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer TEXT and exit; piped text is appended")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
@@ -58,11 +61,28 @@ def parser() -> Parser:
     parser.add_argument(
         "--think", action="store_true", help="let the model think first, if it is made for that"
     )
-    parser.add_argument("--stats", action="store_true", help="print more than one line after each answer")
     parser.add_argument("--version", action="version", version=f"mlx-spec {__version__}")
+    _add_output(parser)
     _add_models(parser)
     _add_sampling(parser)
     return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--stats", action="store_true", help="print more than one line after each answer")
+    group.add_argument(
+        "--highlight",
+        action="store_true",
+        help="colour each token by where it came from, on a terminal with colours",
+    )
+    group.add_argument(
+        "--json", action="store_true", help="with -p or piped text: print one JSON object with timings"
+    )
+    group.add_argument("--trace", metavar="FILE", type=Path, help="write one JSON line a round to FILE")
+    group.add_argument(
+        "--no-history", dest="history", action="store_false", help="neither read nor keep what was typed"
+    )
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +90,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--target",
         metavar="REPO_OR_FOLDER",
-        default=DEMO,
-        help="model that answers: Hugging Face name or folder (default: the small bundled demo)",
+        help="model that answers: Hugging Face name or folder (default: the pair used last, or else demo, "
+        "the small bundled one)",
     )
     group.add_argument(
         "--drafter",

@@ -160,7 +160,9 @@ class Adaptive:
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             return Decision(afforded, reason, None, plain)
-        probes.resting(self._planner.looks(others), hopeful=True)  # those that pay have nothing, or no credit
+        if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
+            others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
+        probes.resting(self._planner.looks(others), hopeful=True)
         probes.shadow = probes.shadow if doubted is None or afforded else doubted
         return self._aside(reason, plain, afforded)
 
@@ -175,7 +177,7 @@ class Adaptive:
         """The plan, made anew where it is old or the text has changed."""
         plan = self._plan
         if plan is not None and self._age < LOOK:
-            drift = self._drifted()
+            drift = sum(a.level for a in self._acceptance)
             if plan.choices and abs(drift - self._drift) > MOVED:
                 self._plan, self._drift = self._planner.adjust(), drift
             return self._plan or plan
@@ -183,14 +185,11 @@ class Adaptive:
         self._plan = plan = self._planner.look(context, again=again)
         if len(self._acceptance) == 1:
             self._hindsight.price(self._planner.rounds(0))
-        self._drift, self._age = self._drifted(), 0
+        self._drift, self._age = sum(a.level for a in self._acceptance), 0
         if again:
             used = any(choice.selective for choice in plan.choices)
             self._since_solve, self._solve_gap = 0, SOLVE if used else min(2 * self._solve_gap, LAST_SOLVE)
         return plan
-
-    def _drifted(self) -> float:
-        return sum(a.level for a in self._acceptance)
 
     def _curious(self, choice: Choice) -> Choice:
         """With the confidence read, to learn what it is worth."""

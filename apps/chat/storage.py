@@ -1,0 +1,48 @@
+"""Where the program keeps what it remembers, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+PRIVATE = 0o600
+
+
+def history_file() -> Path:
+    """What was typed, for the arrow keys."""
+    from platformdirs import user_state_path
+
+    return user_state_path("mlx_spec") / "chat_history"
+
+
+def last_used_file() -> Path:
+    """The pair used last."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("mlx_spec") / "last_chat.json"
+
+
+def make_private(file: Path) -> None:
+    """Make sure that `file` exists and that nobody else can read it. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    number = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, PRIVATE)
+    try:
+        os.fchmod(number, PRIVATE)
+    finally:
+        os.close(number)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """All of it or nothing, for nobody else to read. Raises OSError."""
+    temporary = file.with_name(f".{file.name[:100]}.{uuid.uuid4().hex}.tmp")
+    try:
+        make_private(temporary)
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

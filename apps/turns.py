@@ -1,0 +1,153 @@
+"""Decoders that take turns, so that slow changes of the machine meet all of them alike.
+
+Speeds of arms that run one after the other differ by more than what they are to show: the machine warms up,
+and other programs come and go. Here every arm decodes a short burst, then the next one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_spec.pair import Pair
+from mlx_spec.reuse import Decoding
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.types import Round
+
+BURST = 8  # tokens
+
+Clock = Callable[[], bool]  # whether the time is up
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to decode. What it opens keeps its policy from one prompt to the next."""
+
+    name: str
+    decoding: Decoding
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer of an arm."""
+
+    tokens: tuple[int, ...]
+    first: int  # tokens that came with the prompt
+    seconds: float  # of all the others
+    drafted: int
+    accepted: int
+    speculative: int  # rounds that drafted
+    kept: int  # tokens of those rounds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Behind the first round; 0 where nothing followed it."""
+        return (len(self.tokens) - self.first) / self.seconds if self.seconds > 0 else 0.0
+
+
+def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
+    """With so many draft tokens of the pair's own drafter: 0 is plain decoding, None the pair's own policy."""
+    parts = pair.open()
+    if num_draft_tokens is None:
+        return Arm(name, parts)
+    drafters = parts.drafters[:1] if num_draft_tokens else ()
+    return Arm(name, Decoding(parts.target, drafters, Fixed(num_draft_tokens)))
+
+
+def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int, start: int) -> list[Run]:
+    """One answer of at most `count` tokens of each arm. Turn i begins with arm start + i."""
+    going = [_Going(_rounds(pair, each, prompt, count)) for each in arms]
+    turn = start
+    while not all(each.done for each in going):
+        for i in range(len(going)):
+            going[(turn + i) % len(going)].go(BURST)
+        turn += 1
+    return [each.run() for each in going]
+
+
+def _rounds(pair: Pair, each: Arm, prompt: Sequence[int], count: int) -> Iterator[Round]:
+    each.decoding.target.rewind(0)
+    return pair.run(each.decoding, prompt, max_tokens=count)
+
+
+@dataclass
+class _Going:
+    """An answer under way."""
+
+    rounds: Iterator[Round]
+    done: bool = False
+    seconds: float = 0.0
+    seen: list[Round] = field(default_factory=list)
+
+    def go(self, burst: int) -> None:
+        """At least so many tokens more; the first round, with the prompt, is a turn of its own.
+
+        What was queued beyond the last of them is waited for and counts, unless the answer has ended.
+        """
+        if self.done:
+            return
+        begins, left = not self.seen, burst
+        started = time.perf_counter()
+        while left > 0 and not self.done:
+            self.seen.append(next(self.rounds))
+            left = 0 if begins else left - len(self.seen[-1].tokens)
+            self.done = self.seen[-1].finish_reason is not None
+        if not self.done:
+            mx.synchronize()
+        if not begins:
+            self.seconds += time.perf_counter() - started
+
+    def run(self) -> Run:
+        """What it came to."""
+        speculative = [round for round in self.seen if round.drafted]
+        return Run(
+            tokens=tuple(token for round in self.seen for token in round.tokens),
+            first=len(self.seen[0].tokens),
+            seconds=self.seconds,
+            drafted=sum(round.drafted for round in speculative),
+            accepted=sum(round.accepted for round in speculative),
+            speculative=len(speculative),
+            kept=sum(len(round.tokens) for round in speculative),
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the answers of one arm came to."""
+
+    name: str
+    tokens_per_second: float  # median of its answers
+    gain: float  # to plain decoding of the same prompt in the same turns: median
+    spread: tuple[float, float]  # quartiles of that
+    accepted: float | None  # share of the draft tokens; None: it drafted none
+    length: float | None  # tokens of a round that drafted
+
+
+def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]:
+    """Of all arms, of which the first is plain decoding; `answers` holds one list of runs for each prompt."""
+    long = [runs for runs in answers if all(run.tokens_per_second > 0 for run in runs)]
+    return [_speed(each.name, [(runs[0], runs[i]) for runs in long]) for i, each in enumerate(arms)]
+
+
+def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
+    ratios = [own.tokens_per_second / plain.tokens_per_second for plain, own in runs]
+    drafted, rounds = sum(own.drafted for _, own in runs), sum(own.speculative for _, own in runs)
+    return Speed(
+        name,
+        statistics.median(own.tokens_per_second for _, own in runs) if runs else 0.0,
+        statistics.median(ratios) if ratios else 0.0,
+        _quartiles(ratios),
+        sum(own.accepted for _, own in runs) / drafted if drafted else None,
+        sum(own.kept for _, own in runs) / rounds if rounds else None,
+    )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return (values[0], values[0]) if values else (0.0, 0.0)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
