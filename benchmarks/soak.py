@@ -27,7 +27,7 @@ from on_off import check_log, stable
 from serving import CHAT, Serving, start
 from timing import finish, parser, table
 
-WAITING = 4  # of the server under load: eight clients must meet its limit
+WAITING, RUNNING = 3, 3  # of the server under load: eight clients must meet its limits
 FIXED = 40  # requests whose answers are known
 WARM_UP = 0.25  # share of a server's life after which its memory should be flat
 MALFORMED = [
@@ -63,7 +63,7 @@ class Load:
 
     def __init__(self, settings: argparse.Namespace) -> None:
         self.settings, self.tally = settings, Tally()
-        self.options = ("--max-waiting", str(WAITING))
+        self.options = ("--max-waiting", str(WAITING), "--max-running", str(RUNNING))
         self.server = start(*self.options)
         self.up, self.stopping = threading.Event(), threading.Event()
         self.up.set()
@@ -170,11 +170,11 @@ def watch(load: Load, seconds: float) -> dict[str, Any]:
     """The life of one server: memory and queue, sampled."""
     memory: list[tuple[float, int]] = []
     queues: list[int] = []
-    begun = time.monotonic()
+    begun, threads = time.monotonic(), load.server.threads
     while (age := time.monotonic() - begun) < seconds:
         memory.append((age, load.server.resident))
         health = load.server.send("/health", timeout=60).json
-        queues.append(int(health.get("waiting", 0)))
+        queues.append(int(health["waiting"]) + int(health["running"]))
         time.sleep(min(2.0, seconds / 20))
     warm = [m for age, m in memory if WARM_UP * seconds <= age < 2 * WARM_UP * seconds]
     late = [m for age, m in memory if age >= seconds * (1 - WARM_UP)]
@@ -183,8 +183,8 @@ def watch(load: Load, seconds: float) -> dict[str, Any]:
         "MB after warm-up": round(statistics.median(warm) / 1e6, 1),
         "MB at the end": round(statistics.median(late) / 1e6, 1),
         "growth": round(statistics.median(late) / statistics.median(warm) - 1, 4),
-        "longest queue": max(queues),
-        "threads": len(load.server.threads),
+        "most admitted": max(queues),
+        "threads at first and last": [threads, load.server.threads],
         "errors logged": check_log(load.server),
     }
 
@@ -204,7 +204,7 @@ def report(load: Load, lives: list[dict[str, Any]]) -> dict[str, Any]:
         "wrong": len(tally.wrong),
         "lost": len(tally.lost),
         "servers": lives,
-        "queue limit": WAITING,
+        "limit of those admitted": WAITING + RUNNING,
         "answers at the end": alive,
     }
 
