@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -234,14 +233,6 @@ class VirtualLookup:
         return Draft(mx.array(tokens)) if length else no_draft()
 
 
-class Conversing(DraftLengthPolicy, Protocol):
-    """A policy that is told where an answer begins."""
-
-    def begin(self) -> None:
-        """A new answer begins."""
-        ...
-
-
 class Clocked:
     """A policy, with the waiting done before it looks at the clock."""
 
@@ -337,7 +328,7 @@ class Answers:
 
 
 def short_answers(
-    make: Callable[[Device], Conversing], curve: Curve, known: float, count: int, seed: int
+    make: Callable[[Device], DraftLengthPolicy], curve: Curve, known: float, count: int, seed: int
 ) -> tuple[Answers, Answers]:
     """A conversation in which a share of the answers is `known`, in any order: those, and the others."""
     chance = np.random.default_rng([seed])
@@ -346,7 +337,6 @@ def short_answers(
     for right in (chance.random(count) < known).tolist():
         tokens = int(chance.integers(SHORT, LONG + 1))
         text = Text.of(np.full(tokens + 40, RIGHT if right else WRONG), chance)
-        policy.begin()
         outcome = run(policy, device, [VirtualDrafter(device, text)], tokens)
         lengths = [tokens / fixed(curve, text, k, tokens) for k in range(len(ROWS))]
         found[right] = found[right].plus(tokens, outcome.seconds / outcome.plain, lengths)

@@ -58,6 +58,7 @@ class Planner:
     _worth: dict[int, float] = field(default_factory=dict)  # tokens a round that reading it brings
     _plain: float = 1.0  # seconds of a plain token
     _drafting: list[Drafting] = field(default_factory=list)
+    _rounds: list[Floats] = field(default_factory=list)
     _rate: float = 0.0
     _on: bool = False
 
@@ -74,6 +75,7 @@ class Planner:
             acceptance.refresh()
         self._plain = plain
         self._drafting = [self._priced(d, rows, context) for d in range(len(self.acceptance))]
+        self._rounds = [np.append(1.0, (d.draft[1:] + d.verify[2:]) / plain) for d in self._drafting]
         if again:
             self._solve(max(self._rate, 1 / plain), context)
         return self.adjust()
@@ -88,8 +90,7 @@ class Planner:
 
     def rounds(self, drafter: int) -> Floats:
         """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
-        drafting = self._drafting[drafter]
-        return np.append(1.0, (drafting.draft[1:] + drafting.verify[2:]) / self._plain)
+        return self._rounds[drafter]
 
     def looks(self, drafters: Iterable[int]) -> dict[int, Look]:
         """What a shadow token takes and promises: it is drafted, and the step is not begun ahead."""
@@ -110,8 +111,16 @@ class Planner:
         shortened = [self._shortened(choice, room, proven=choice.drafter in proven) for choice in choices]
         return tuple(choice for choice in shortened if choice.limit)
 
+    def trial(self, plan: Plan, room: float) -> tuple[Choice, ...]:
+        """What comes nearest to paying, a few tokens of it, if that loses no more than `room`."""
+        best = plan.best(self._plain)
+        limit = int((self.rounds(best.drafter)[: FIRST_LENGTH + 1] - 1 <= room).sum()) - 1
+        return (replace(best, limit=min(best.limit, limit)),) if limit else ()
+
     def _shortened(self, choice: Choice, room: float, *, proven: bool) -> Choice:
-        steps = self.rounds(choice.drafter)[: choice.limit + 1]
+        steps = self._rounds[choice.drafter][: choice.limit + 1]
+        if proven and steps[-1] - 1 <= room:
+            return choice
         most = room if proven else min(room, max(UNPROVEN, float(steps[: FIRST_LENGTH + 1][-1]) - 1))
         if steps[-1] - 1 <= most:
             return choice

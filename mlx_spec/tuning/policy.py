@@ -125,8 +125,6 @@ class Adaptive:
             self._plainly(round, decision, now)
         self._done = now
 
-    # --- decisions
-
     def _next(self) -> Decision:
         context, probes = self._context, self._probes
         plain = self._costs.plain(context)
@@ -139,8 +137,7 @@ class Adaptive:
             return self._draft(plan, plain)
         everyone = self._planner.looks(range(len(self._acceptance)))
         probes.resting(everyone, hopeful=plan.reason is Reason.ACCEPTANCE)
-        best = (plan.best(plain),) if probes.trying else ()
-        trial = self._planner.afforded(best, self._ledger.room, probes.proven)
+        trial = self._planner.trial(plan, self._ledger.room) if probes.trying else ()
         return Decision(trial, Reason.PROBE, None, plain) if trial else self._aside(plan.reason, plain)
 
     def _draft(self, plan: Plan, plain: float) -> Decision:
@@ -200,8 +197,6 @@ class Adaptive:
         """Whether the plan has confidence decide."""
         plan = self._plan
         return plan is not None and any(c.selective for c in plan.choices if c.drafter == drafter)
-
-    # --- observations
 
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
