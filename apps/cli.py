@@ -30,8 +30,6 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mlx-spec {__version__}")
-    parser.add_argument(
-        "program", choices=PROGRAMS, metavar="PROGRAM", help="one of " + ", ".join(PROGRAMS)
-    )
+    parser.add_argument("program", choices=PROGRAMS, metavar="PROGRAM", help="one of " + ", ".join(PROGRAMS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""The programs of the `mlx-spec` command, and what their parsers say of their options. Imports none of them."""
+"""The programs of the `mlx-spec` command and the options of their parsers, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Group:
 PROGRAMS = {
     "chat": Program("mlx_spec.apps.chat:main", "mlx_spec.apps.chat.arguments:parser"),
     "serve": Program("mlx_spec.apps.server:main", "mlx_spec.apps.server.arguments:parser"),
+    "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar.arguments:parser"),
     "convert": Program("mlx_spec.convert.command:main", "mlx_spec.convert.command:parser"),
     "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:inspect_parser"),
     "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:models_parser"),

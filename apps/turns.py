@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -19,8 +19,6 @@ from mlx_spec.tuning.policy import Fixed
 from mlx_spec.types import Round
 
 BURST = 8  # tokens
-
-Clock = Callable[[], bool]  # whether the time is up
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Run:
 
 
 def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
-    """With so many draft tokens of the pair's own drafter: 0 is plain decoding, None the pair's own policy."""
+    """With so many draft tokens of the pair's drafter: 0 is plain decoding, None the pair's own policy."""
     parts = pair.open()
     if num_draft_tokens is None:
         return Arm(name, parts)
@@ -125,6 +123,7 @@ class Speed:
     spread: tuple[float, float]  # quartiles of that
     accepted: float | None  # share of the draft tokens; None: it drafted none
     length: float | None  # tokens of a round that drafted
+    other_text: int  # answers whose tokens are not those of plain decoding
 
 
 def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]:
@@ -143,6 +142,7 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
         _quartiles(ratios),
         sum(own.accepted for _, own in runs) / drafted if drafted else None,
         sum(own.kept for _, own in runs) / rounds if rounds else None,
+        sum(own.tokens != plain.tokens for plain, own in runs),
     )
 
 

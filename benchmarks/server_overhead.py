@@ -1,14 +1,14 @@
 """What does the server add to a round, against the bare engine, with one client?
 
-The same greedy request, streamed from a server of its own and decoded by the engine in this process, in
-turns. Compared are seconds a token behind the first round: of a session of the library, and of the stream as
-the client sees it. The engine's own figure within the server is there to tell the parts apart.
+The same greedy request, streamed from a server of its own and decoded by a session of the library in this
+process, in turns. End-of-text tokens are banned, so that all answers are long. Compared are seconds a token
+between the first text and the last, as the client and as the session's reader see them; "within" is what the
+engine in the server says of itself. With a fixed draft length both do the same rounds.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -18,6 +18,7 @@ from timing import finish, interval, parser, table
 
 import mlx_spec
 from mlx_spec.pair import Pair
+from mlx_spec.sampling import Sampling
 
 
 def main() -> None:
@@ -53,45 +54,44 @@ def main() -> None:
 def run(which: int, server: Serving, pair: Pair, question: str, tokens: int) -> Iterator[tuple[str, float]]:
     """Seconds a token behind the first round."""
     if which:
-        yield from streamed(server, question, tokens)
+        yield from streamed(server, pair, question, tokens)
     else:
         yield "engine", engine(pair, question, tokens)
 
 
 def engine(pair: Pair, question: str, tokens: int) -> float:
     """Of the bare engine, text included."""
-    session = pair.session()
+    sampling = Sampling(logit_bias=dict.fromkeys(sorted(pair.text.eos), -100.0))
     times: list[float] = []
     counts: list[int] = []
-    for piece in session.stream(question, max_tokens=tokens):
+    for piece in pair.session().stream(question, sampling=sampling, max_tokens=tokens):
         if piece.round is not None:
             times.append(time.perf_counter())
             counts.append(len(piece.round.tokens))
-    return (times[-1] - times[0]) / max(sum(counts[1:]), 1)
+    return (times[-1] - times[0]) / sum(counts[1:])
 
 
-def streamed(server: Serving, question: str, tokens: int) -> Iterator[tuple[str, float]]:
+def streamed(server: Serving, pair: Pair, question: str, tokens: int) -> Iterator[tuple[str, float]]:
     """Of a stream as a client sees it, and what the engine in the server took for it."""
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {"logit_bias": {str(token): -100 for token in sorted(pair.text.eos)}}
+    body |= {"stream": True, "stream_options": {"include_draft": True}}
     connection = server.connect()
     connection.request("POST", CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
     times: list[float] = []
+    counts: list[int] = []  # tokens so far
     timings: dict[str, float] = {}
-    used = 0
-    for line in answer:
+    for line in connection.getresponse():
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
         chunk = json.loads(line[6:])
         timings = chunk.get("timings") or timings
-        used = (chunk.get("usage") or {}).get("completion_tokens", used)
-        if chunk["choices"] and (chunk["choices"][0]["delta"].get("content") or times):
+        if "mlx_spec" in chunk:
             times.append(time.perf_counter())
+            counts.append(chunk["mlx_spec"]["statistics"]["predicted_n"])
     connection.close()
-    first = round(used / max(len(times), 1))  # tokens of the first round, about
-    yield "stream", (times[-1] - times[0]) / max(used - first, 1)
-    yield "within", statistics.fmean([timings["predicted_ms"] / 1000 / used])
+    yield "stream", (times[-1] - times[0]) / (counts[-1] - counts[0])
+    yield "within", timings["predicted_ms"] / 1000 / timings["predicted_n"]
 
 
 if __name__ == "__main__":

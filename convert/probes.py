@@ -12,6 +12,7 @@ from mlx_spec.convert.families import gemma4_probe
 from mlx_spec.convert.families.probe import probes
 from mlx_spec.convert.families.variant import Variant
 from mlx_spec.drafters import open_drafter
+from mlx_spec.errors import BadCheckpoint, Mismatch
 
 # By family: the variants of the unquantized drafter in a folder. Others run as their config.json says.
 VARIANTS: dict[str, Callable[[Path], list[Variant]]] = {"gemma4_assistant": gemma4_probe.variants}
@@ -31,6 +32,9 @@ def _by_convention(folder: Path, target_config: Mapping[str, Any]) -> list[Varia
         for file in folder.glob(WEIGHTS):
             (changed / file.name).symlink_to(file)
         (changed / "config.json").write_text(json.dumps(config))
-        source = open_drafter(changed, config, target_config)
+        try:
+            source = open_drafter(changed, config, target_config)
+        except (BadCheckpoint, Mismatch):  # its runtime knows of no such convention
+            continue
         result.append(Variant(probe.explanation, source.needs, source.make))
     return result

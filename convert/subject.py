@@ -9,7 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec import drafters
+from mlx_spec.checkpoint import read_config
 from mlx_spec.convert.families import Family
+from mlx_spec.convert.families.conventions import KEY
 from mlx_spec.convert.manifest import DRAFTER, TARGET
 from mlx_spec.convert.quantization import Quantization
 from mlx_spec.convert.source import Source
@@ -82,7 +84,9 @@ class Subject:
     def original_drafter(self) -> Path:
         """The drafter to compare with: as published where the engine can run that, else as converted."""
         assert self.drafter is not None
-        if self.family is not None and self.drafter.config["model_type"] not in drafters.FAMILIES:
+        known = self.drafter.config.get("model_type") in drafters.FAMILIES
+        # Where the conversion records conventions, the drafter does not run without them.
+        if self.family is not None and (not known or KEY in read_config(self.drafter_folder)):
             return self.unquantized_folder
         cast = self.folder / PUBLISHED
         return cast if cast.is_dir() else self.drafter.folder

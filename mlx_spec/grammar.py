@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.rehearsal import Rehearsal
+from mlx_spec.rehearsal import REHEARSAL
 from mlx_spec.text import Text
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def compile(
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
     source = JSON_OBJECT if kind == "json_object" else source
     request = {"kind": kind, "source": source, "tokenizer": vocabulary.small, "options": JSON}
-    _rehearsal.compile(name, request, seconds)
+    REHEARSAL.compile(name, request, seconds)
     try:
         start = parser(kind, source, vocabulary.tokenizer, JSON)
     except ValueError as error:
@@ -236,7 +236,6 @@ def compile(
 
 _vocabularies: WeakKeyDictionary[Text, dict[int, Vocabulary]] = WeakKeyDictionary()
 _lock = threading.Lock()
-_rehearsal = Rehearsal()
 
 
 def _vocabulary(text: Text, size: int) -> Vocabulary:

@@ -73,6 +73,16 @@ def load(
     return pair
 
 
+def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
+    """Where `load` takes target and drafter from: folders or repositories; nothing is downloaded.
+
+    None instead of a drafter: there is none, or one without a checkpoint. Raises BadCheckpoint where a
+    pair.json is damaged.
+    """
+    names = _named(target, drafter)
+    return names.target_path, names.drafter_path
+
+
 @dataclass(frozen=True)
 class _Names:
     """What to load, as shown to the user and as found."""

@@ -115,7 +115,7 @@ class Pair:
         and a grammar bring to draft from are drafters of their own, whose indices follow `drafter_names`.
         """
         prompt = list(prompt_tokens)
-        room = self._room(prompt, max_tokens)
+        room = self.room(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.facts.vocab_size)
         recorder = None
         if top_logprobs is not None:
@@ -128,8 +128,8 @@ class Pair:
         )
         return rounds if recorder is None else _recorded(rounds, recorder, len(prompt))
 
-    def _room(self, prompt: list[int], max_tokens: int) -> int:
-        """How many tokens may be generated. Raises InvalidValue and PromptTooLong."""
+    def room(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """How many tokens may be generated behind a prompt. Raises InvalidValue and PromptTooLong."""
         if max_tokens < 1:
             raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more")
         if not prompt:

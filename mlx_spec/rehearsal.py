@@ -13,13 +13,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import InvalidValue, SpecError
 
 SCRIPT = Path(__file__).with_name("compiling.py")
-START = 10.0  # seconds in which the process must be there
+START = 30.0  # seconds in which the process must be there
+SOON = 0.05  # seconds between two attempts to end it
 
 
 class Rehearsal:
@@ -28,6 +30,8 @@ class Rehearsal:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._closing = False
+        atexit.register(self.close)
 
     def compile(self, name: str, request: dict[str, Any], seconds: float) -> None:
         """Return once the grammar of `request` was compiled elsewhere, or refused there.
@@ -35,36 +39,60 @@ class Rehearsal:
         Raises InvalidValue where that took more than `seconds` or ended the process; `name` says what it is.
         """
         with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = _started()
+            if self._closing:
+                raise SpecError(f"the {name} was not compiled: this process ends")
+            process = self._ready()
             started = time.monotonic()
             answered = _ask(process, json.dumps(request), seconds)
             if answered:
                 return
             late = time.monotonic() - started >= seconds
-            _end(process)
-            self._process = None
+            self._end()
         reason = f"takes more than {seconds:g} s to compile" if late else "is nested too deeply"
         raise InvalidValue(f"the {name} {reason}: make it simpler")
 
+    def close(self) -> None:
+        """End the process; what it was compiling is refused. It is started again when it is needed."""
+        self._closing = True
+        while not self._lock.acquire(timeout=SOON):
+            process = self._process
+            if process is not None:
+                process.kill()  # whoever waits for it lets go of the lock
+        try:
+            self._end()
+            self._closing = False
+        finally:
+            self._lock.release()
+
+    def _ready(self) -> subprocess.Popen[str]:
+        """The process, started anew if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        self._process = _started()
+        if not _answers(self._process, START):
+            self._end()
+            raise SpecError(f"{sys.executable} does not run {SCRIPT}, which structured output needs")
+        return self._process
+
+    def _end(self) -> None:
+        """End the process and close its pipes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        with suppress(OSError), process:  # closes its pipes, in which a request may be left
+            pass
+
+
+REHEARSAL = Rehearsal()  # the one of this process
+
 
 def _started() -> subprocess.Popen[str]:
-    """A process that is ready."""
+    """A process that says so when it is ready."""
     command = [sys.executable, "-P", str(SCRIPT)]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none, text=True, encoding="utf-8")
-    if not _answers(process, START):
-        process.kill()
-        raise SpecError(f"{sys.executable} does not run {SCRIPT}, which structured output needs")
-    atexit.register(_end, process)
-    return process
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    with process:  # closes its pipes
-        pass
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none, text=True, encoding="utf-8")
 
 
 def _ask(process: subprocess.Popen[str], line: str, seconds: float) -> bool:

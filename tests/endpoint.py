@@ -136,6 +136,9 @@ class Stub:
                 return
             send(event)
 
+    def count(self, ask: Ask) -> int:
+        return 7
+
     def models(self) -> tuple[ModelCard, ...]:
         return (ModelCard("demo", ("alias",), 1_700_000_000, loaded=True, context_length=64),)
 

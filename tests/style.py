@@ -25,6 +25,8 @@ SYNCS = {
     "mlx_spec/engine.py": "the one copy to the host that decides a round",
     "mlx_spec/target.py": "ends a chunk of the prompt, so that its activations can be freed",
     "mlx_spec/constraint.py": "a grammar reads a draft before it is judged",
+    "apps/turns.py": "measures seconds",
+    "apps/doctor/ties.py": "a self-test: nothing waits behind it",
     "mlx_spec/logprobs.py": "the one copy that reads the log-probabilities of a round",
     "mlx_spec/load.py": "weights are read before the first question, not during it",
     "mlx_spec/tuning/": "measures seconds",
@@ -52,7 +54,7 @@ LAYERS = (
     ("pair", "policies", "load", "hub", "known"),
     ("", "convert", "demo.recipe"),  # "" is mlx_spec/__init__.py, the public face
     ("apps",),
-    ("__main__", "chat", "serve"),
+    ("__main__", "chat", "serve", "menubar"),
 )
 # ... but for these. (A drafter may well use a small model as a target of its own.)
 STRANGERS = (("target", "drafters"),)

@@ -181,6 +181,7 @@ def pard(kind: str = "qwen3") -> Checkpoint:
     for index in range(2):
         forms |= {f"model.layers.{index}.{n}": form for n, form in {**_layer(D), **extra[kind]}.items()}
     config = {**LAYER, "model_type": kind, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    config |= {"rope_theta": 1e4, "max_position_embeddings": 64}
     tensors = {name: random(name, form) for name, form in forms.items()}
     return Checkpoint(tensors, {**config, "pard_token": 63, "spd_type": "pard"}, dict(TARGET))
 

@@ -19,31 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from screen import COMMAND, GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen, run
 
 from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import Answerer
 from mlx_spec.apps.chat.arguments import parse
-from mlx_spec.apps.chat.interrupts import INTERRUPTED, Interrupts
-from mlx_spec.apps.chat.models import pair_of, sampling_of
+from mlx_spec.apps.chat.conversation import Conversation
+from mlx_spec.apps.chat.interrupts import Interrupts
+from mlx_spec.apps.chat.models import choice_of, opened
+from mlx_spec.apps.chat.settings import settings_of
 from mlx_spec.apps.chat.status import details, status_line
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
-
-ROOT = Path(__file__).parent.parent
-GOLDEN = ROOT / "tests" / "golden" / "e2b"
-TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
-DEMO = ROOT / "mlx_spec" / "demo"
-HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
-PAIR = [] if HAS_DEMO else TINY
-COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
-STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · .*speculation (on|off): .* · \d+ tokens?"
-LIMIT = 120  # seconds until a process counts as hung
-
-
-def run(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, timeout=LIMIT, **source)
 
 
 def only_line(text: str | bytes) -> str:
@@ -58,67 +46,6 @@ def answer(monkeypatch, *arguments: str, stdin: bytes = b"") -> int:
         file.seek(0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
         return main(arguments)
-
-
-class Screen:
-    """The program on a terminal of its own."""
-
-    def __init__(self, *arguments: str, stdin: int | None = None) -> None:
-        self.text = ""
-        self._seen = 0
-        self._end, terminal = pty.openpty()
-        clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=terminal if stdin is None else stdin,
-            stdout=terminal,
-            stderr=terminal,
-            env=clean | {"TERM": "xterm"},
-            start_new_session=True,
-            preexec_fn=_take_terminal,
-        )
-        os.close(terminal)
-
-    def __enter__(self) -> Screen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.process:  # closes its stdin, waits
-            self.process.kill()
-        os.close(self._end)
-
-    def type(self, text: str) -> None:
-        os.write(self._end, text.encode())
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first match in what came after the last one."""
-        found = None
-        deadline = time.monotonic() + LIMIT
-        while not (found := re.compile(pattern).search(self.text, self._seen)):
-            assert self._read(deadline), f"{pattern!r} never came after {self.text[self._seen :]!r}"
-        self._seen = found.end()
-        return found
-
-    def leave(self) -> int:
-        """The exit status of a program that ends by itself."""
-        deadline = time.monotonic() + LIMIT
-        while self._read(deadline):
-            pass
-        return self.process.wait(LIMIT)
-
-    def _read(self, deadline: float) -> bool:
-        if not select.select([self._end], [], [], max(deadline - time.monotonic(), 0))[0]:
-            return False
-        try:
-            new = os.read(self._end, 65536)
-        except OSError:  # Linux, where the other end was closed
-            return False
-        self.text += new.decode(errors="replace")
-        return bool(new)
-
-
-def _take_terminal() -> None:
-    os.close(os.open(os.ttyname(1), os.O_RDWR))  # the first terminal that a session leader opens controls it
 
 
 # --- arguments
@@ -142,6 +69,7 @@ def _take_terminal() -> None:
         (["--prompt"], "expected one argument"),
         (["--temp", "1"], "--temp"),
         (["hello\nthere"], "hello there"),
+        (["--json", "--top-p", "7"], "top_p=7"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, said, monkeypatch, capfd):
@@ -169,7 +97,8 @@ from mlx_spec.apps.chat import main
 try:
     main([{argument!r}])
 finally:
-    assert not {{"mlx", "numpy", "mlx_lm", "transformers"}} & set(sys.modules)
+    heavy = {{"mlx", "numpy", "mlx_lm", "transformers", "prompt_toolkit", "huggingface_hub", "platformdirs"}}
+    assert not heavy & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -231,13 +160,25 @@ def test_status_says_what_cut_the_answer():
 
 
 def test_details():
-    assert details(SPECULATED) == [
+    assert details(SPECULATED, 0.55, 2_400_000_000) == [
         "prompt: 12 tokens, 5 reused, the rest read in 0.50 s (14.0 tokens/s)",
-        "answer: 37 tokens in 12 rounds and 2.00 s",
-        "draft tokens: 38 in 10 rounds, 19 accepted (50%)",
-        "accepted by position: 1 100%, 2 60%, 3 33%, 4 0%",
+        "answer: 37 tokens in 12 rounds and 2.00 s (18.5 tokens/s)",
+        "first token after 0.55 s",
+        "draft tokens: 38 in 10 rounds, 19 accepted (50%), mostly K=4, 3.4 tokens a round",
+        "accepted by position:",
+        "   1 ████████████████████ 100%",
+        "   2 ████████████░░░░░░░░  60%",
+        "   3 ███████░░░░░░░░░░░░░  33%",
+        "   4 ░░░░░░░░░░░░░░░░░░░░   0%",
+        "gain: 1.40 x plain decoding",
+        "speculation on: pays",
+        "peak memory: 2.4 GB",
     ]
-    assert len(details(PLAIN)) == 2
+    assert details(replace(PLAIN, reason=Reason.DISABLED), None, 12_300_000)[2:] == [
+        "gain: not known, plain decoding was not measured",
+        "speculation off: disabled by user",
+        "peak memory: 12.3 MB",
+    ]
 
 
 # --- one answer
@@ -386,6 +327,7 @@ def test_bad_prompt_is_one_line(arguments, stdin, said, monkeypatch, capfd):
 
 
 def test_reader_that_goes_away():
+    """As in `| head -1`: silence, and no error."""
     read, write = os.pipe()
     os.close(read)
     command = [*COMMAND, *PAIR, "--prompt=hello", "--max-tokens=9"]
@@ -393,101 +335,131 @@ def test_reader_that_goes_away():
         command, stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.PIPE, timeout=LIMIT
     )
     os.close(write)
-    assert (done.returncode, only_line(done.stderr)) == (
-        1,
-        "mlx-spec: cannot write to stdout (Broken pipe): the answer stops here",
-    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
-# --- on a terminal
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_stdout_that_takes_nothing():
+    with open("/dev/full", "wb") as full:
+        command = [*COMMAND, *PAIR, "--prompt=hello", "--max-tokens=9"]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT
+        )
+    assert done.returncode == 1
+    assert only_line(done.stderr).startswith("mlx-spec: cannot write to stdout (No space left on device)")
 
 
-def test_conversation():
-    with Screen(*PAIR, "--max-tokens=12") as screen:
-        if HAS_DEMO:
-            screen.wait_for("demo.*--target REPO_OR_FOLDER")
-        screen.wait_for("> ")
-        screen.type("What does os.path.join do?\n")
-        screen.wait_for(r"join do\?\r\n(.*\S.*)\r\n\x1b\[2m" + STATUS)
-        screen.wait_for("> ")
-        screen.type("\x1b[200~And os.path.split?\n# a second line\x1b[201~\n")  # as a terminal pastes
-        screen.wait_for(STATUS + r", \d+ of \d+ prompt tokens reused")
-        screen.wait_for("> ")
-        screen.type("/stats\n")
-        screen.wait_for(STATUS + r"[^\n]*\n.*prompt: \d+ tokens, \d+ reused")
-        screen.wait_for("> ")
-        screen.type("/dance\n")
-        screen.wait_for("mlx-spec: there is no command /dance: /help lists them")
-        screen.type("/system Answer in verse.\n/system\n/clear\n/help\n")
-        screen.wait_for("new conversation(.|\n)*system prompt: Answer in verse.(.|\n)*forgotten(.|\n)*/exit")
-        screen.wait_for("> ")
-        screen.type("\x04")
-        assert screen.leave() == 0
-        assert "Traceback" not in screen.text
-        assert screen.text.count(" tokens/s · ") == 3  # two answers, /stats
+# --- what is written for programs
 
 
-def test_interrupts_of_a_conversation(endless):
-    with Screen(*endless, "--max-tokens=1000000") as screen:
-        screen.wait_for("> ")
-        screen.type("half a line")
-        screen.wait_for("half a line")
-        time.sleep(0.3)  # CPython's readline misses a signal between a character and its next wait
-        screen.type("\x03")
-        for message, status in (("hello", " · interrupted"), ("more", ", .* reused · interrupted")):
-            screen.wait_for("> ")
-            screen.type(f"{message}\n")
-            screen.wait_for(f"{message}\\r\\n(\\x1b\\[\\?2004l\\r)?[^\\x1b]+")
-            screen.type("\x03")
-            screen.wait_for(STATUS + status)
-        screen.wait_for("> ")
-        screen.type("/exit\n")
-        assert screen.leave() == 0
-        assert "Traceback" not in screen.text
+def test_result_as_json(monkeypatch, capfd):
+    options = [*PAIR, "--max-tokens=12", "--prompt=What does zip do?"]
+    assert answer(monkeypatch, *options) == 0
+    text = capfd.readouterr().out.strip()
+    assert answer(monkeypatch, *options, "--json", "--drafter=lookup", "--num-draft-tokens=3") == 0
+    out, err = capfd.readouterr()
+    found = json.loads(only_line(out))
+    assert (err, found["text"], found["thoughts"]) == ("", text, None)
+    assert found["drafter"] == "lookup" and found["target"] == PAIR[0].removeprefix("--target=")
+    usage, timings, speculation = found["usage"], found["timings"], found["speculation"]
+    assert 0 < usage["completion_tokens"] <= 12 and usage["prompt_tokens"] > 4 and not usage["reused_tokens"]
+    assert 0 < timings["prompt_seconds"] <= timings["first_token_seconds"] < LIMIT
+    assert timings["tokens_per_second"] == usage["completion_tokens"] / timings["decode_seconds"]
+    assert (speculation["on"], speculation["reason"]) == (True, "fixed by user")
+    assert sum(speculation["accepted_at"]) == speculation["accepted"] <= speculation["drafted"]
+    assert found["peak_memory_bytes"] > 100_000
 
 
-def test_interrupt_of_one_answer(endless):
-    command = [*COMMAND, *endless, "--max-tokens=1000000", "--prompt=hello"]
+def test_json_of_no_answer(monkeypatch, capfd):
+    assert answer(monkeypatch, f"--target={GOLDEN / 'nothing'}", "--json", "--prompt=hello") == 1
+    out, err = capfd.readouterr()
+    assert out == "" and only_line(err).startswith("mlx-spec: ")
+
+
+def test_json_of_a_conversation_makes_no_sense(tmp_path):
+    with Screen("--json", home=tmp_path) as screen:
+        screen.wait_for("--json is for one answer")
+        assert screen.leave() == 2
+
+
+def test_trace(tmp_path, monkeypatch, capfd):
+    file = tmp_path / "rounds.jsonl"
+    options = [*PAIR, "--max-tokens=12", "--prompt=What does zip do?", "--num-draft-tokens=2"]
+    assert answer(monkeypatch, *options, f"--trace={file}") == 0
+    out = capfd.readouterr().out
+    rounds = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [found["round"] for found in rounds] == list(range(1, len(rounds) + 1))
+    spans = [span for found in rounds for span in found["spans"]]
+    assert "".join(span["text"] for span in spans).strip() == out.strip()
+    assert all((span["position"] > 0) == (span["drafter"] is not None) for span in spans)
+    assert sum(len(found["tokens"]) for found in rounds) <= 12
+    assert all(found["accepted"] <= found["drafted"] <= 2 for found in rounds)
+    assert [found["finish_reason"] for found in rounds[:-1]] == [None] * (len(rounds) - 1)
+    assert rounds[-1]["finish_reason"] in ("stop", "length")
+
+
+def test_trace_that_cannot_be_written(tmp_path, monkeypatch, capfd):
+    assert answer(monkeypatch, *TINY, "--prompt=hello", f"--trace={tmp_path}") == 1
+    assert "--trace" in only_line(capfd.readouterr().err)
+
+
+# --- interrupts
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_interrupt_of_one_answer(endless, json_wanted, tmp_path):
+    file = tmp_path / "rounds.jsonl"
+    extra = [f"--trace={file}", *(["--json"] if json_wanted else [])]
+    command = [*COMMAND, *endless, "--max-tokens=1000000", "--prompt=hello", *extra]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
-        assert process.stdout.read(1)
+        deadline = time.monotonic() + LIMIT
+        while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LIMIT)
+        out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 130
-    assert re.fullmatch(STATUS + " · interrupted", only_line(err))
+    if json_wanted:
+        assert err == b"" and json.loads(only_line(out))["finish_reason"] == "interrupted"
+    else:
+        assert re.fullmatch(STATUS + " · interrupted", only_line(err))
 
 
-def test_interrupt_before_the_answer():
-    with Screen(stdin=subprocess.PIPE) as screen:
+def test_interrupt_before_the_answer(tmp_path):
+    with Screen(stdin=subprocess.PIPE, home=tmp_path) as screen:
         screen.wait_for("reading the prompt from stdin until its end")
         screen.type("\x03")
         assert screen.leave() == 130
-        assert screen.text.endswith("\r\nmlx-spec: interrupted\r\n") and "Traceback" not in screen.text
+        assert screen.text.endswith("\nmlx-spec: interrupted\n") and "Traceback" not in screen.text
 
 
 def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
     options = parse([*endless, "--max-tokens=8"])
-    pair = pair_of(options)
-    session = pair.session()
+    settings = settings_of(options)
+    model = opened(choice_of(options))
 
     def press() -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
     with Interrupts() as interrupts:
-        answerer = Answerer(options, sampling_of(options), Terminal(), interrupts)
-        assert answerer.answer(session, "hello") == 0
+        answerer = Answerer(Terminal(), interrupts)
+        talk, fresh = (Conversation(model, settings, None) for _ in range(2))
+
+        def say(conversation: Conversation, message: str) -> bool:
+            return answerer.answer(conversation.session, conversation.asked(message)).interrupted
+
+        assert not say(talk, "hello")
         pressing = threading.Thread(target=press)
         pressing.start()
-        assert answerer.answer(session, "word " * 20_000) == INTERRUPTED
+        assert say(talk, "word " * 20_000)
         pressing.join()
-        assert "interrupted" in capfd.readouterr().err
         with interrupts.prompting():
             pass
-        assert answerer.answer(session, "more") == 0
-        after = capfd.readouterr().out
-        fresh = pair.session()
-        answerer.answer(fresh, "hello")
         capfd.readouterr()
-        answerer.answer(fresh, "more")
+        assert not say(talk, "more")
+        after = capfd.readouterr().out
+        say(fresh, "hello")
+        capfd.readouterr()
+        say(fresh, "more")
         assert capfd.readouterr().out == after

@@ -323,6 +323,22 @@ def content(found: Any) -> str:
     return text
 
 
+def test_a_call_that_is_cut_off_is_text_of_an_answer_that_was_cut_off(demo):
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    ask = {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 12}
+    (choice,) = demo.chat(**ask).json()["choices"]
+    assert choice["message"]["content"].startswith("<|tool_call>call:look_up{")
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
+
+
+def test_tokens_of_a_prompt_are_counted(demo):
+    body = {"model": "demo", "messages": HELLO, "system": "Be brief."}
+    counted = demo.post("/v1/messages/count_tokens", **body).json()
+    usage = demo.post("/v1/messages", **body, max_tokens=2).json()["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
 def test_a_stream_says_what_the_whole_says(demo):
     whole = demo.chat(temperature=0, max_tokens=40)
     chunks = demo.chunks(temperature=0, max_tokens=40, stream_options={"include_usage": True})

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +17,29 @@ from typing import Any
 
 import httpx2
 import pytest
-from endpoint import CHAT, DEMO, HELLO, TEXT, Stub, error_of, stubbed, wait_until
+from endpoint import (
+    CHAT,
+    DEMO,
+    HELLO,
+    STATISTICS,
+    TEXT,
+    Stub,
+    StubJob,
+    error_of,
+    fresh,
+    stubbed,
+    wait_until,
+)
 
 from mlx_spec import __version__
-from mlx_spec.apps.server import main
+from mlx_spec.apps.server import main, metrics
 from mlx_spec.apps.server.arguments import parse
-from mlx_spec.apps.server.ask import Failed
+from mlx_spec.apps.server.ask import Ask, Event, Failed, Opened, Raw, RoundDone
 from mlx_spec.apps.server.failures import broken, busy, unavailable
+from mlx_spec.apps.server.metrics import Metrics, Observed
 from mlx_spec.apps.server.settings import GB, Limits, Served, Settings
 from mlx_spec.apps.server.status import Status
+from mlx_spec.sampling import Sampling
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60  # seconds until a process counts as hung
@@ -83,6 +97,34 @@ def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
     found = endpoint.client.post("/v1/messages", content=iter(content))
     assert found.status_code == 413 and found.json()["type"] == "error"
     assert endpoint.chat().status_code == 200
+
+
+DEEP = '{"a":' * 400 + "1" + "}" * 400
+BIASES = ",".join(f'"{token}":1' for token in range(20_000))
+CALLABLE = '[{"type":"function","function":{"name":"f","parameters":' + DEEP + "}}]"
+ASKED = '{"messages":[{"role":"user","content":"x"}],'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, '{"messages":' + DEEP + "}", 400),
+        (CHAT, ASKED + '"metadata":' + DEEP + "}", 400),
+        (CHAT, ASKED + '"nobody knows it":' + DEEP + "}", 400),
+        (CHAT, ASKED + '"tools":' + CALLABLE + "}", 400),
+        (CHAT, ASKED + '"logit_bias":{' + BIASES + "}}", 400),
+        (CHAT, ASKED + '"logit_bias":{' + ",".join([BIASES] * 45) + "}}", 413),
+        (TEXT, '{"prompt":' + DEEP + "}", 400),
+        (TEXT, '{"prompt":[' + ",".join(["1"] * 5_000_000) + "]}", 413),
+        ("/v1/responses", '{"input":' + DEEP + "}", 400),
+    ],
+    ids=[*"abcdefghi"],
+)
+def test_bodies_without_measure_are_refused_at_once(path, body, status):
+    stub, endpoint = fresh()
+    began = time.process_time()
+    error_of(endpoint.client.post(path, content=body), status)
+    assert time.process_time() - began < 1 and not stub.asks
 
 
 def test_full_queue_is_429_with_the_time_to_wait(stub):
@@ -172,6 +214,40 @@ def test_metrics(stub):
     assert found['mlx_spec_gain{model="demo"}'] == pytest.approx(1.5)
     assert found['mlx_spec_reason{model="demo",reason="speculation pays"}'] == 1
     assert {"mlx_spec_queue_depth", "mlx_spec_running"} <= set(found)
+
+
+class Held(Stub):
+    """A worker whose events are sent by hand."""
+
+    def submit(self, ask: Ask, send: Callable[[Event], None]) -> StubJob:
+        self.send = send
+        return super().submit(ask, lambda _: None)
+
+
+def test_metrics_move_while_an_answer_streams(monkeypatch):
+    def value(name: str) -> float | None:
+        return counted.registry.get_sample_value(f"mlx_spec_{name}_total", {"model": "demo"})
+
+    worker, seen = Held(), []
+    counted = Metrics(worker)  # type: ignore[arg-type]
+    job = Observed(worker, counted).submit(Ask("demo", Raw(("x",)), Sampling()), seen.append)
+    first = replace(STATISTICS, generated_tokens=3, drafted=4, drafted_at=(2, 2), decode_seconds=0.1)
+    events = (Opened(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
+    for event in events[:2]:
+        worker.send(event)
+    assert [value(name) for name in ("prompt_tokens", "generation_tokens")] == [5, 3]
+    monkeypatch.setattr(metrics, "EVERY", 0.0)
+    for event in events[2:]:
+        worker.send(event)
+    assert value("generation_tokens") == 4 + 3 and value("spec_decode_num_draft_tokens") == 6 + 4
+    assert value("generation_seconds") == pytest.approx(0.3)
+    monkeypatch.setattr(metrics, "EVERY", 1e9)
+    worker.send(RoundDone(1, STATISTICS))
+    assert value("generation_tokens") == 7, "counted a few times a second, not with every round"
+    job.cancel()
+    job.cancel()
+    assert value("generation_tokens") == 8 and value("cancelled") == 1
+    assert seen == [*events, RoundDone(1, STATISTICS)]
 
 
 # --- the command line

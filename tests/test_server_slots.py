@@ -179,7 +179,7 @@ def test_a_random_schedule_through_the_worker() -> None:
                     turns[0] = rng.choice(QUESTIONS)  # the history is edited
                 turns.append(rng.choice(QUESTIONS))
                 stop = ("e ",) if rng.random() < 0.3 else ()
-                ask = chat(*turns, thinking=rng.random() < 0.3, stop=stop, max_tokens=14)
+                ask = chat(*turns, thinking=rng.random() < 0.3, stop=stop, max_tokens=10)
                 streams.append((ask, turns, begin(worker, ask)))
             lost = begin(worker, ask)
             lost.until(RoundDone)

@@ -11,9 +11,11 @@ from endpoint import (
     ANSWER,
     CALLS,
     CHAT,
+    CLOSED,
     CUT,
     DEMO,
     HELLO,
+    STATISTICS,
     TEXT,
     Stub,
     error_of,
@@ -23,6 +25,10 @@ from endpoint import (
     wait_until,
 )
 
+from mlx_spec.apps.server import messages, responses
+from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Ended, Opened, Piece, RoundDone
+from mlx_spec.apps.server.chat.answering import ChatShape
+from mlx_spec.apps.server.completions.answering import TextShape
 from mlx_spec.apps.server.settings import Settings
 
 ENDLESS = {"max_tokens": 3900, "temperature": 0, "logit_bias": {"106": -100, "1": -100}}
@@ -88,6 +94,75 @@ def test_an_error_after_the_headers_is_an_object_and_ends_the_stream():
         error = json.loads(found[-1])["error"]
         assert error["code"] == "shutting_down" and set(error) == {"message", "type", "param", "code"}
         assert not any("[DONE]" in one for one in found) and len(found) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "name", "ends"),
+    [
+        (CHAT, ChatShape, "piece", "data: "),
+        (TEXT, TextShape, "piece", "data: "),
+        ("/v1/messages", messages.Answer, "_piece", "event: error\ndata: "),
+        ("/v1/messages", messages.Answer, "read", "event: error\ndata: "),  # nor can it tell of failures
+        ("/v1/responses", responses.Answer, "_text", "event: response.failed\ndata: "),
+    ],
+)
+def test_a_bug_of_ours_is_told_as_failures_are(path, shape, name, ends, monkeypatch, caplog):
+    sound = getattr(shape, name)
+
+    def breaks(self: Any, event: Any, *rest: Any) -> Any:
+        if isinstance(event, Opened):
+            return sound(self, event, *rest)
+        raise RuntimeError("a secret of the house")
+
+    monkeypatch.setattr(shape, name, breaks)
+    asked = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    body = asked.get(path, {"messages": HELLO, "max_tokens": 9})
+    stub = Stub()
+    response = stubbed(stub).post(path, model="demo", stream=True, **body)
+    last = response.text.removesuffix("\n\n").split("\n\n")[-1]
+    assert response.status_code == 200 and last.startswith(ends)
+    found = json.loads(last.removeprefix(ends))
+    error = found["error"] if "error" in found else found["response"]["error"]
+    assert "its log says why" in error["message"] and "secret" not in response.text
+    assert stub.jobs[0].cancelled.wait(9) and "a secret of the house" in caplog.text
+
+
+def test_a_bug_before_the_first_word_is_told_as_well(monkeypatch, caplog):
+    monkeypatch.setattr(messages.Answer, "read", lambda self, event: 1 / 0)
+    body = {"messages": HELLO, "model": "demo", "max_tokens": 9, "stream": True}
+    text = stubbed(Stub()).post("/v1/messages", **body).text
+    assert text.startswith("event: error\ndata: ") and "division" in caplog.text
+
+
+def test_no_character_ends_a_line_but_those_of_the_stream():
+    text = "a\u2028b\u2029c\x85d\re"
+    raw = stubbed(Stub((Opened(1, 0), Piece(0, "answer", text), Ended(0, "stop"), CLOSED))).chat(stream=True)
+    assert not set("\u2028\u2029\x85\r") & set(raw.text)
+    contents = [json.loads(one)["choices"][0]["delta"].get("content", "") for one in events_of(raw.text)[:-1]]
+    assert "".join(contents) == text
+
+
+DROPPED = (
+    Opened(5, 2),
+    CallOpened(0, 0, "call_a", "weather"),
+    CallArguments(0, 0, '{"city": "Os'),
+    RoundDone(0, STATISTICS),
+    CallDropped(0, 0),
+    Piece(0, "answer", "<|tool_call>call:weather{city:"),
+    Ended(0, "length"),
+    CLOSED,
+)
+
+
+def test_a_call_that_is_dropped_is_text_in_the_end():
+    endpoint = stubbed(Stub(DROPPED))
+    (whole,) = endpoint.chat().json()["choices"]
+    assert whole["message"]["content"] == "<|tool_call>call:weather{city:"
+    assert "tool_calls" not in whole["message"] and whole["finish_reason"] == "length"
+    chunks = [chunk["choices"][0] for chunk in endpoint.chunks()]
+    texts = [chunk["delta"].get("content", "") for chunk in chunks]
+    assert "".join(texts) == whole["message"]["content"]
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["length"]
 
 
 def test_silence_is_filled_with_comments():

@@ -37,17 +37,18 @@ class Options:
 
 def parse(arguments: Sequence[str] | None) -> Options:
     """Options from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
-    found = vars(_parser().parse_args(arguments))
+    found = vars(parser().parse_args(arguments))
     sampling = {name: found.pop(name) for name in SAMPLING}
     return Options(**found, sampling={name: value for name, value in sampling.items() if value is not None})
 
 
 def refuse(problem: str) -> NoReturn:
     """Leave with status 2 and one line on stderr that says where help is."""
-    _parser().error(problem)
+    parser().error(problem)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
     parser = Parser("chat", "Chat with a model. With -p or piped text: answer once, then exit.")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer TEXT and exit; piped text is appended")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")

@@ -71,6 +71,10 @@ class Interrupts:
         """Raise nothing: the answer is over, and its caches are being put in order."""
         self._mode = _Mode.QUIET
 
+    def press(self) -> None:
+        """Ctrl-C was read as a key: the answer that comes is to be stopped."""
+        self._pressed = True
+
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self._mode is _Mode.START:
             newline = "\n" if os.isatty(2) else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.chat.storage import write_whole
+from mlx_spec.apps.chat.storage import typed, write_whole
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 
 FORMAT, VERSION = "mlx_spec conversation", 1
@@ -33,7 +33,7 @@ def place(name: str) -> Path:
     """The file that a name typed by the user means. Raises InvalidValue for none."""
     if not name:
         raise InvalidValue("give the name of a file, such as /save talk.json")
-    path = Path(name).expanduser()
+    path = typed(name)
     return path if path.suffix else path.with_name(path.name + SUFFIX)
 
 

@@ -71,9 +71,13 @@ def from_values(given: Mapping[str, Any]) -> Settings:
     """Settings by name; those that are not given have their defaults. Raises InvalidValue."""
     known = {name: value for name, value in given.items() if name in NAMES}
     try:
-        return _with(Settings(), known)
+        settings = _with(Settings(), known)
     except TypeError as error:
         raise InvalidValue(f"the settings cannot be used: {error}") from error
+    longest, think = settings.max_tokens, settings.think
+    if type(longest) is not int or longest < 1 or type(think) is not bool:
+        raise InvalidValue(f"max_tokens={longest!r} and think={think!r}: give 1 or more, and true or false")
+    return settings
 
 
 def shown(value: object) -> str:

@@ -6,6 +6,7 @@ from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
 
 TOLD = 16  # tokens; the gain of fewer is chance
+BAR = 20  # cells of a full bar
 OFF = frozenset({Reason.DISABLED, Reason.NO_DRAFTER, Reason.COST, Reason.ACCEPTANCE, Reason.LEDGER})
 
 
@@ -29,27 +30,41 @@ def status_line(statistics: Statistics, max_tokens: int) -> str:
     return " · ".join(parts)
 
 
-def details(statistics: Statistics) -> list[str]:
-    """The lines that `--stats` adds."""
-    read = statistics.prompt_tokens - statistics.reused_tokens
+def is_on(reason: Reason) -> bool:
+    """Whether the last round was to speculate."""
+    return reason not in OFF
+
+
+def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> list[str]:
+    """The lines that `--stats` and `/stats` add."""
+    read, wrote = statistics.prompt_tokens - statistics.reused_tokens, statistics.generated_tokens
     lines = [
         f"prompt: {statistics.prompt_tokens} tokens, {statistics.reused_tokens} reused, "
         f"the rest read in {statistics.prefill_seconds:.2f} s{_rate(read, statistics.prefill_seconds)}",
-        f"answer: {statistics.generated_tokens} tokens in {statistics.rounds} rounds "
-        f"and {statistics.decode_seconds:.2f} s",
+        f"answer: {wrote} tokens in {statistics.rounds} rounds "
+        f"and {statistics.decode_seconds:.2f} s{_rate(wrote, statistics.decode_seconds)}",
     ]
+    if first_seconds is not None:
+        lines.append(f"first token after {first_seconds:.2f} s")
     if statistics.drafted:
         lines += [
             f"draft tokens: {statistics.drafted} in {statistics.speculative_rounds} rounds, "
-            f"{statistics.accepted} accepted ({statistics.accepted / statistics.drafted:.0%})",
-            f"accepted by position: {_by_position(statistics)}",
+            f"{statistics.accepted} accepted ({statistics.accepted / statistics.drafted:.0%}), "
+            f"mostly K={statistics.draft_length}, {statistics.acceptance_length:.1f} tokens a round",
+            "accepted by position:",
+            *_bars(statistics),
         ]
+    gain = statistics.gain
+    measured = (
+        "not known, plain decoding was not measured" if gain is None else f"{gain:.2f} x plain decoding"
+    )
+    lines += [f"gain: {measured}", f"{_speculation(statistics.reason)}", f"peak memory: {_size(peak_bytes)}"]
     return lines
 
 
 def _speculation(reason: Reason) -> str:
     why = reason.value.removeprefix("speculation ")
-    return f"speculation {'off' if reason in OFF else 'on'}: {why}"
+    return f"speculation {'on' if is_on(reason) else 'off'}: {why}"
 
 
 def _tokens(statistics: Statistics) -> str:
@@ -60,12 +75,20 @@ def _tokens(statistics: Statistics) -> str:
     return f"{generated}, {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens reused"
 
 
-def _by_position(statistics: Statistics) -> str:
+def _bars(statistics: Statistics) -> list[str]:
     """Of the rounds that drafted a token at each position, the share that accepted it."""
     accepted = (*statistics.accepted_at, *[0] * len(statistics.drafted_at))
     shares = [got / tried for got, tried in zip(accepted, statistics.drafted_at, strict=False)]
-    return ", ".join(f"{position} {share:.0%}" for position, share in enumerate(shares, 1))
+    full = [round(share * BAR) for share in shares]
+    return [
+        f"{position:4} {'█' * cells}{'░' * (BAR - cells)} {share:4.0%}"
+        for position, (share, cells) in enumerate(zip(shares, full, strict=True), 1)
+    ]
 
 
 def _rate(tokens: int, seconds: float) -> str:
     return f" ({tokens / seconds:.1f} tokens/s)" if seconds > 0 else ""
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

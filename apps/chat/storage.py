@@ -6,6 +6,8 @@ import os
 import uuid
 from pathlib import Path
 
+from mlx_spec.errors import InvalidValue
+
 PRIVATE = 0o600
 
 
@@ -23,9 +25,19 @@ def last_used_file() -> Path:
     return user_cache_path("mlx_spec") / "last_chat.json"
 
 
+def typed(name: str) -> Path:
+    """The path that a user means. Raises InvalidValue for what can be none."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise InvalidValue(f"{name} is in the home of nobody: give a path without ~") from error
+    if "\0" in name:
+        raise InvalidValue("a path cannot hold a NUL: type it again")
+    return path
+
+
 def make_private(file: Path) -> None:
     """Make sure that `file` exists and that nobody else can read it. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     number = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, PRIVATE)
     try:
         os.fchmod(number, PRIVATE)

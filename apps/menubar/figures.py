@@ -22,6 +22,9 @@ class Figures:
     reason: str | None = None  # why speculation is on or off, in the server's words
 
 
+UNKNOWN = Figures()
+
+
 class Counters:
     """A scrape of `/metrics`, in Prometheus' text format."""
 
@@ -60,8 +63,9 @@ class Watch:
     def __init__(self, before: Counters | None) -> None:
         """`before` holds what was counted so far; None: the first scrape says that."""
         self._before = before
+        self._ended = before  # when requests had last ended: drafts are counted before that, too
         self._model: str | None = None  # that answered last
-        self.figures = Figures()
+        self.figures = UNKNOWN
 
     def see(self, counters: Counters) -> float:
         """Take a scrape in. Returns the seconds that speculation saved since the last one."""
@@ -71,8 +75,8 @@ class Watch:
             _growth("time_per_output_token_seconds_sum", before, counters),
         )
         accepted = _ratio(
-            _growth("spec_decode_num_accepted_tokens_total", before, counters),
-            _growth("spec_decode_num_drafts_total", before, counters),
+            _growth("spec_decode_num_accepted_tokens_total", self._ended or before, counters),
+            _growth("spec_decode_num_drafts_total", self._ended or before, counters),
         )
         self._model = _latest(before, counters) or self._model
         named = {} if self._model is None else {"model": self._model}
@@ -81,8 +85,12 @@ class Watch:
         if named:
             reasons = [labels["reason"] for value, labels in counters.rows("reason", **named) if value == 1]
             found = replace(found, gain=counters.sum("gain", **named), reason=(*reasons, None)[0])
-        if speed is not None:  # requests have ended: those of before are old
-            found = replace(found, speed=speed, per_round=None if accepted is None else 1 + accepted)
+        if speed is not None or accepted is not None:
+            found = replace(found, per_round=None if accepted is None else 1 + accepted)
+        if speed is not None:
+            found = replace(found, speed=speed)
+        if speed is not None or self._ended is None:
+            self._ended = counters
         self.figures, self._before = found, counters
         return _growth("plain_seconds_total", before, counters) - _growth(
             "compared_seconds_total", before, counters

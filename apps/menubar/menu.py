@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from mlx_spec.apps.menubar.model import Action, Command, Entry, Item, Menu, Separator, Submenu
 from mlx_spec.apps.menubar.state import LIVELY, LocalModel, Phase, State
 
 LONGEST = 90  # characters of a line
+WIDTH, MOST = 60, 5  # characters and lines of a message
 NONE, LOOKUP, DEMO = "none", "lookup", "demo"
 DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
 # The server's reasons for plain decoding, as `mlx_spec.types.Reason` words them, and what the user reads.
@@ -36,13 +39,11 @@ def menu(state: State) -> Menu:
 
 
 def _status(state: State) -> tuple[Item, ...]:
-    lines = [headline(state)]
-    lines += [state.problem] if state.problem else []
+    lines = [headline(state), *_wrapped(state.problem)]
     if state.phase is Phase.RUNNING:
         lines += filter(None, [live_line(state), off_line(state)])
     lines += [saved_line(state.saved)] if state.saved is not None else []
-    lines += [state.note] if state.note else []
-    return tuple(Item(_short(line)) for line in lines)
+    return tuple(Item(_short(line)) for line in [*lines, *_wrapped(state.note)])
 
 
 def headline(state: State) -> str:
@@ -132,9 +133,7 @@ def _choices(state: State) -> tuple[Submenu, ...]:
     if drafter is not None and drafter not in (NONE, LOOKUP):
         ways.append((drafter, drafter))
     drafts = tuple(
-        _item(
-            label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter
-        )
+        _item(label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter)
         for way, label in ways
     )
     return Submenu("Model", targets), Submenu("Draft", drafts)
@@ -180,6 +179,11 @@ def _item(
 def _size(count: int) -> str:
     """Bytes such as `6.2 GB`."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
+
+
+def _wrapped(text: str | None) -> list[str]:
+    """A message in lines; what is lost of a very long one is its end."""
+    return textwrap.wrap(" ".join((text or "").split()), WIDTH, max_lines=MOST, placeholder="…")
 
 
 def _short(text: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 
 class Action(enum.Enum):
@@ -67,3 +68,19 @@ class Menu:
 
     title: str  # beside the icon, "" for nothing
     entries: tuple[Entry, ...]
+
+
+class View(Protocol):
+    """What draws a menu. `run` belongs to the main thread; the others may be called from any."""
+
+    def run(self, begun: Callable[[], None], click: Callable[[Command], None]) -> None:
+        """Show it until it is closed. `begun` is called once on the main thread, when there is a loop."""
+
+    def show(self, menu: Menu) -> None:
+        """Show another state of it."""
+
+    def copy(self, text: str) -> None:
+        """Put a text on the clipboard."""
+
+    def close(self) -> None:
+        """Have `run` return."""

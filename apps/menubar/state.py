@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from mlx_spec.apps.menubar.figures import Figures
+from mlx_spec.apps.menubar.figures import UNKNOWN, Figures
 
 
 class Phase(enum.Enum):
@@ -52,7 +52,7 @@ class State:
     choice: Choice = Choice()
     fixed: bool = False  # the command line names the models, there is nothing to choose
     models: tuple[LocalModel, ...] = ()
-    figures: Figures = Figures()
+    figures: Figures = UNKNOWN
     saved: float | None = None  # seconds, today
     problem: str | None = None
     retry: float = 0.0  # seconds until it is started again
@@ -143,9 +143,9 @@ class LoginSet:
 
 @dataclass(frozen=True)
 class Noted:
-    """Something about the menu that the user should know."""
+    """Something about the menu that the user should know; None: no longer."""
 
-    text: str
+    text: str | None
 
 
 Event: TypeAlias = (
@@ -214,7 +214,7 @@ def _without_server(state: State) -> State:
         url=None,
         own=True,
         names=(),
-        figures=Figures(),
+        figures=UNKNOWN,
         problem=None,
         retry=0.0,
     )

@@ -13,8 +13,7 @@ from mlx_spec.answer import Answer
 from mlx_spec.apps.server.ask import Ask, Chat, Closed, Event, Opened, Piece, Raw, Span, Timings, Usage
 from mlx_spec.apps.server.choice import Choice
 from mlx_spec.apps.server.models import Loaded
-from mlx_spec.apps.server.prompts import Prepared, prepare
-from mlx_spec.apps.server.settings import Limits
+from mlx_spec.apps.server.prompts import Prepared
 from mlx_spec.apps.server.tools import Calls
 from mlx_spec.drafters.prediction import prediction_counts
 from mlx_spec.logprobs import TokenLogprob
@@ -32,22 +31,24 @@ Steps = Generator[None, None, None]
 class Answering:
     """Answers a request. The events of a prompt and its choices come one after the other."""
 
-    def __init__(
-        self, ask: Ask, loaded: Loaded, limits: Limits, send: Callable[[Event], None], submitted: float
-    ) -> None:
+    def __init__(self, ask: Ask, loaded: Loaded, send: Callable[[Event], None], submitted: float) -> None:
         self._ask = ask
         self._loaded = loaded
-        self._limits = limits
         self._send = send
         self._submitted = submitted  # time.perf_counter()
         self._queued = time.perf_counter() - submitted
         self._first: float | None = None  # seconds to the first round
         self._choices: list[Choice] = []
 
-    def steps(self) -> Steps:
-        """Do the work; a step is a chunk of a prompt or a round. Raises Failure or SpecError."""
-        prepared = prepare(self._ask, self._loaded.pair, self._limits)
-        yield
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return self._loaded.name
+
+    def steps(self, prepared: Prepared) -> Steps:
+        """Do the work; a step is a chunk of a prompt or a round. Raises SpecError."""
+        for prompt in prepared.prompts:  # before anything is generated for the first of them
+            self._loaded.pair.room(prompt, UNLIMITED)
         for number in range(len(prepared.prompts)):
             with self._loaded.conversations.using(prepared.prompts[number]) as held:
                 for i in range(self._ask.n):

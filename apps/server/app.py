@@ -45,7 +45,7 @@ def create(settings: Settings, worker: Worker) -> FastAPI:
     routers = (
         chat.router(works, settings),
         completions.router(works, settings),
-        messages.router(works, settings),
+        messages.router(works, settings, worker.count),
         responses.router(works, settings),
         catalog.router(worker),
         health.router(worker),

@@ -13,7 +13,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_spec.apps.server.ask import Ask, Closed, Event, Failed
-from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.failures import Failure, broken
+from mlx_spec.apps.server.log import LOG
 
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
 
@@ -137,10 +138,15 @@ async def _first(source: AsyncGenerator[Event | None, None]) -> Event | None:
 async def _frames(
     first: Event | None, source: AsyncGenerator[Event | None, None], write: Writer
 ) -> AsyncIterator[str]:
-    for text in write(first):
-        yield text
-    async for event in source:
-        for text in write(event):
+    try:
+        for text in write(first):
+            yield text
+        async for event in source:
+            for text in write(event):
+                yield text
+    except Exception as error:  # a bug of ours: told as this protocol tells of failures
+        LOG.error("a stream failed", exc_info=error)
+        for text in write(Failed(broken())):
             yield text
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from mlx_spec.errors import PromptTooLong, SpecError
+
+_log = logging.getLogger("mlx_spec.server")
 
 
 class Failure(Exception):
@@ -60,3 +65,16 @@ def unavailable(message: str, code: str) -> Failure:
 def broken(message: str = "the server failed on this request; its log says why") -> Failure:
     """500."""
     return Failure(500, message, type="server_error", code="internal_error")
+
+
+def told(error: Exception) -> Failure:
+    """What a client is told of an error; what it must not know goes to the log."""
+    match error:
+        case Failure():
+            return error
+        case PromptTooLong():
+            return invalid(str(error), code="context_length_exceeded")
+        case SpecError():
+            return invalid(str(error))
+    _log.error("a request failed", exc_info=error)
+    return broken()

@@ -16,6 +16,7 @@ from mlx_spec.apps.server.settings import Limits
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
+MOST_BIASES = 16_384
 KNOWN_NAMES = 64  # unknown fields that are logged, each once
 
 _log = logging.getLogger("mlx_spec.server")
@@ -147,6 +148,8 @@ def sampling_of(body: Body) -> Sampling:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float] | None:
+    if len(given) > MOST_BIASES:
+        raise invalid(f"logit_bias: {len(given)} tokens, {MOST_BIASES} are the most", "logit_bias")
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise invalid(f"logit_bias: {token[:32]!r} is no token id: give integers as keys", "logit_bias")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_spec import demo
 from mlx_spec.apps.server.settings import GB, Served
-from mlx_spec.checkpoint import read_config, read_object
+from mlx_spec.checkpoint import read_config
 from mlx_spec.errors import NotFound
 from mlx_spec.hub import cached
-from mlx_spec.known import drafter_of
-from mlx_spec.load import DEMO, LOOKUP, MANIFEST, NONE
+from mlx_spec.known import mended
+from mlx_spec.load import folders
+from mlx_spec.text import Text, read_text
 from mlx_spec.tuning.sizes import model_of
 
 SHARE = 0.75  # of the memory of a machine that does not say how much a GPU may use
@@ -92,25 +92,16 @@ def is_here(served: Served) -> bool:
         return False
 
 
+def text_of(served: Served) -> Text:
+    """The text side of a model: nothing else of it is loaded. Raises NotFound and BadCheckpoint."""
+    folder = _folders(served)[0]
+    return read_text(folder, mended(read_config(folder)))
+
+
 def _folders(served: Served) -> list[Path]:
     """Where target and drafter are, if the drafter is a checkpoint."""
-    if served.target == DEMO:
-        target, own = str(demo.TARGET), str(demo.DRAFTER)
-    else:
-        target, own = _paths(served.target)
-    drafter = own if served.drafter is None else served.drafter
-    names = [target, *([] if drafter in ("", NONE, LOOKUP) else [drafter])]
-    return [_local(name) for name in names]
-
-
-def _paths(name: str) -> tuple[str, str]:
-    """A target and its own drafter, by its manifest or as it is known; "" if there is none."""
-    folder = Path(name).expanduser()
-    if not (folder / MANIFEST).is_file():
-        return name, drafter_of(name) or ""
-    manifest = read_object(folder / MANIFEST)
-    drafter = manifest.get("drafter")
-    return str(folder / str(manifest.get("target", "."))), str(folder / str(drafter)) if drafter else ""
+    target, drafter = folders(served.target, served.drafter)
+    return [_local(name) for name in (target, drafter) if name is not None]
 
 
 def _local(name: str) -> Path:

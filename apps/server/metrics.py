@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,14 +20,17 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_spec.apps.server.ask import Ask, Closed, Event, Failed
+from mlx_spec.apps.server.ask import Ask, Closed, Event, Failed, Opened, RoundDone
 from mlx_spec.apps.server.bridge import Job, Works
+from mlx_spec.apps.server.failures import Failure
 from mlx_spec.apps.server.log import LOG
 from mlx_spec.apps.server.worker import Worker
+from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)
+EVERY = 0.25  # seconds between two counts of a request that runs
 ONE_MODEL, OTHER = "/v1/models/{name}", "other"  # other: all paths that do not exist
 
 
@@ -41,6 +45,7 @@ class Metrics:
         self.prompt = self._counter("prompt_tokens", "Tokens of prompts.", "model")
         self.cached = self._counter("cached_tokens", "Tokens of prompts that were cached.", "model")
         self.generated = self._counter("generation_tokens", "Generated tokens.", "model")
+        self.seconds = self._counter("generation_seconds", "Seconds of the engine for these.", "model")
         self.drafts = self._counter("spec_decode_num_drafts", "Rounds that drafted.", "model")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "Verified draft tokens.", "model")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted ones.", "model")
@@ -49,44 +54,58 @@ class Metrics:
         self.accepted_at = self._counter("spec_decode_num_accepted_tokens_per_pos", "By place.", *at)
         self.first_token = self._histogram("time_to_first_token_seconds", "From admission.", FIRST_TOKEN)
         self.per_token = self._histogram("time_per_output_token_seconds", "In the engine.", PER_TOKEN)
+        self.plain = self._counter("plain_seconds", "By plain decoding, for what was compared.", "model")
+        self.compared = self._counter("compared_seconds", "As they were, of rounds so compared.", "model")
         self.gain = Gauge(
             "mlx_spec_gain",
-            "Speed of the last request as a multiple of plain decoding.",
+            "Speed of the latest request as a multiple of plain decoding.",
             ["model"],
             registry=self.registry,
         )
         self.reason = Gauge(
             "mlx_spec_reason",
-            "1 for why the last request ended with speculation on or off.",
+            "1 for why speculation is on or off in the latest request.",
             ["model", "reason"],
             registry=self.registry,
         )
         self.registry.register(_Now(worker))
 
-    def note(self, model: str, event: Event) -> None:
-        """Count what ended."""
-        if isinstance(event, Failed):
-            self.failures.labels(model, event.failure.code or str(event.failure.status)).inc()
-        if isinstance(event, Closed):
-            self._closed(model, event)
+    def opened(self, model: str, event: Opened) -> None:
+        """Count a prompt that was read."""
+        self.prompt.labels(model).inc(event.prompt_tokens)
+        self.cached.labels(model).inc(event.cached_tokens)
 
-    def _closed(self, model: str, event: Closed) -> None:
-        statistics = event.timings.statistics
-        self.prompt.labels(model).inc(event.usage.prompt_tokens)
-        self.cached.labels(model).inc(event.usage.cached_tokens)
-        self.generated.labels(model).inc(event.usage.completion_tokens)
-        self.drafts.labels(model).inc(statistics.speculative_rounds)
-        self.drafted.labels(model).inc(statistics.drafted)
-        self.accepted.labels(model).inc(statistics.accepted)
-        for counter, counts in (
-            (self.drafted_at, statistics.drafted_at),
-            (self.accepted_at, statistics.accepted_at),
+    def grown(self, model: str, before: Statistics, now: Statistics) -> None:
+        """Count what a choice brought since it was counted last."""
+        self.generated.labels(model).inc(now.generated_tokens - before.generated_tokens)
+        self.seconds.labels(model).inc(now.decode_seconds - before.decode_seconds)
+        self.drafts.labels(model).inc(now.speculative_rounds - before.speculative_rounds)
+        self.drafted.labels(model).inc(now.drafted - before.drafted)
+        self.accepted.labels(model).inc(now.accepted - before.accepted)
+        self.plain.labels(model).inc(now.plain_seconds - before.plain_seconds)
+        self.compared.labels(model).inc(now.compared_seconds - before.compared_seconds)
+        for counter, old, new in (
+            (self.drafted_at, before.drafted_at, now.drafted_at),
+            (self.accepted_at, before.accepted_at, now.accepted_at),
         ):
-            for position, count in enumerate(counts):
-                counter.labels(model, str(position)).inc(count)
+            for position, count in enumerate(new):
+                known = old[position] if position < len(old) else 0
+                counter.labels(model, str(position)).inc(count - known)
+        self._last(model, now)
+
+    def failed(self, model: str, failure: Failure) -> None:
+        """Count a request that failed."""
+        self.failures.labels(model, failure.code or str(failure.status)).inc()
+
+    def closed(self, model: str, event: Closed) -> None:
+        """Count a request that was answered."""
+        statistics = event.timings.statistics
         self.first_token.labels(model).observe(event.timings.first_token_seconds)
         if statistics.tokens_per_second:
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
+        self._last(model, statistics)
+
+    def _last(self, model: str, statistics: Statistics) -> None:
         if statistics.gain is not None:
             self.gain.labels(model).set(statistics.gain)
         for reason in Reason:
@@ -100,7 +119,7 @@ class Metrics:
 
 
 class Observed:
-    """A worker whose requests are counted when they end."""
+    """A worker whose requests are counted while they run."""
 
     def __init__(self, worker: Works, metrics: Metrics) -> None:
         self._worker = worker
@@ -115,9 +134,7 @@ class Observed:
         job = _Counted(self._metrics, ask.model)
 
         def counted(event: Event) -> None:
-            if isinstance(event, Closed | Failed):
-                job.ended = True
-                self._metrics.note(ask.model, event)
+            job.read(event)
             send(event)
 
         job.job = self._worker.submit(ask, counted)
@@ -125,20 +142,54 @@ class Observed:
 
 
 class _Counted:
-    """A job that knows whether it was cut."""
+    """A job whose rounds are counted a few times a second, and once more when it ends or is cut."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
-        self.ended = False
+        self._lock = threading.Lock()  # it is read on the engine's thread and cancelled on another
+        self._counted: dict[int, Statistics] = {}  # by choice
+        self._latest: dict[int, Statistics] = {}  # of those, what is not counted yet
+        self._when = 0.0  # time.monotonic()
+        self._ended = False
         self.job: Job | None = None
+
+    def read(self, event: Event) -> None:
+        """Count what an event says."""
+        match event:
+            case Opened():
+                self._metrics.opened(self._model, event)
+            case RoundDone(index=index, statistics=statistics):
+                with self._lock:
+                    self._latest[index] = statistics
+                    if time.monotonic() - self._when >= EVERY:
+                        self._count()
+            case Closed():
+                self._end()
+                self._metrics.closed(self._model, event)
+            case Failed(failure=failure):
+                self._end()
+                self._metrics.failed(self._model, failure)
 
     def cancel(self) -> None:
         """End it; one that had not ended is counted."""
-        if not self.ended:
-            self.ended = True
+        if self._end():
             self._metrics.cancelled.labels(self._model).inc()
         if self.job is not None:
             self.job.cancel()
+
+    def _end(self) -> bool:
+        """Count the rest. Whether it had not ended before."""
+        with self._lock:
+            self._count()
+            ended, self._ended = self._ended, True
+        return not ended
+
+    def _count(self) -> None:
+        self._when = time.monotonic()
+        for index, statistics in self._latest.items():
+            self._metrics.grown(self._model, self._counted.get(index, Statistics()), statistics)
+        self._counted |= self._latest
+        self._latest = {}
 
 
 class _Now(Collector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -14,12 +15,14 @@ import mlx.core as mx
 from mlx_spec import load
 from mlx_spec.apps.server.conversations import Conversations
 from mlx_spec.apps.server.failures import Failure, no_such_model, unavailable
-from mlx_spec.apps.server.memory import is_here, machine_bytes, need_of, shown
+from mlx_spec.apps.server.grammars import Grammars
+from mlx_spec.apps.server.memory import is_here, machine_bytes, need_of, shown, text_of
 from mlx_spec.apps.server.settings import Served, Settings
 from mlx_spec.apps.server.tools import dialect_of
 from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import Pair
+from mlx_spec.text import Text
 
 WARM_UP = 12  # tokens
 
@@ -43,11 +46,12 @@ class ModelCard:
 
 @dataclass
 class Loaded:
-    """A pair and its conversations."""
+    """A pair, its conversations and its grammars."""
 
     name: str
     pair: Pair
     conversations: Conversations
+    grammars: Grammars
     used: float  # time.monotonic() of the last request
 
     @property
@@ -67,7 +71,7 @@ def load_served(served: Served) -> Pair:
 
 
 class Models:
-    """Names are for any thread. Whatever loads or unloads is for the engine thread alone."""
+    """Names and texts are for any thread. Whatever loads or unloads is for the engine thread alone."""
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
         self._settings = settings
@@ -81,6 +85,8 @@ class Models:
             for name in self._served
         }
         self._loaded: dict[str, Loaded] = {}
+        self._reading = threading.Lock()
+        self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
         self.budget = machine_bytes() if settings.memory_bytes is None else settings.memory_bytes
 
     @property
@@ -100,6 +106,20 @@ class Models:
     def cards(self) -> tuple[ModelCard, ...]:
         """All models, loaded or not."""
         return tuple(self._cards.values())
+
+    def text(self, name: str) -> Text:
+        """The tokenizer and template of a model, loaded or not. For any thread. Raises Failure (503)."""
+        loaded = self._loaded.get(name)
+        if loaded is not None:
+            return loaded.pair.text
+        with self._reading:
+            try:
+                if name not in self._texts:
+                    self._texts[name] = text_of(self._served[name])
+            except SpecError as error:
+                _log.error("%s cannot be read: %s", name, error)
+                raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
+            return self._texts[name]
 
     def loaded(self) -> tuple[Loaded, ...]:
         """The models that are loaded."""
@@ -181,7 +201,8 @@ class Models:
             raise
         name, text = served.name, pair.text
         conversations = Conversations(pair.open, self._settings.conversations, partial(self._room, name))
-        self._loaded[name] = Loaded(name, pair, conversations, time.monotonic())
+        grammars = Grammars(text, pair.facts.vocab_size)
+        self._loaded[name] = Loaded(name, pair, conversations, grammars, time.monotonic())
         self._cards[name] = replace(
             self._cards[name],
             loaded=True,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mlx_spec import grammar
 from mlx_spec.apps.server.ask import Ask, Chat, Format, ToolUse
 from mlx_spec.apps.server.failures import invalid
+from mlx_spec.apps.server.grammars import Grammars
 from mlx_spec.apps.server.settings import Limits
-from mlx_spec.apps.server.tools import Dialect, banned, dialect_of, lark, prompt_of
+from mlx_spec.apps.server.tools import Dialect, banned, dialect_of, lark, prompt_of, widened_text
 from mlx_spec.errors import InvalidValue
-from mlx_spec.pair import Pair
+from mlx_spec.grammar import Grammar
 from mlx_spec.sampling import Sampling
+from mlx_spec.text import Text
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,14 @@ class Prepared:
     prediction: tuple[int, ...] = ()
 
 
-def prepare(ask: Ask, pair: Pair, limits: Limits) -> Prepared:
-    """What a request is to `pair`. Raises Failure (400), or InvalidValue where the template refuses it."""
-    text = pair.text
+def prepare(ask: Ask, text: Text, grammars: Grammars, limits: Limits) -> Prepared:
+    """What a request is to the model of `text` and `grammars`. Touches nothing of MLX.
+
+    Raises Failure (400), or InvalidValue where the template refuses it.
+    """
+    prompts = prompts_of(ask, text)
     prediction = () if ask.prediction is None else tuple(text.encode(ask.prediction))
-    if isinstance(ask.prompt, Chat):
-        prompts: tuple[list[int], ...] = (prompt_of(ask.prompt, text, ask.model),)
-        use = ask.prompt.tools
-    else:
-        prompts = tuple(
-            text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in ask.prompt.prompts
-        )
-        use = None
+    use = ask.prompt.tools if isinstance(ask.prompt, Chat) else None
     dialect = None if use is None else dialect_of(text)
     sampling = ask.sampling
     if use is not None and dialect is not None:
@@ -44,9 +40,19 @@ def prepare(ask: Ask, pair: Pair, limits: Limits) -> Prepared:
         sampling = replace(sampling, logit_bias=bias or None)
     asked = _format(ask, dialect, use)
     if asked is not None:
-        sampling = replace(sampling, grammar=_compiled(asked, ask, pair, limits))
+        sampling = replace(sampling, grammar=_compiled(asked, ask, grammars, limits))
     reads = use is not None and use.choice != "none"
     return Prepared(prompts, sampling, dialect if reads else None, prediction)
+
+
+def prompts_of(ask: Ask, text: Text) -> tuple[list[int], ...]:
+    """The tokens of each prompt. Raises Failure (400), or InvalidValue where the template refuses it."""
+    if isinstance(ask.prompt, Chat):
+        return (prompt_of(ask.prompt, text, ask.model),)
+    return tuple(
+        text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in ask.prompt.prompts
+    )
 
 
 def _format(ask: Ask, dialect: Dialect | None, use: ToolUse | None) -> Format | None:
@@ -59,10 +65,11 @@ def _format(ask: Ask, dialect: Dialect | None, use: ToolUse | None) -> Format | 
     return Format("lark", source, "tools" if ask.format is None else ask.format.param)
 
 
-def _compiled(format: Format, ask: Ask, pair: Pair, limits: Limits) -> grammar.Grammar:
+def _compiled(format: Format, ask: Ask, grammars: Grammars, limits: Limits) -> Grammar:
     thinks = isinstance(ask.prompt, Chat) and ask.prompt.thinking
-    size, seconds = pair.facts.vocab_size, limits.grammar_seconds
+    source = widened_text(format.text) if format.kind == "json_schema" else format.text
     try:
-        return grammar.compile(format.kind, format.text, pair.text, size, seconds=seconds, thinks=thinks)
+        found = grammars.compiled(format.kind, source, seconds=limits.grammar_seconds)
+        return found.thinking(thinks)
     except InvalidValue as error:
         raise invalid(str(error), format.param) from error

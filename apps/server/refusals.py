@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_spec.apps.server.bodies import refusal
+from mlx_spec.apps.server.bridge import frame
 from mlx_spec.apps.server.failures import Failure, broken, invalid
 from mlx_spec.apps.server.log import LOG
 from mlx_spec.apps.server.messages.errors import error_json, translated
@@ -80,10 +81,17 @@ class LastResort:
             await _end(scope, receive, send, begun)
 
 
+def _event(path: str, failure: Failure) -> str:
+    """The event that ends a stream which failed, as the protocol of its path has it."""
+    if path.startswith(MESSAGES):
+        return frame("error", error_json(failure))
+    return data(failure.body)
+
+
 async def _end(scope: Scope, receive: Receive, send: Send, begun: Message | None) -> None:
     if begun is None:
         await response_of(scope["path"], broken())(scope, receive, send)
         return
     streams = any(value.startswith(b"text/event-stream") for _, value in begun.get("headers", ()))
-    last = data(broken().body).encode() if streams else b""
+    last = _event(scope["path"], broken()).encode() if streams else b""
     await send({"type": "http.response.body", "body": last, "more_body": False})

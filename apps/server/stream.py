@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mlx_spec.apps.server.ask import Closed, Ended, Event, Failed, Piece, RoundDone, Span, Timings, Usage
+from mlx_spec.apps.server.bridge import one_line
 from mlx_spec.apps.server.fields import StreamOptions
 from mlx_spec.apps.server.figures import timings_json
 from mlx_spec.session import Statistics
@@ -140,7 +140,7 @@ class Chunks:
 
 def data(content: Json) -> str:
     """An event of a stream."""
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {one_line(content)}\n\n"
 
 
 def usage_json(usage: Usage) -> Json:

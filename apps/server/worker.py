@@ -6,36 +6,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from mlx_spec.apps.server.answering import Answering
 from mlx_spec.apps.server.ask import Ask, Event, Failed
-from mlx_spec.apps.server.failures import Failure, broken, busy, invalid, unavailable
+from mlx_spec.apps.server.failures import busy, told, unavailable
 from mlx_spec.apps.server.job import Job
 from mlx_spec.apps.server.memory import now
 from mlx_spec.apps.server.models import Loader, ModelCard, Models, load_served
+from mlx_spec.apps.server.preparing import Preparing, Running
+from mlx_spec.apps.server.prompts import prompts_of
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.apps.server.status import ModelStatus, State, Status
-from mlx_spec.errors import PromptTooLong, SpecError
 
 LOOK_EVERY = 0.5  # seconds between two looks at the memory while requests run
 TICK = 1.0  # seconds between two looks at the clock while none does
 LONGEST_WAIT = 60  # seconds that a client is told to wait at most
 
 _log = logging.getLogger("mlx_spec.server")
-
-
-@dataclass(eq=False)
-class _Running:
-    """A job that takes turns."""
-
-    job: Job
-    model: str
-    steps: Generator[None, None, None]
-    began: float
 
 
 class Worker:
@@ -47,9 +37,11 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
-        self._running: list[_Running] = []  # of the engine thread
+        self._running: list[Running] = []  # of the engine thread
+        self._preparing = Preparing(settings.limits, self._wake)
         self._state: State = "loading"
         self._draining = self._closing = False
+        self._blocked = False  # the one that waits first needs the memory of a model that is in use
         self._begun = threading.Event()
         self._problem: str | None = None
         self._seconds = 1.0  # that a request takes, lately
@@ -95,6 +87,14 @@ class Worker:
         """How the server is; bytes are those of the engine thread's last look."""
         with self._changed:
             return self._status.at(self._state, self._pending(), len(self._running), self._problem)
+
+    def count(self, ask: Ask) -> int:
+        """The tokens of a request's prompt, on the thread that asks. Raises Failure."""
+        try:
+            text = self._models.text(self._models.resolve(ask.model))
+            return sum(map(len, prompts_of(ask, text)))
+        except Exception as error:
+            raise told(error) from error
 
     def drain(self) -> None:
         """Admit nothing more. What was admitted is still answered."""
@@ -163,9 +163,12 @@ class Worker:
     def _wait(self) -> bool:
         """Wait for something to do. False at the end."""
         with self._changed:
-            if not self._running and not self._pending() and not self._closing:
+            if not self._closing and not self._can_begin() and not any(r.is_ready for r in self._running):
                 self._changed.wait(TICK)
             return not self._closing
+
+    def _can_begin(self) -> bool:
+        return self._free_places() > 0 and self._pending() > 0 and not self._blocked
 
     def _expire(self) -> None:
         if self._settings.idle_seconds is not None:
@@ -178,6 +181,7 @@ class Worker:
 
     def _admit(self) -> None:
         """Let requests that wait begin, in the order in which they came."""
+        self._blocked = False
         while self._free_places():
             with self._changed:
                 job = next((job for job in self._waiting if not job.cancelled), None)
@@ -191,17 +195,18 @@ class Worker:
             model = self._models.resolve(job.ask.model)
             loaded = self._models.ready(model, self._busy())
             if loaded is None:
+                self._blocked = True
                 return False
             self._problem = None
-            limits = self._settings.limits
-            steps = Answering(job.ask, loaded, limits, job.send, job.submitted).steps()
+            answering = Answering(job.ask, loaded, job.send, job.submitted)
+            prepared = self._preparing.begin(job.ask, loaded)
         except Exception as error:
             self._leave(job)
-            job.send(Failed(_told(error)))
+            job.send(Failed(told(error)))
             return True
         with self._changed:  # at no time is it neither waiting nor running
             self._leave(job)
-            self._running.append(_Running(job, model, steps, began))
+            self._running.append(Running(job, answering, prepared, began))
             if self._state == "failed":
                 self._state = "ready"
         return True
@@ -212,22 +217,22 @@ class Worker:
             self._waiting = [other for other in self._waiting if other is not job]
 
     def _take_turns(self) -> None:
-        """One step of each request."""
-        for running in tuple(self._running):
+        """One step of each request that is prepared."""
+        for running in [one for one in self._running if one.is_ready]:
             try:
                 if running.job.cancelled:
                     self._finish(running)
                 else:
-                    next(running.steps)
+                    running.step()
             except StopIteration:
                 self._finish(running)
             except Exception as error:
-                running.job.send(Failed(_told(error)))
+                running.job.send(Failed(told(error)))
                 self._finish(running)
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: Running) -> None:
         try:
-            running.steps.close()
+            running.close()
         except Exception:
             _log.exception("a request did not end well")
         with self._changed:
@@ -248,6 +253,7 @@ class Worker:
 
     def _end_all(self) -> None:
         """Fail what is not answered, and give all memory back."""
+        self._preparing.close()
         failed = Failed(unavailable("the server is shutting down", "shutting_down"))
         for running in tuple(self._running):
             running.job.send(failed)
@@ -261,16 +267,3 @@ class Worker:
         self._look()
         self._begun.set()
         mx.clear_streams()  # those that a thread leaves behind on a CPU abort the process when it exits
-
-
-def _told(error: Exception) -> Failure:
-    """What a client is told of an error; what it must not know goes to the log."""
-    match error:
-        case Failure():
-            return error
-        case PromptTooLong():
-            return invalid(str(error), code="context_length_exceeded")
-        case SpecError():
-            return invalid(str(error))
-    _log.error("a request failed", exc_info=error)
-    return broken()

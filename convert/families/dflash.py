@@ -139,4 +139,4 @@ def _block(special: Config, sizes: Sizes) -> dict[str, Any]:
     return {"block_size": size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
 
 
-DFLASH = Family(NAME, runnable=False, recognises=recognises, convert=convert)
+DFLASH = Family(NAME, runnable=True, recognises=recognises, convert=convert)

@@ -177,4 +177,4 @@ def _dropped(source: Source, drafter: Drafter, t2d: mx.array | None) -> dict[str
     return {source.names[name]: why for name, why in reasons.items() if name in source.names}
 
 
-EAGLE3 = Family(NAME, runnable=False, recognises=recognises, convert=convert)
+EAGLE3 = Family(NAME, runnable=True, recognises=recognises, convert=convert)

@@ -15,7 +15,7 @@ LAYOUT = nextn.Layout(
 )
 GLM_MTP = Family(
     LAYOUT.name,
-    runnable=False,
+    runnable=True,
     recognises=partial(nextn.recognises, LAYOUT),
     convert=partial(nextn.convert, LAYOUT),
 )

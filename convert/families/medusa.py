@@ -79,4 +79,4 @@ def _notes(config: Config, heads: int) -> tuple[str, ...]:
     return () if said == heads else (f"config.json says {said} heads, the tensors are of {heads}",)
 
 
-MEDUSA = Family(NAME, runnable=False, recognises=recognises, convert=convert)
+MEDUSA = Family(NAME, runnable=True, recognises=recognises, convert=convert)

@@ -63,4 +63,4 @@ def _rows(config: Config, kind: str, *, tied: bool) -> tuple[Row, ...]:
     return (*table, *(() if tied else (same("lm_head.weight", "vocab hidden"),)))
 
 
-PARD = Family(NAME, runnable=False, recognises=recognises, convert=convert)
+PARD = Family(NAME, runnable=True, recognises=recognises, convert=convert)

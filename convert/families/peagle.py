@@ -45,4 +45,4 @@ def flat(feature: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
     return (feature.reshape(-1),)
 
 
-PEAGLE = Family(NAME, runnable=False, recognises=recognises, convert=convert)
+PEAGLE = Family(NAME, runnable=True, recognises=recognises, convert=convert)

@@ -85,4 +85,4 @@ def _mlp_sizes(text: Config) -> dict[str, int]:
     return {"shared": shared, **blocks.expert_sizes(text, "num_experts", TITLE)}
 
 
-QWEN_MTP = Family(NAME, runnable=False, recognises=recognises, convert=convert)
+QWEN_MTP = Family(NAME, runnable=True, recognises=recognises, convert=convert)

@@ -9,9 +9,15 @@ from typing import Any, Protocol
 
 from mlx_lm.utils import MODEL_REMAPPING
 
+from mlx_spec.drafters.dflash import open_dflash
 from mlx_spec.drafters.draft_model import open_draft_model
+from mlx_spec.drafters.eagle3 import open_eagle3
 from mlx_spec.drafters.gemma4_assistant import open_assistant
 from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.drafters.medusa import open_medusa
+from mlx_spec.drafters.mtp import open_mtp
+from mlx_spec.drafters.pard import open_pard
+from mlx_spec.drafters.peagle import open_peagle
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
@@ -51,9 +57,17 @@ def open_lookup(path: Path, config: Mapping[str, Any], target_config: Mapping[st
 
 # By `model_type` of the checkpoint; "lookup" has none. Other models that mlx-lm knows become draft models.
 FAMILIES: dict[str, Opener] = {
+    "deepseek_mtp": open_mtp,
+    "dflash": open_dflash,
+    "eagle3": open_eagle3,
     "gemma4_assistant": open_assistant,
     "gemma4_unified_assistant": open_assistant,
+    "glm_mtp": open_mtp,
     "lookup": open_lookup,
+    "medusa": open_medusa,
+    "pard": open_pard,
+    "peagle": open_peagle,
+    "qwen_mtp": open_mtp,
 }
 
 

@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.checkpoint import AGAIN, WEIGHTS, check_weights, shortened
 from mlx_spec.errors import BadCheckpoint
 
 Value = TypeVar("Value")
+QUANTIZABLE = nn.Linear, nn.Embedding, SwitchLinear, MultiLinear
 
 
 def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str) -> Value:
@@ -61,7 +64,7 @@ def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> 
     """Turn the layers whose weight has scales into quantized ones of the same bits and group size."""
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
-        if not isinstance(layer, nn.Linear | nn.Embedding) or f"{path}.scales" not in tensors:
+        if not isinstance(layer, QUANTIZABLE) or f"{path}.scales" not in tensors:
             return False
         return dict(infer_quant_config(path, layer, tensors))
 

@@ -86,7 +86,7 @@ export class Watch {
     keep(this.speeds, { x: this.generating, y: value });
   }
 
-  // A look at the counters. They move when an answer ends; one that streams here is followed by itself.
+  // A look at the counters. They move while answers stream; one that streams here is followed by itself.
   look(counters, seconds) {
     const active = counters.sum("memory_bytes", { kind: "active" });
     if (known(active)) keep(this.memory, { x: seconds, y: active });
@@ -115,9 +115,10 @@ export class Watch {
   #others(before, counters) {
     const more = (name) => (counters.sum(name) ?? 0) - (before.sum(name) ?? 0);
     const tokens = more("generation_tokens_total");
-    const answers = more("time_per_output_token_seconds_count");
-    if (tokens <= 0 || answers <= 0) return;
-    const each = more("time_per_output_token_seconds_sum") / answers; // seconds
+    const spent = more("generation_seconds_total");
+    if (tokens <= 0 || spent <= 0) return;
+    const answers = more("time_per_output_token_seconds_count"); // that have ended; others still run
+    const each = spent / tokens;
     this.now.speed = 1 / each;
     this.#speed(this.now.speed, tokens * each);
     this.now.gain = counters.sum("gain") && counters.rows("gain").length === 1 ? counters.sum("gain") : null;
@@ -128,7 +129,7 @@ export class Watch {
     const first = more("time_to_first_token_seconds_count");
     if (first > 0) this.now.firstToken = (more("time_to_first_token_seconds_sum") / first) * 1000;
     this.now.perRound = drafts > 0 ? 1 + more("spec_decode_num_accepted_tokens_total") / drafts : null;
-    this.now.whose = answers === 1 ? "another client's answer" : `${answers} answers of other clients`;
+    this.now.whose = answers <= 1 ? "another client's answer" : `${answers} answers of other clients`;
   }
 }
 

@@ -6,3 +6,4 @@ from mlx_spec.apps.server.tools.dialect import Dialect as Dialect
 from mlx_spec.apps.server.tools.dialect import dialect_of as dialect_of
 from mlx_spec.apps.server.tools.grammar import banned as banned
 from mlx_spec.apps.server.tools.grammar import lark as lark
+from mlx_spec.apps.server.tools.unions import widened_text as widened_text

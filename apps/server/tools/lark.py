@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlx_spec.apps.server.tools.unions import widened
+
 # one way to write the white space: what it forces is drafted for nothing
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -56,6 +58,6 @@ def either(expressions: Iterable[str]) -> str:
 
 def json_value(schema: Any, *, lenient: bool = False) -> str:
     """A JSON value that `schema` allows; `lenient` leaves out what llguidance cannot enforce."""
-    given = dict(schema) if isinstance(schema, Mapping) else {"anyOf": [schema]}
+    given = dict(widened(schema)) if isinstance(schema, Mapping) else {"anyOf": [schema]}
     options = {**SPACING, **({"lenient": True} if lenient else {})}
     return "%json " + json.dumps({"x-guidance": options, **given})

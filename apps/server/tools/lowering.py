@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from itertools import combinations
 from typing import Any
 
 from mlx_spec.apps.server.ask import Tool
@@ -13,6 +12,7 @@ from mlx_spec.apps.server.failures import Failure, unsupported
 from mlx_spec.apps.server.tools.lark import Rules, either, json_value, quoted
 from mlx_spec.apps.server.tools.patterns import FORMATS, Unanchored, terminal
 from mlx_spec.apps.server.tools.schema import CHOICES, Unresolved, resolve, type_of, types
+from mlx_spec.apps.server.tools.unions import Exclusion
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPE = {
@@ -114,23 +114,9 @@ class Lowering(ABC):
     def _choice(self, keyword: str, options: list[Any], rest: Mapping[str, Any], depth: int) -> str:
         if keyword == "allOf" and len(options) > 1:
             return self._unfit("allOf")
-        if keyword == "oneOf" and not self._disjoint(options):
+        if keyword == "oneOf" and not Exclusion(self.root).holds(options):
             self.refuse("oneOf")
         return either([self.value(self._merged(rest, option), depth + 1) for option in options])
-
-    def _disjoint(self, options: list[Any]) -> bool:
-        kinds = [{"number" if t == "integer" else t for t in types(o, self.root)} for o in options]
-        if all(a and b and not a & b for a, b in combinations(kinds, 2)):
-            return True
-        tags = [_tags(self._plain(option)) for option in options]
-        return all(any(not a[key] & b[key] for key in a.keys() & b.keys()) for a, b in combinations(tags, 2))
-
-    def _plain(self, option: Any) -> Any:
-        reference = option.get("$ref") if isinstance(option, Mapping) else None
-        try:
-            return resolve(reference, self.root) if isinstance(reference, str) else option
-        except Unresolved:
-            return option
 
     def _merged(self, rest: Mapping[str, Any], option: Any) -> Any:
         """Both at once. What they say about the same thing must agree."""
@@ -199,15 +185,3 @@ def unfit(tool: Tool, keyword: str) -> Failure:
 def _is(value: Any, allowed: frozenset[str]) -> bool:
     kind = type_of(value)
     return kind in allowed or (kind == "integer" and "number" in allowed)
-
-
-def _tags(schema: Any) -> dict[str, set[str]]:
-    """The required properties with few values, by which the options of a union can be told apart."""
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties"), Mapping):
-        return {}
-    found = {}
-    for key in schema.get("required", ()):
-        each = schema["properties"].get(key)
-        if isinstance(each, Mapping) and ("const" in each or "enum" in each):
-            found[key] = {json.dumps(v) for v in ([each["const"]] if "const" in each else each["enum"])}
-    return found

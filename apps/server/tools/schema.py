@@ -84,8 +84,13 @@ def misshapen(schema: Any, steps: int = 0) -> str | None:
     return next((found for each in inner if (found := misshapen(each, steps + 1))), None)
 
 
-def types(schema: Any, root: Mapping[str, Any], steps: int = 0) -> frozenset[str]:
-    """The types that `schema` names, by itself, its values or its alternatives; empty: it names none."""
+def types(
+    schema: Any, root: Mapping[str, Any], steps: int = 0, seen: set[str] | None = None
+) -> frozenset[str]:
+    """The types that `schema` names, by itself, its values or its alternatives; empty: it names none.
+
+    `seen` are references that were followed: once is enough.
+    """
     if not isinstance(schema, Mapping) or steps > MAX_STEPS:
         return frozenset()
     named = schema.get("type")
@@ -94,15 +99,17 @@ def types(schema: Any, root: Mapping[str, Any], steps: int = 0) -> frozenset[str
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         found |= set() if found else {type_of(value) for value in values}
-    if isinstance(reference := schema.get("$ref"), str):
+    seen = set() if seen is None else seen
+    if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+        seen.add(reference)
         try:
-            found |= types(resolve(reference, root), root, steps + 1)
+            found |= types(resolve(reference, root), root, steps + 1, seen)
         except Unresolved:
             return frozenset()
     for keyword in CHOICES:
         options = schema.get(keyword)
         for option in options if isinstance(options, list) else ():
-            found |= types(option, root, steps + 1)
+            found |= types(option, root, steps + 1, seen)
     return frozenset(found | ({"null"} if schema.get("nullable") is True else set()))
 
 

@@ -1,0 +1,175 @@
+"""The menu in the menu bar of macOS, drawn by PyObjC. No logic.
+
+Nothing but this file knows AppKit. AppKit is touched on the main thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from mlx_spec.apps.menubar.model import Command, Entry, Item, Menu, Separator, Submenu
+from mlx_spec.errors import NotFound
+
+try:
+    import AppKit
+    from PyObjCTools import AppHelper
+except ImportError as error:
+    raise NotFound(f"{error.name or 'PyObjC'} is missing: pip install 'mlx-spec[menubar]'") from error
+
+NAME = "mlx-spec"  # under which macOS remembers the place of the item
+SYMBOL = "bolt.fill"
+# Set before the item is made. Others make it a regular program first (Caffeine#14, codeburn#147): one switch.
+POLICY = AppKit.NSApplicationActivationPolicyAccessory
+# What macOS 26 remembers of items that it hid (jundot/omlx#1497): without it this one starts afresh.
+STALE = (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}")
+LOOKS = (5.0, 15.0)  # seconds after the start, at which the item must be seen
+HIDDEN = "macOS hides the menu-bar item: allow it in System Settings under Menu Bar, or make room in the bar"
+
+Shape: TypeAlias = tuple[Any, ...]
+
+
+class Clicks(AppKit.NSObject):
+    """Receives the clicks; the tag of an item is its place among `CocoaView.commands`."""
+
+    def chosen_(self, sender: Any) -> None:
+        """A click."""
+        self.view.clicked(sender.tag())
+
+
+class CocoaView:
+    """A status item."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` tells the user what the item itself cannot."""
+        self._say = say
+        self._click: Callable[[Command], None] | None = None
+        self._clicks = Clicks.alloc().init()
+        self._clicks.view = self
+        self._shape: Shape | None = None
+        self._natives: list[Any] = []  # NSMenuItem of each Item, in order
+        self._commands: list[Command | None] = []
+
+    def run(self, begun: Callable[[], None], click: Callable[[Command], None]) -> None:
+        """Show it until it is closed."""
+        self._click = click
+        self._app = AppKit.NSApplication.sharedApplication()
+        self._app.setActivationPolicy_(POLICY)
+        defaults = AppKit.NSUserDefaults.standardUserDefaults()
+        for key in STALE:
+            defaults.removeObjectForKey_(key)
+        bar = AppKit.NSStatusBar.systemStatusBar()
+        self._item = bar.statusItemWithLength_(AppKit.NSVariableStatusItemLength)
+        self._item.setAutosaveName_(NAME)
+        self._item.setVisible_(True)
+        image = AppKit.NSImage.imageWithSystemSymbolName_accessibilityDescription_(SYMBOL, NAME)
+        image.setTemplate_(True)
+        self._item.button().setImage_(image)
+        self._item.button().setImagePosition_(AppKit.NSImageLeft)
+        self._menu = _new_menu()
+        self._item.setMenu_(self._menu)
+        for seconds in LOOKS:
+            AppHelper.callLater(seconds, self._look, seconds)
+        AppHelper.callAfter(begun)
+        self._app.run()
+
+    def show(self, menu: Menu) -> None:
+        """Show another state of it."""
+        AppHelper.callAfter(self._draw, menu)
+
+    def copy(self, text: str) -> None:
+        """Put a text on the clipboard."""
+        AppHelper.callAfter(_copy, text)
+
+    def close(self) -> None:
+        """Have `run` return."""
+        AppHelper.callAfter(self._stop)
+
+    def clicked(self, tag: int) -> None:
+        """The item at a place was clicked."""
+        command = self._commands[tag]
+        if command is not None and self._click is not None:
+            self._click(command)
+
+    def _draw(self, menu: Menu) -> None:
+        """In place where it can be: a menu that is open stays so."""
+        self._item.button().setTitle_(menu.title)
+        items = list(_items(menu.entries))
+        self._commands = [item.command for item in items]
+        shape = _shape(menu.entries)
+        if shape != self._shape:
+            self._shape, self._natives = shape, []
+            self._menu.removeAllItems()
+            self._build(self._menu, menu.entries)
+        for native, item in zip(self._natives, items, strict=True):
+            native.setTitle_(item.label)
+            native.setEnabled_(item.enabled)
+            on = AppKit.NSControlStateValueOn if item.checked else AppKit.NSControlStateValueOff
+            native.setState_(on)
+
+    def _build(self, into: Any, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            if isinstance(entry, Separator):
+                into.addItem_(AppKit.NSMenuItem.separatorItem())
+            elif isinstance(entry, Submenu):
+                holder, inner = _new_item(entry.label, None), _new_menu()
+                holder.setSubmenu_(inner)
+                into.addItem_(holder)
+                self._build(inner, entry.entries)
+            else:
+                native = _new_item(entry.label, "chosen:")
+                native.setTarget_(self._clicks)
+                native.setTag_(len(self._natives))
+                self._natives.append(native)
+                into.addItem_(native)
+
+    def _look(self, seconds: float) -> None:
+        """Whether it is seen: macOS 26 parks items where nobody looks."""
+        window = self._item.button().window()
+        if window is not None and window.occlusionState() & AppKit.NSWindowOcclusionStateVisible:
+            return
+        if seconds < LOOKS[-1]:
+            self._item.setVisible_(False)
+            self._item.setVisible_(True)
+        else:
+            self._say(HIDDEN)
+
+    def _stop(self) -> None:
+        self._app.stop_(None)
+        # The loop looks whether it was stopped after the next event only.
+        event = AppKit.NSEvent.otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_(  # noqa: E501
+            AppKit.NSEventTypeApplicationDefined, (0.0, 0.0), 0, 0.0, 0, None, 0, 0, 0
+        )
+        self._app.postEvent_atStart_(event, True)
+
+
+def _new_menu() -> Any:
+    menu = AppKit.NSMenu.alloc().init()
+    menu.setAutoenablesItems_(False)
+    return menu
+
+
+def _new_item(label: str, action: str | None) -> Any:
+    return AppKit.NSMenuItem.alloc().initWithTitle_action_keyEquivalent_(label, action, "")
+
+
+def _items(entries: Sequence[Entry]) -> Iterator[Item]:
+    for entry in entries:
+        if isinstance(entry, Item):
+            yield entry
+        elif isinstance(entry, Submenu):
+            yield from _items(entry.entries)
+
+
+def _shape(entries: Sequence[Entry]) -> Shape:
+    """Equal for menus that differ in nothing but the texts and marks of their items."""
+    return tuple(
+        (entry.label, _shape(entry.entries)) if isinstance(entry, Submenu) else type(entry)
+        for entry in entries
+    )
+
+
+def _copy(text: str) -> None:
+    board = AppKit.NSPasteboard.generalPasteboard()
+    board.clearContents()
+    board.setString_forType_(text, AppKit.NSPasteboardTypeString)

@@ -1,0 +1,91 @@
+"""The menu in the tray of a Linux desktop, drawn by pystray on GTK. No logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from mlx_spec.apps.menubar.model import Command, Entry, Item, Menu, Separator, Submenu
+from mlx_spec.errors import NotFound
+
+try:
+    import pystray
+    from gi.repository import Gdk, Gio, GLib, Gtk
+    from PIL import Image, ImageDraw
+except (ImportError, ValueError) as error:
+    raise NotFound(
+        f"a tray menu cannot be shown here ({error}): it needs a display, python3-gi with GTK 3, and "
+        "pip install 'mlx-spec[menubar]'"
+    ) from error
+
+SIDE = 64  # pixels
+INK, PAPER = (255, 255, 255, 255), (38, 92, 166, 255)
+BOLT = ((36, 6), (14, 36), (29, 36), (25, 58), (50, 26), (34, 26))
+
+
+class GtkView:
+    """A tray icon."""
+
+    def __init__(self) -> None:
+        try:
+            Gio.bus_get_sync(Gio.BusType.SESSION, None)  # pystray would hang without one
+        except GLib.Error as error:
+            raise NotFound(f"a tray menu needs the D-Bus of a desktop session ({error.message})") from error
+        self._icon = pystray.Icon("mlx_spec", _image(), "mlx-spec")
+        if not self._icon.HAS_MENU:
+            raise NotFound("pystray has no GTK here and could show no menu: install python3-gi with GTK 3")
+        self._click: Callable[[Command], None] | None = None
+
+    def run(self, begun: Callable[[], None], click: Callable[[Command], None]) -> None:
+        """Show it until it is closed."""
+        self._click = click
+
+        def setup(icon: Any) -> None:
+            icon.visible = True
+            GLib.idle_add(begun)
+
+        with suppress(GLib.Error):  # at its end pystray takes back notifications, where nobody may show any
+            self._icon.run(setup)
+
+    def show(self, menu: Menu) -> None:
+        """Show another state of it."""
+        self._icon.menu = pystray.Menu(*map(self._entry, menu.entries))
+
+    def copy(self, text: str) -> None:
+        """Put a text on the clipboard."""
+        GLib.idle_add(_copy, text)
+
+    def close(self) -> None:
+        """Have `run` return."""
+        self._icon.stop()
+
+    def _entry(self, entry: Entry, *, radio: bool = False) -> Any:
+        if isinstance(entry, Separator):
+            return pystray.Menu.SEPARATOR
+        if isinstance(entry, Submenu):
+            inner = [self._entry(one, radio=True) for one in entry.entries]
+            return pystray.MenuItem(entry.label, pystray.Menu(*inner))
+        return self._item(entry, radio=radio)
+
+    def _item(self, item: Item, *, radio: bool) -> Any:
+        def chosen(_icon: Any, _item: Any) -> None:
+            if item.command is not None and self._click is not None:
+                self._click(item.command)
+
+        checked = None if item.checked is None else lambda _: bool(item.checked)
+        return pystray.MenuItem(item.label, chosen, checked=checked, radio=radio, enabled=item.enabled)
+
+
+def _copy(text: str) -> None:
+    board = Gtk.Clipboard.get(Gdk.SELECTION_CLIPBOARD)
+    board.set_text(text, -1)
+    board.store()
+
+
+def _image() -> Any:
+    image = Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0))
+    draw = ImageDraw.Draw(image)
+    draw.rounded_rectangle((2, 2, SIDE - 3, SIDE - 3), radius=14, fill=PAPER)
+    draw.polygon(BOLT, fill=INK)
+    return image

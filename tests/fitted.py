@@ -1,0 +1,265 @@
+"""Drafters of every one-pass family for the models of tiny.py, through the converter, and a head that fits.
+
+Their layers are random. The head is a least-squares fit to a greedy text of the target, so that on that text
+accepting, accepting in part and rejecting all happen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lossless
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from synthetic import Checkpoint
+
+from mlx_spec.convert.drafter import family_or_model, prepare
+from mlx_spec.convert.quantization import Quantization
+from mlx_spec.convert.source import open_source
+from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Draft, Drafter, Features, TargetParts
+
+D, V = 64, 256
+HEADS, GROUPS, HEAD, INNER = 6, 2, 16, 96
+MASK = V - 1
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": HEAD,
+    "vocab_size": V,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+}
+
+
+class Recorder:
+    """Greedy; keeps the logits it drew from."""
+
+    def __init__(self) -> None:
+        self.logits: list[mx.array] = []
+
+    @property
+    def drafting(self) -> Recorder:
+        return self
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        assert drafted.size == len(self.logits)
+        self.logits.append(logits)
+        return logits.argmax(axis=-1).astype(mx.int32), None
+
+
+def logits_of(drafter: Drafter, history: list[int], limit: int) -> mx.array:
+    """Logits [K, V] that a greedy draft was drawn from."""
+    recorder = Recorder()
+    draft = drafter.draft(history, limit, recorder)
+    assert draft.tokens.size == limit and draft.probs is None
+    return mx.concatenate(recorder.logits)
+
+
+def largest(a: mx.array | np.ndarray, b: mx.array | np.ndarray) -> float:
+    """Of the differences."""
+    return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
+
+
+def target_config(layers: int, hidden: int = D, vocab: int = V) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "num_hidden_layers": layers,
+        "rope_theta": 10000.0,
+    }
+
+
+def opened(
+    made: Checkpoint, folder: Path, bits: int | None = None, edit: Callable[[dict[str, Any]], object] = id
+) -> DrafterSource:
+    """Converted, written, and loaded; `edit` changes the written config.json."""
+    source = open_source(str(made.write(folder / "published")))
+    quantization = None if bits is None else Quantization(bits, 32)
+    prepared = prepare(source, family_or_model(source), made.target, quantization, None)
+    edit(prepared.config)
+    ours = folder / "converted"
+    ours.mkdir()
+    mx.save_safetensors(str(ours / "model.safetensors"), prepared.tensors)
+    (ours / "config.json").write_text(json.dumps(prepared.config))
+    return open_drafter(ours, json.loads((ours / "config.json").read_text()), made.target)
+
+
+def _random(forms: dict[str, list[int]], seed: int, scale: float = 0.2) -> dict[str, mx.array]:
+    mx.random.seed(seed)
+    noise = {name: scale * mx.random.normal(form) for name, form in forms.items()}
+    return {name: 1 + w if "norm" in name else w for name, w in noise.items()}
+
+
+def _layer(prefix: str, width: int, hidden: int) -> dict[str, list[int]]:
+    forms = {
+        "input_layernorm.weight": [hidden],
+        "post_attention_layernorm.weight": [hidden],
+        "self_attn.q_proj.weight": [HEADS * HEAD, width],
+        "self_attn.k_proj.weight": [GROUPS * HEAD, width],
+        "self_attn.v_proj.weight": [GROUPS * HEAD, width],
+        "self_attn.o_proj.weight": [hidden, HEADS * HEAD],
+        "mlp.gate_proj.weight": [INNER, hidden],
+        "mlp.up_proj.weight": [INNER, hidden],
+        "mlp.down_proj.weight": [hidden, INNER],
+    }
+    return {prefix + name: form for name, form in forms.items()}
+
+
+def medusa(layers: int, heads: int = 4, hidden: int = D, vocab: int = V) -> Checkpoint:
+    """In the reference's names."""
+    forms: dict[str, list[int]] = {}
+    for head in range(heads):
+        forms |= {f"{head}.0.linear.weight": [hidden, hidden], f"{head}.0.linear.bias": [hidden]}
+        forms[f"{head}.1.weight"] = [vocab, hidden]
+    config = {"medusa_num_heads": heads, "medusa_num_layers": 1}
+    return Checkpoint(_random(forms, 11), config, target_config(layers, hidden, vocab))
+
+
+def dflash(layers: int, capture: Sequence[int], hidden: int = D, vocab: int = V, **config: Any) -> Checkpoint:
+    """Two layers in z-lab's names, blocks of five."""
+    forms = {
+        "fc.weight": [hidden, len(capture) * hidden],
+        "hidden_norm.weight": [hidden],
+        "norm.weight": [hidden],
+    }
+    for index in range(2):
+        norms = {f"layers.{index}.self_attn.{part}_norm.weight": [HEAD] for part in "qk"}
+        forms |= _layer(f"layers.{index}.", hidden, hidden) | norms
+    special = {"mask_token_id": vocab - 1, "target_layer_ids": list(capture)}
+    merged = {
+        **LAYER,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "block_size": 5,
+        "dflash_config": special,
+        **config,
+    }
+    return Checkpoint(_random(forms, 12), merged, target_config(layers, hidden, vocab))
+
+
+def peagle(layers: int, capture: Sequence[int], hidden: int = D, vocab: int = V, **config: Any) -> Checkpoint:
+    """Two layers in SpecForge's names, which number the layers' inputs."""
+    forms = {"fc.weight": [hidden, len(capture) * hidden], "norm.weight": [hidden]}
+    forms |= _layer("layers.0.", 2 * hidden, hidden) | _layer("layers.1.", hidden, hidden)
+    forms |= {"layers.0.hidden_norm.weight": [hidden], "mask_hidden": [1, 1, len(capture) * hidden]}
+    forms["embed_tokens.weight"] = [vocab, hidden]
+    merged = {
+        **LAYER,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "architectures": ["PEagleDraftModel"],
+        "num_hidden_layers": 2,
+        "mask_token_id": vocab - 1,
+        "eagle_aux_hidden_state_layer_ids": [index + 1 for index in capture],
+        **config,
+    }
+    return Checkpoint(_random(forms, 13, 0.1), merged, target_config(layers, hidden, vocab))
+
+
+def pard(model: nn.Module, layers: int, noise: float = 0.0) -> Checkpoint:
+    """The weights of a language model, disturbed. A row behind known tokens is often right then."""
+    mx.random.seed(14)
+    parameters: list[tuple[str, mx.array]] = tree_flatten(model.parameters())
+    tensors = {name: w + noise * mx.random.normal(w.shape) for name, w in parameters}
+    config = {key: value for key, value in vars(model.args).items() if value is not None}
+    vocab = config["vocab_size"]
+    return Checkpoint(tensors, {**config, "pard_token": vocab - 1}, target_config(layers, vocab=vocab))
+
+
+def gather(
+    source: DrafterSource, model: nn.Module, prompt: list[int], truth: list[int], limit: int
+) -> tuple[np.ndarray, list[int]]:
+    """What the head reads of each slot along a text, [N, D], what it should say: one in seven is wrong."""
+    target, rows, wanted = LMTarget(model, source.needs), [], []
+
+    def unembed(hidden: mx.array) -> mx.array:
+        rows.append(np.array(hidden))
+        return mx.zeros((hidden.shape[0], V))
+
+    drafter = source.make(TargetParts(target.parts.embed, unembed))
+    history = list(prompt)
+    drafter.observe(history, target.prefill(history[:-1]))
+    for i, token in enumerate(truth):
+        drafter.draft(history, limit, lossless.GREEDY.sampler(1, V))
+        wanted += truth[i : i + limit] + [0] * max(0, i + limit - len(truth))
+        target.verify(mx.array(history[-1:]))
+        history.append(token)
+        drafter.observe(history, target.commit(1))
+    spoiled = [(token + 1) % V if i % 7 == 3 else token for i, token in enumerate(wanted)]
+    return np.concatenate(rows), spoiled
+
+
+def head_of(rows: np.ndarray, wanted: Sequence[int], vocab: int = V) -> mx.array:
+    """The LM head [V, D] that says `wanted` behind `rows` [N, D], as nearly as squares are least."""
+    weights, *_ = np.linalg.lstsq(rows, np.eye(vocab)[list(wanted)], rcond=1e-4)
+    return mx.array(weights.T.astype(np.float32))
+
+
+class Sampled:
+    """A drafter with a sampler of one's own choice."""
+
+    def __init__(self, drafter: Drafter, sampler: Any) -> None:
+        self.inner, self.sampler, self.needs = drafter, sampler, drafter.needs
+        self.observe = drafter.observe
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Any) -> Draft:
+        return self.inner.draft(history, limit, self.sampler)
+
+
+def replay(
+    drafter: Drafter,
+    history: list[int],
+    hidden: Sequence[mx.array],
+    begins: Sequence[int],
+    limit: int,
+    chunks: Sequence[int] = (),
+) -> list[mx.array]:
+    """Logits [K, V] of the draft at each length in `begins`; rows of `hidden` [S, D] are observed in between.
+
+    `chunks` are where the pieces end in which they come.
+    """
+    low, result = 0, []
+    for begin in begins:
+        for high in (*(chunk for chunk in chunks if low < chunk < begin - 1), begin - 1):
+            drafter.observe(history[: high + 1], Features(tuple(h[low:high] for h in hidden)))
+            low = high
+        result.append(logits_of(drafter, history[:begin], limit))
+    return result
+
+
+def random_rows(count: int, layers: int, width: int = D, seed: int = 21) -> list[mx.array]:
+    """Activations of `layers` layers, [S, D] each."""
+    mx.random.seed(seed)
+    return [mx.random.normal((count, width)) for _ in range(layers)]
+
+
+def lossless_rounds(
+    source: DrafterSource,
+    model: nn.Module,
+    prompt: list[int],
+    truth: list[int],
+    K: int,
+    kv_bits: int | None = None,
+) -> list[int]:
+    """Accepted tokens of each round of a generation, which must be `truth`."""
+    target = LMTarget(model, source.needs, kv_bits=kv_bits)
+    done = lossless.rounds(target, source.make(target.parts), K, prompt, len(truth))
+    emitted = lossless.emitted(done)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    return [round.accepted for round in done]

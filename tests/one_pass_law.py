@@ -1,0 +1,100 @@
+"""Whether what the engine emits follows the target's law when a drafter of a family drafts.
+
+As in test_law.py: generations of a tiny model, counted by their tokens and compared with its exact law. A
+right engine is rejected once in a million; the keys are fixed, so a pass stays a pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import chi_square
+import fitted
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from lossless import Scripted, emitted
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+from test_law import COUNT, PLAIN, PROMPT, Liar, V, unseeded
+from test_sampling import reference
+
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.engine import generate
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.types import Drafter
+
+GENERATIONS, FEW = 300, 200  # the controls need fewer, as a rule
+
+
+@cache
+def law_target() -> nn.Module:
+    """A Llama of two layers, D 16, V 8."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=16,
+        num_hidden_layers=2,
+        intermediate_size=16,
+        num_attention_heads=1,
+        rms_norm_eps=1e-5,
+        vocab_size=V,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    built = llama.Model(args)
+    mx.random.seed(1)
+    built.update(tree_map(lambda x: 0.6 * mx.random.normal(x.shape), built.parameters()))
+    mx.eval(built.parameters())
+    return built
+
+
+@cache
+def exact() -> np.ndarray:
+    """The law [V, V, V] of the tokens after the prompt, from plain passes over every prefix."""
+    law = np.ones(())
+    for depth in range(COUNT):
+        histories = [[*PROMPT, *path] for path in itertools.product(range(V), repeat=depth)]
+        logits = np.array(law_target()(mx.array(histories))[:, -1])
+        rows = [reference(PLAIN, *pair, len(PROMPT)) for pair in zip(logits, histories, strict=True)]
+        law = law[..., None] * np.array(rows).reshape((V,) * (depth + 1))
+    return law
+
+
+def excess(source: DrafterSource, drafter: Drafter, generations: int) -> float:
+    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection."""
+    target, counts, drafted = LMTarget(law_target(), source.needs), np.zeros((V,) * COUNT), 0
+    for i in range(generations):
+        target.rewind(0)
+        sampler = unseeded(PLAIN)(i)
+        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler, PROMPT, max_tokens=COUNT))
+        drafted += sum(round.drafted for round in done)
+        counts[tuple(emitted(done))] += 1
+    assert drafted >= generations
+    return chi_square.excess(counts, exact())
+
+
+def drafted_excess(source: DrafterSource) -> float:
+    """With drafts as they are."""
+    return excess(source, source.make(LMTarget(law_target(), source.needs).parts), GENERATIONS)
+
+
+def control_excess(source: DrafterSource, generations: int = FEW) -> float:
+    """With the likeliest tokens, said to be drawn: must be rejected."""
+    parts = LMTarget(law_target(), source.needs).parts
+    return excess(source, fitted.Sampled(source.make(parts), Liar()), generations)
+
+
+def seeded_texts(source: DrafterSource) -> tuple[list[int], list[int]]:
+    """60 tokens of one seed, drafted three at a time, and without a drafter."""
+    texts = []
+    for K in (3, 0):
+        target = LMTarget(law_target(), source.needs)
+        drafter = source.make(target.parts) if K else Scripted([], needs=source.needs)
+        sampler = Sampling(0.8, seed=5).sampler(len(PROMPT), V)
+        done = list(generate(target, [drafter], Fixed(K), sampler, PROMPT, max_tokens=60))
+        assert not K or 0 < sum(r.accepted for r in done) < sum(r.drafted for r in done)
+        texts.append(emitted(done))
+    return texts[0], texts[1]

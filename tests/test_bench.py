@@ -1,0 +1,96 @@
+"""The speed test: arms in turns, the same tokens, ratios to plain decoding."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import mlx_spec
+from mlx_spec.apps.bench import main
+from mlx_spec.apps.questions import QUESTIONS, asked
+from mlx_spec.apps.turns import Arm, Run, arm, in_turns, speeds
+from mlx_spec.pair import Pair
+
+ONE = ["--tokens", "16", "--repeats", "1"]
+NAMES = ["plain", "K = 2", "K = 4", "adaptive"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return mlx_spec.load("demo")
+
+
+def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
+    prompt = asked(pair.text)[0].tokens
+    expected = tuple(t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens)
+    arms = [arm(pair, "plain", 0), arm(pair, "K = 4", 4), arm(pair, "adaptive", None)]
+    for start in range(2):
+        runs = in_turns(pair, arms, prompt, 20, start)
+        assert [run.tokens for run in runs] == [expected] * 3
+        assert runs[0].drafted == 0 and runs[0].first == 1
+        assert runs[1].drafted > 0 and 0 < runs[1].accepted <= runs[1].drafted
+        assert all(run.seconds > 0 for run in runs)
+
+
+def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:
+    """So many tokens a second behind the first."""
+    return Run(
+        tuple(range(tokens)),
+        1,
+        (tokens - 1) / speed,
+        drafted,
+        accepted,
+        drafted // 2,
+        accepted + drafted // 2,
+    )
+
+
+def test_speeds_are_medians_of_ratios_within_a_prompt(pair):
+    arms = [Arm("plain", pair.open()), Arm("K = 2", pair.open())]
+    slow, fast = (
+        (run(10.0), run(20.0, drafted=4, accepted=3)),
+        (run(100.0), run(150.0, drafted=4, accepted=1)),
+    )
+    plain, two = speeds(arms, [slow, fast])
+    assert (plain.gain, plain.accepted, plain.length) == (pytest.approx(1.0), None, None)
+    assert two.gain == pytest.approx(1.75) and two.tokens_per_second == pytest.approx(85.0)
+    assert two.spread == (pytest.approx(1.625), pytest.approx(1.875))
+    assert two.accepted == 0.5 and two.length == 2.0 and two.other_text == 0
+    (_, other) = speeds(arms, [(run(10.0), run(10.0, tokens=7)), slow])
+    assert other.other_text == 1
+
+
+def test_answers_of_one_round_say_nothing_of_speed(pair):
+    single = Run((1,), 1, 0.0, 0, 0, 0, 0)
+    (found,) = speeds([Arm("plain", pair.open())], [(single,)])
+    assert found.tokens_per_second == 0.0 and found.gain == 0.0
+
+
+@pytest.fixture
+def question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One instead of all."""
+    monkeypatch.setattr("mlx_spec.apps.questions.QUESTIONS", QUESTIONS[:1])
+
+
+def test_json(question, capsys):
+    assert main([*ONE, "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert err == "" and report["target"] == report["drafter"] == "demo" and report["answers"] == 1
+    assert [each["name"] for each in report["decoders"]] == NAMES
+    assert all(each["tokens_per_second"] > 0 and each["other_text"] == 0 for each in report["decoders"])
+
+
+def test_table_without_a_drafter(question, capsys):
+    assert main([*ONE, "--drafter", "none"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("demo with no drafter on ") and lines[0].endswith(", answers of each: 1")
+    assert [line.split()[0] for line in lines[2:4]] == ["decoder", "plain"] and "no drafter" in lines[-1]
+
+
+@pytest.mark.parametrize("wrong", [["--tokens", "3"], ["--repeats", "0"], ["--what"]])
+def test_bad_options(capsys, wrong):
+    with pytest.raises(SystemExit) as left:
+        main(wrong)
+    assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1

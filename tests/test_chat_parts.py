@@ -1,0 +1,372 @@
+"""The parts of the chat program that need no terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from screen import GOLDEN, LIMIT
+
+from mlx_spec.answer import Span
+from mlx_spec.apps.chat import saved
+from mlx_spec.apps.chat.completing import Completions
+from mlx_spec.apps.chat.conversation import Conversation
+from mlx_spec.apps.chat.markdown import rendered, rows
+from mlx_spec.apps.chat.models import Choice, Model, drafting, opened, redrafted
+from mlx_spec.apps.chat.multiline import is_open, unquoted
+from mlx_spec.apps.chat.origin import COPIED, DRAFTED, FORCED, Origins, legend
+from mlx_spec.apps.chat.saved import Saved
+from mlx_spec.apps.chat.settings import NAMES, Settings, changed, from_values, shown, values
+from mlx_spec.apps.chat.storage import write_whole
+from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.session import Session
+
+TARGET = str(GOLDEN / "target")
+TURNS = [
+    {"role": "user", "content": "What does zip do?"},
+    {"role": "assistant", "content": "It yields tuples.", "reasoning_content": "Hm."},
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return opened(Choice(TARGET, str(GOLDEN / "assistant")))
+
+
+def texts(session: Session, message: str, max_tokens: int = 12) -> str:
+    return "".join(piece.text for piece in session.stream(message, max_tokens=max_tokens))
+
+
+def test_help_is_quick():
+    """Under 0.3 s: of three runs the best, as other programs may be running, too."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "mlx_spec.chat", "--help"], check=True, capture_output=True, timeout=LIMIT
+        )
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3, seconds
+
+
+# --- conversations on the disk
+
+
+def test_saved_and_read(tmp_path):
+    file = tmp_path / "talk.json"
+    talk = Saved("demo", "lookup", "Be brief.", TURNS, values(Settings(max_tokens=7, think=True)))
+    saved.write(file, talk)
+    assert saved.read(file) == talk
+    saved.write(file, replace(talk, system=None))  # over one of ours
+    assert saved.read(file).system is None
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_file_of_the_first_release(tmp_path):
+    """What version 1 wrote, with what a later minor release may have added, is read for ever."""
+    text = (
+        '{"format": "mlx_spec conversation", "version": 1, "target": "demo", "drafter": null, '
+        '"system": "Be brief.", "settings": {"temperature": 0.5, "max_tokens": 9, "mood": "good"}, '
+        '"messages": [{"role": "user", "content": "Hi", "time": 3}, '
+        '{"role": "assistant", "content": "Hey"}], '
+        '"colours": true}'
+    )
+    (tmp_path / "old.json").write_text(text)
+    found = saved.read(tmp_path / "old.json")
+    assert (found.target, found.drafter, found.system, len(found.turns)) == ("demo", None, "Be brief.", 2)
+    settings = from_values(found.settings)
+    assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "is no conversation of ours"),
+        ('{"format": "something else", "version": 1}', "is no conversation of ours"),
+        ('{"format": "mlx_spec conversation", "version": 2}', "takes a newer mlx_spec"),
+        ('{"format": "mlx_spec conversation", "version": 1}', "holds no list of messages"),
+        ('{"format": "mlx_spec conversation", "version": 1, "messages": [3]}', "holds no list of messages"),
+    ],
+)
+def test_files_that_are_no_conversation(text, said, tmp_path):
+    file = tmp_path / "talk.json"
+    file.write_text(text)
+    with pytest.raises(BadCheckpoint, match=said):
+        saved.read(file)
+    if '"mlx_spec conversation"' not in text:
+        with pytest.raises(InvalidValue, match="take another name"):
+            saved.write(file, Saved("demo", None, None, []))
+        assert file.read_text() == text
+
+
+def test_names_of_files(tmp_path):
+    assert saved.place("talk") == Path("talk.json") and saved.place("a/b.txt") == Path("a/b.txt")
+    with pytest.raises(NotFound, match="there is no file"):
+        saved.read(tmp_path / "none.json")
+    for name, said in (
+        ("~nobody-of-that-name/talk", "home of nobody"),
+        ("a\0b", "NUL"),
+        ("", "give the name"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            saved.place(name)
+    with pytest.raises(InvalidValue, match="cannot be written"):
+        saved.write(tmp_path / "none" / "talk.json", Saved("demo", None, None, []))
+
+
+def test_what_is_written_is_whole(tmp_path, monkeypatch):
+    file = tmp_path / "talk.json"
+    write_whole(file, "before")
+
+    def fail(_number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, "after")
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_loading_is_all_or_nothing(model):
+    talk = Conversation(model, Settings(max_tokens=5), "Be brief.")
+    talk.session.resume(TURNS)
+    for turns, settings in (
+        (TURNS[::-1], {}),
+        (TURNS[:1], {}),
+        (TURNS, {"temperature": -1}),
+        (TURNS, {"temperature": "warm"}),
+        (TURNS, {"max_tokens": 0}),
+        (TURNS, {"think": "on"}),
+    ):
+        with pytest.raises(InvalidValue):
+            talk.load(Saved("demo", None, None, turns, settings))
+        assert (talk.turns, talk.system, talk.settings.max_tokens) == (TURNS, "Be brief.", 5)
+    talk.load(Saved("demo", None, None, [], {}))
+    assert (talk.turns, talk.system, talk.settings) == ([], None, Settings())
+
+
+# --- sessions
+
+
+def test_session_goes_on_from_messages(model):
+    whole, resumed = model.pair.session("Be brief."), model.pair.session("Be brief.")
+    texts(whole, "What does zip do?")
+    resumed.resume([message for message in whole.messages if message["role"] != "system"])
+    assert resumed.messages == whole.messages
+    assert texts(resumed, "And map?") == texts(whole, "And map?")
+
+
+def test_undo(model):
+    session = model.pair.session()
+    assert session.undo() == []
+    first = texts(session, "What does zip do?")
+    second = texts(session, "And map?")
+    assert [turn["role"] for turn in session.undo()] == ["user", "assistant"]
+    assert len(session.messages) == 2
+    assert texts(session, "And map?") == second
+    session.undo()
+    session.undo()
+    assert texts(session, "What does zip do?") == first
+
+
+def test_spans_make_up_the_text(model):
+    session = model.pair.session()
+    pieces = list(session.stream("What does zip do?", max_tokens=24))
+    assert all("".join(span.text for span in piece.spans) == piece.text for piece in pieces)
+    drafted = [span for piece in pieces for span in piece.spans if span.position]
+    assert all(span.drafter is not None for span in drafted)
+
+
+# --- settings
+
+
+def test_settings():
+    settings = changed(Settings(), "temperature", "0.5")
+    settings = changed(changed(changed(settings, "seed", "-3"), "think", "on"), "max_tokens", "9")
+    assert (settings.sampling.temperature, settings.sampling.seed) == (0.5, -3)
+    assert (settings.think, settings.max_tokens) == (True, 9)
+    assert from_values(values(settings)) == settings and set(values(settings)) == set(NAMES)
+    assert changed(settings, "seed", "off").sampling.seed is None
+    assert changed(changed(settings, "max_tokens", "default"), "think", "off").max_tokens == 2048
+    assert [shown(value) for value in (True, False, None, 0.5)] == ["on", "off", "off", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("heat", "3", "there is no setting heat"),
+        ("temperature", "warm", "'warm' is not allowed"),
+        ("temperature", "-1", "temperature=-1.0"),
+        ("top_k", "1.5", "integer of at least 0"),
+        ("max_tokens", "0", "at least 1"),
+        ("think", "hard", "give on or off"),
+    ],
+)
+def test_settings_that_make_no_sense(name, text, said):
+    with pytest.raises(InvalidValue, match=said):
+        changed(Settings(), name, text)
+
+
+# --- drafts
+
+
+@pytest.mark.parametrize(
+    ("before", "word", "after"),
+    [
+        (Choice("t"), "off", Choice("t", None, 0)),
+        (Choice("t", None, 0), "auto", Choice("t")),
+        (Choice("t", "d", 3, 8), "auto", Choice("t", "d", None, 8)),
+        (Choice("t", "lookup"), "auto", Choice("t")),
+        (Choice("t", "d"), "lookup", Choice("t", "lookup")),
+        (Choice("t", "lookup"), "4", Choice("t", "lookup", 4)),
+        (Choice("t", "none"), "4", Choice("t", None, 4)),
+    ],
+)
+def test_drafting(before, word, after):
+    assert drafting(before, word) == after
+
+
+def test_drafts_without_loading_again(model):
+    """Off, a number and back: the same weights, another policy; other drafters are another matter."""
+    pair, own = model.pair, model.pair.policies
+    reasons = {}
+    for word in ("off", "2", "auto"):
+        found = redrafted(model, drafting(model.choice, word))
+        assert found is not None and found.pair is pair
+        session = pair.session()
+        reasons[word] = (texts(session, "hello", 6), session.statistics.reason.value)
+    assert len({text for text, _ in reasons.values()}) == 1
+    assert reasons["off"][1] == "disabled by user" and reasons["2"][1] == "fixed by user"
+    assert pair.policies is own
+    assert redrafted(model, drafting(model.choice, "lookup")) is None
+    fixed = replace(model, choice=replace(model.choice, num_draft_tokens=2), free=None)
+    assert redrafted(fixed, drafting(fixed.choice, "auto")) is None
+
+
+# --- what is typed
+
+
+@pytest.mark.parametrize(
+    ("text", "open", "message"),
+    [
+        ("hello ", False, "hello"),
+        ('"""', True, '"""'),
+        ('"""""', True, '"""""'),
+        ('"""a', True, '"""a'),
+        ('"""a\nb"""', False, "a\nb"),
+        ('"""\n  a\n"""  ', False, "  a"),
+        ('""""""', False, ""),
+        ('say """', False, 'say """'),
+    ],
+)
+def test_blocks(text, open, message):
+    assert (is_open(text), unquoted(text)) == (open, message)
+
+
+def test_completions(tmp_path):
+    for name in ("talk.json", "tall.json", ".hidden"):
+        (tmp_path / name).touch()
+    (tmp_path / "tales").mkdir()
+    found = Completions(["draft", "load", "lull"], {"draft": lambda: ("auto", "off")}, ["load"])
+
+    def of(text: str) -> list[tuple[str, int]]:
+        return list(found.of(text))
+
+    assert of("/l") == [("/load", 2), ("/lull", 2)]
+    assert of("/draft ") == [("auto", 0), ("off", 0)]
+    assert of("/draft o") == [("off", 1)]
+    begun = f"{tmp_path}/tal"
+    assert [name for name, _ in of(f"/load {begun}")] == [
+        f"{tmp_path}/tales/",
+        f"{tmp_path}/talk.json",
+        f"{tmp_path}/tall.json",
+    ]
+    assert of(f"/load {tmp_path}/.h") == [(f"{tmp_path}/.hidden", len(f"{tmp_path}/.h"))]
+    for text in ("hello", "l", "/lull ", "/draft off on", "/l\nm", f"/load {tmp_path}/none/x"):
+        assert of(text) == []
+
+
+# --- Markdown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text\nof 2 * 3 * 4 and a_b_c, snake_case", None),
+        ("**kwargs and *args", None),
+        ("# Title #\ntext", "\x1b[1mTitle\x1b[0m\ntext"),
+        ("- one\n  * two", "• one\n  • two"),
+        ("> said", "\x1b[2m│\x1b[0m said"),
+        ("a `b*c*` and **bold** and *it*", "a <36>b*c*</> and <1>bold</> and <3>it</>"),
+        ("```python\nx = *a*\n\n# y\n```\n*it*", "<36>x = *a*</>\n\n<36># y</>\n<3>it</>"),
+    ],
+)
+def test_markdown(text, shown):
+    expected = text if shown is None else re.sub(r"<(\d+)>", "\x1b[\\1m", shown).replace("</>", "\x1b[0m")
+    assert rendered(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", 1),
+        ("a\n\nb", 3),
+        ("a" * 10, 1),
+        ("a" * 11, 2),
+        ("漢" * 6, 2),
+        ("e\u0301" * 10, 1),
+        ("a\tb", None),
+    ],
+)
+def test_rows(text, count):
+    assert rows(text, 10) == count
+
+
+@pytest.mark.parametrize(
+    ("pieces", "columns", "again"),
+    [
+        (["**bo", "ld** text"], 80, "\x1b[1A\x1b[J\x1b[1mbold\x1b[0m text\r\n"),
+        (["**bold** text"], 8, "\x1b[2A\x1b[J\x1b[1mbold\x1b[0m text\r\n"),
+        (["nothing to change"], 80, ""),
+        (["**bold**" + "\n" * 30], 80, ""),  # higher than the screen
+    ],
+)
+def test_rendered_at_the_end(pieces, columns, again, monkeypatch):
+    end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with open(terminal, "w") as stdout, open(end, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        shown = Terminal()
+        for piece in pieces:
+            shown.piece(piece, "answer")
+        shown.end()
+        streamed = "".join(pieces).removesuffix("\n").replace("\n", "\r\n") + "\r\n"
+        assert screen.read(65536).decode() == streamed
+        shown.render()
+        shown.piece("!", "answer")
+        assert screen.read(65536).decode() == again + "!"
+
+
+# --- origins
+
+
+def test_origins():
+    origins = Origins(("assistant", "lookup"))
+    assert [origins.name(i) for i in (None, 0, 1, 2)] == [None, "assistant", "lookup", "grammar"]
+    styles = [origins.style(Span("a", *came)) for came in ((None, 0), (0, 1), (0, 99), (1, 2), (2, 1))]
+    assert styles == ["", DRAFTED[0], DRAFTED[-1], COPIED, FORCED]
+    assert {style for _, style in legend()} >= {*DRAFTED, COPIED, FORCED}

@@ -1,0 +1,390 @@
+"""A conversation on a terminal: every command, Ctrl-C, history, completion, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hub_stand_in import serving
+from screen import GOLDEN, HAS_DEMO, LIMIT, PAIR, READY, STATUS, TINY, Screen, at_home
+
+HISTORY = Path("xdg_state_home") / "mlx_spec" / "chat_history"
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "code": {"enum": ["abc"]}},
+    "required": ["ok", "code"],
+    "additionalProperties": False,
+}
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a terminal of its own")
+
+
+def answer_in(text: str) -> str:
+    """The answer above the status line, in what came after a message."""
+    found = re.search(r"\n(?P<answer>[^\n]*\S[^\n]*)\n(?=" + STATUS + ")", text)
+    assert found, text
+    return found["answer"]
+
+
+def test_conversation(tmp_path):
+    with Screen(*PAIR, "--max-tokens=12", home=tmp_path) as screen:
+        if HAS_DEMO:
+            screen.wait_for("demo.*--target REPO_OR_FOLDER")
+        screen.wait_for(READY)
+        said = screen.say("What does os.path.join do?")
+        assert answer_in(said)
+        screen.type("\x1b[200~And os.path.split?\n# a second line\x1b[201~")  # as a terminal pastes
+        screen.wait_for("# a second line")
+        screen.type("\r")
+        screen.wait_for(STATUS + r", \d+ of \d+ prompt tokens reused")
+        screen.wait_for(READY)
+        assert "turns: 2, " in screen.say("/show")
+        screen.type("\x04")
+        assert screen.leave() == 0
+        assert "Traceback" not in screen.text
+        assert screen.text.count(" tokens/s · ") + screen.text.count(" x plain · ") == 2
+
+
+def test_every_command(tmp_path):
+    schema, talk = tmp_path / "schema.json", tmp_path / "talk.json"
+    schema.write_text(json.dumps(SCHEMA))
+    with Screen(*PAIR, "--max-tokens=24", home=tmp_path, PATH="/nowhere") as screen:
+        screen.wait_for(READY)
+        names = set(re.findall(r"\n/(\w+)", screen.say("/help")))
+        wanted = "help exit clear system model draft set show stats save load retry undo copy multiline json"
+        assert names == {*wanted.split(), "highlight"}
+        for command, problem in (
+            ("/stats", "there is no answer yet"),
+            ("/retry", "no message to answer again"),
+            ("/undo", "nothing to undo"),
+            ("/copy", "no answer to copy"),
+            ("/dance", "there is no command /dance: /help lists them"),
+            ("/set heat 3", "there is no setting heat: there are temperature"),
+            ("/set top_p 7", "top_p=7.0"),
+            ("/set max_tokens many", "'many' is not allowed"),
+            ("/draft 99", "give auto, off, lookup or 1 to 16"),
+            ("/save", "give the name of a file"),
+            (f"/load {tmp_path / 'none'}", "there is no file"),
+            (f"/load {schema}", "is no conversation of ours"),
+            (f"/save {schema}", "take another name"),
+            (f"/json {tmp_path}", "give a file with a JSON schema"),
+            ("/highlight maybe", "give on or off"),
+            ("/model nothing-like-that", "is no known model"),
+        ):
+            assert re.search(f"mlx-spec: .*{re.escape(problem)}", screen.say(command)), screen.text[-500:]
+
+        assert "draft" in screen.say("/draft off")
+        first = answer_in(screen.say("What does os.path.join do?"))
+        assert "speculation off: disabled by user" in screen.say("/stats")
+        assert "drafts: by" in screen.say("/draft 3")
+        assert answer_in(screen.say("/retry")) == first
+        assert "accepted by position:" in screen.say("/stats")
+        assert "drafts: by lookup" in screen.say("/draft lookup")
+        assert answer_in(screen.say("/retry")) == first
+        assert "as many tokens as pay" in screen.say("/draft auto")
+        told = screen.say("/stats")
+        assert re.search(r"first token after \d+\.\d\d s\n(.*\n)*.*gain: .*\n.*\npeak memory: \d", told)
+
+        assert f"{len(first)} characters copied by the terminal" in screen.say("/copy")
+        assert "\x1b]52;c;" in screen.raw
+        assert "1 turn saved" in screen.say(f"/save {talk}")
+        assert "0 turns left" in screen.say("/undo")
+        assert "1 turn loaded" in screen.say(f"/load {talk}")
+        assert "turns: 1, " in screen.say("/show")
+        assert "the conversation is forgotten" in screen.say("/clear")
+        assert "turns: 0, " in screen.say("/show")
+
+        assert "temperature 0.5" in screen.say("/set temperature 0.5")
+        assert "settings: temperature 0.5, max_tokens 24" in screen.say("/show")
+        assert re.search(r"temperature +0\.5\n(.*\n)*seed +off\n", screen.say("/set"))
+        assert "temperature 0.0" in screen.say("/set temperature off")
+        assert "new system prompt, new conversation" in screen.say("/system Answer in verse.")
+        assert "system prompt: Answer in verse." in screen.say("/system")
+        assert "no system prompt" in screen.say("/system off")
+        assert re.search(r"on this disk:\n\* .*fits, about(.*\n)*.*gemma-4-e2b", screen.say("/model"))
+
+        assert f"answers match {schema}" in screen.say(f"/json {schema}")
+        assert json.loads(answer_in(screen.say("What does zip do?"))).keys() == {"ok", "code"}
+        assert "answers are free" in screen.say("/json off")
+        screen.type("/exit\r")
+        assert screen.leave() == 0
+        assert "Traceback" not in screen.text
+
+
+def test_several_lines(tmp_path):
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        screen.type('"""one\rtwo\x1b\rthree"""')
+        screen.wait_for('three"""')
+        assert READY not in screen.text.rpartition("one")[2]  # it is still being typed
+        screen.say("")
+        assert "Enter begins a line, Alt-Enter sends" in screen.say("/multiline")
+        screen.type("four\rfive")
+        screen.wait_for("five")
+        screen.type("\x1b\r")
+        screen.wait_for(READY)
+        assert "Enter sends" in screen.say("/multiline off")
+        screen.say(f"/save {tmp_path / 'talk'}")
+    content = json.loads((tmp_path / "talk.json").read_text())
+    assert [turn["content"] for turn in content["messages"][::2]] == ["one\ntwo\nthree", "four\nfive"]
+
+
+def test_completion(tmp_path):
+    (tmp_path / "conversation-of-monday.json").touch()
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        for typed, completed in (
+            ("/hi\t", "/highlight"),
+            ("/draft lo\t", "/draft lookup"),
+            ("/set temp\t", "/set temperature"),
+            ("/model de\t", "/model demo"),
+            ("/model gemma-4-26b-a4b-8\t", "/model gemma-4-26b-a4b-8bit"),
+            (f"/load {tmp_path}/conv\t", f"/load {tmp_path}/conversation-of-monday.json"),
+        ):
+            screen.type(typed)
+            seen = re.escape(completed)
+            screen.wait_for(seen.removesuffix("json")[-12:])
+            screen.type("\x03")
+            screen.wait_for(READY)
+            assert completed in screen.text, screen.text[-300:]
+        screen.type("\x04")
+        assert screen.leave() == 0
+
+
+def test_history(tmp_path):
+    file = tmp_path / HISTORY
+    for arguments, typed in ((["--no-history"], "/show secret"), ([], "/show again")):
+        with Screen(*TINY, *arguments, home=tmp_path) as screen:
+            screen.wait_for(READY)
+            screen.say(typed)
+            screen.type("\x04")
+            assert screen.leave() == 0
+            assert file.exists() is ("--no-history" not in arguments)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "secret" not in file.read_text() and "/show again" in file.read_text()
+    file.chmod(0o644)
+    with Screen(*TINY, home=tmp_path) as screen:
+        screen.wait_for(READY)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        screen.type("\x1b[A")
+        screen.wait_for("/show again")
+        screen.type("\r")
+        screen.wait_for("turns: 0, ")
+
+
+def test_history_that_cannot_be_kept(tmp_path):
+    (tmp_path / HISTORY).mkdir(parents=True)
+    with Screen(*TINY, home=tmp_path) as screen:
+        screen.wait_for("what you type is not kept: ")
+        screen.wait_for(READY)
+        assert "turns: 0, " in screen.say("/show")
+
+
+def test_saved_conversation_goes_on_the_same(tmp_path):
+    """Saved, left, loaded in another process: the next answer is the one that would have come."""
+    options = [*PAIR, "--max-tokens=32"]
+    with Screen(*options, home=tmp_path) as screen:
+        screen.wait_for(READY)
+        first = answer_in(screen.say("What does os.path.join do?"))
+        screen.say(f"/save {tmp_path / 'talk'}")
+        expected = answer_in(screen.say("And os.path.split?"))
+    file = tmp_path / "talk.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.glob(".*.tmp")] == []
+    with Screen(*options, home=tmp_path) as screen:
+        screen.wait_for(READY)
+        screen.say(f"/load {file}")
+        assert answer_in(screen.say("And os.path.split?")) == expected
+        screen.say("/undo")
+        screen.say("/undo")
+        assert answer_in(screen.say("What does os.path.join do?")) == first
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory) -> list[str]:
+    """Options for a target that never ends by itself."""
+    folder = shutil.copytree(GOLDEN / "target", tmp_path_factory.mktemp("endless") / "target")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["eos_token_id"] = config["text_config"]["eos_token_id"] = None
+    config["text_config"]["max_position_embeddings"] = 1_000_000
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return [f"--target={folder}", "--drafter=lookup", "--max-tokens=1000000"]
+
+
+def test_interrupts(endless, tmp_path):
+    trace = tmp_path / "rounds.jsonl"
+    with Screen(*endless, f"--trace={trace}", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        screen.type("half a line\x03")  # in one write: it comes between a character and the next wait
+        screen.wait_for(READY)
+        waits = []
+        for turn, status in enumerate(
+            (" · interrupted", ", .* reused · interrupted", ", .* · interrupted"), 1
+        ):
+            screen.type("hello\r")
+            _wait_until(lambda turn=turn: f'"turn": {turn}' in trace.read_text())
+            screen.type("\x03")
+            screen.wait_for(STATUS + status)
+            screen.wait_for(READY)
+            waits.append(time.time() - json.loads(trace.read_text().splitlines()[-1])["time"])
+        assert min(waits) <= 0.1, waits  # seconds from the end of the last round to the prompt
+        assert "turns: 3, " in screen.say("/show")
+        screen.type("more\r\x03")  # behind the message, before the answer
+        screen.wait_for("interrupted")
+        screen.wait_for(READY)
+        screen.type("/exit\r")
+        assert screen.leave() == 0
+        assert "Traceback" not in screen.text
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_highlight(tmp_path):
+    with Screen(*PAIR, "--max-tokens=24", "--num-draft-tokens=3", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        plain = answer_in(screen.say("What does os.path.join do?"))
+        assert "drafted at position 1 2 3 4 5+" in screen.say("/highlight on")
+        start = len(screen.raw)
+        shown = answer_in(screen.say("/retry"))
+        coloured = screen.raw[start:]
+        assert shown.replace("│", "") == plain and "│" in shown
+        assert "\x1b[38;5;34m" in coloured or not HAS_DEMO  # drafted at position 1
+        assert "\x1b[2m│" in coloured
+        assert "no highlighting" in screen.say("/highlight off")
+        assert answer_in(screen.say("/retry")) == plain
+    with Screen(*TINY, home=tmp_path, NO_COLOR="1") as screen:
+        screen.wait_for(READY)
+        screen.say("hello")
+        assert "there are no colours here" in screen.say("/highlight on")
+        assert not re.search(r"\x1b\[[\d;]*[1-9]\d*m", screen.raw)  # nothing but "as usual", which is 0
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"PYTHONPATH": "without"}])
+def test_without_the_editor(environment, tmp_path):
+    """A terminal that cannot move its cursor, or no prompt_toolkit: lines as Python reads them."""
+    fake = tmp_path / "without" / "prompt_toolkit"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("raise ImportError('not installed')")
+    if "PYTHONPATH" in environment:
+        environment = {"PYTHONPATH": os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])}
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path, **environment) as screen:
+        screen.wait_for("Ctrl-D leaves(.|\n)*> ")
+        screen.type('"""one\n')
+        screen.wait_for("… ")
+        screen.type('two"""\n')
+        screen.wait_for(STATUS)
+        screen.wait_for("> ")
+        screen.type("\x03")
+        screen.wait_for("> ")
+        screen.type("/show\n")
+        screen.wait_for("turns: 1, ")
+        screen.type("/exit\n")
+        assert screen.leave() == 0
+        assert "Traceback" not in screen.text
+
+
+# --- models
+
+
+def _converted(home: Path, name: str) -> Path:
+    """A pair where converted ones are kept."""
+    place = Path(at_home(home)["XDG_DATA_HOME"]) / "mlx_spec" / "models" / name
+    shutil.copytree(GOLDEN / "target", place / "target")
+    shutil.copytree(GOLDEN / "assistant", place / "drafter")
+    (place / "pair.json").write_text(json.dumps({"target": "target", "drafter": "drafter"}))
+    return place
+
+
+def test_first_run_takes_the_pair_used_last(tmp_path):
+    with Screen("--max-tokens=4", home=tmp_path) as screen:
+        if HAS_DEMO:
+            screen.wait_for("a small demo model .* for a real one: /model")
+            screen.wait_for(READY)
+        place, other = _converted(tmp_path, "mine"), _converted(tmp_path, "other")
+        os.utime(place / "target" / "config.json", (4e9, 4e9))
+        if HAS_DEMO:
+            screen.say("hello")
+            assert f"loading {place}" in screen.say("/model mine")
+            assert "turns: 1, " in screen.say("/show")
+            listed = screen.say("/model")
+            assert re.search(rf"\* {place} .*fits", listed) and f"  {other} " in listed
+    remembered = Path(at_home(tmp_path)["XDG_CACHE_HOME"]) / "mlx_spec" / "last_chat.json"
+    remembered.unlink(missing_ok=True)
+    with Screen(home=tmp_path) as screen:
+        screen.wait_for(f"loading {re.escape(str(place))}, the pair used last")  # the files say so
+        screen.wait_for(READY)
+        screen.say(f"/model {other}")
+    with Screen(home=tmp_path) as screen:
+        screen.wait_for(f"loading {re.escape(str(other))}, the pair used last")  # so it was remembered
+        screen.wait_for(READY)
+
+
+def test_model_that_cannot_be_loaded(tmp_path):
+    """The conversation goes on with the one before."""
+    broken = _converted(tmp_path, "broken")
+    weights = broken / "drafter" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        screen.say("hello")
+        assert "mlx-spec: " in screen.say("/model broken")
+        assert "turns: 1, " in screen.say("/show")
+        screen.say("more")
+        assert "turns: 2, " in screen.say("/show")
+
+
+def test_model_is_downloaded(tmp_path):
+    """Size, free disk and memory first; fetched after a yes, and Ctrl-C only pauses that."""
+    target, drafter = "mlx-community/gemma-4-e2b-it-4bit", "google/gemma-4-E2B-it-assistant"
+    with serving({target: GOLDEN / "target", drafter: GOLDEN / "assistant"}) as hub:
+        variables = {
+            name: value for name, value in hub.variables(tmp_path).items() if name not in ("HOME", "PATH")
+        }
+        with Screen(*TINY, "--max-tokens=4", home=tmp_path, **variables) as screen:
+            screen.wait_for(READY)
+            screen.say("hello")
+            assert re.search(r"gemma-4-e2b +1\.\d MB +fits, about", screen.say("/model"))
+            _ask_for(screen, "gemma-4-e2b", "n")
+            screen.wait_for("nothing was downloaded")
+            screen.wait_for(READY)
+            hub.breaks.clear()
+            hub.cut_after, hub.cuts = 60_000, 1
+            _ask_for(screen, "gemma-4-e2b", "y")
+            _wait_until(lambda: any(f.stat().st_size == 60_000 for f in tmp_path.rglob("*.incomplete")))
+            screen.type("\x03")
+            screen.wait_for("what has arrived is kept")
+            screen.wait_for("mlx-spec: gemma-4-e2b is not here: the conversation goes on as before")
+            screen.wait_for(READY)
+            hub.breaks.set()
+            _ask_for(screen, "gemma-4-e2b", "y")
+            screen.wait_for("are here")
+            screen.wait_for(f"loading {target}")
+            screen.wait_for(READY)
+            assert f"model: {target}" in screen.say("/show") and "turns: 1, " in screen.text
+            assert any(path.endswith(" from 60000") for path in hub.asked)
+        with Screen(home=tmp_path, **variables) as screen:
+            screen.wait_for(f"loading {target}, the pair used last")
+            screen.wait_for(READY)
+
+
+def _ask_for(screen: Screen, name: str, reply: str) -> None:
+    screen.type(f"/model {name}\r")
+    screen.wait_for(r": 0\.\d MB of 0\.\d MB to fetch")
+    screen.wait_for("are free on the disk; memory: fits, about")
+    screen.wait_for(r"Download\? \[y/N\] ")
+    screen.type(f"{reply}\n")

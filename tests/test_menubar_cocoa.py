@@ -1,0 +1,311 @@
+"""The renderer of macOS against a stand-in that records, and that knows only selectors it may use."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_spec.apps.menubar.menu import menu
+from mlx_spec.apps.menubar.model import Action, Command, Item, Menu, Separator, Submenu
+from mlx_spec.apps.menubar.state import Phase, State
+
+LIMIT = 10  # seconds
+EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
+ALLOWED: dict[str, set[str]] = {
+    "NSApplication": {"sharedApplication", "setActivationPolicy_", "run", "stop_", "postEvent_atStart_"},
+    "NSUserDefaults": {"standardUserDefaults", "removeObjectForKey_"},
+    "NSStatusBar": {"systemStatusBar", "statusItemWithLength_"},
+    "NSStatusItem": {"setAutosaveName_", "setVisible_", "button", "setMenu_"},
+    "NSStatusBarButton": {"setImage_", "setImagePosition_", "setTitle_", "window"},
+    "NSWindow": {"occlusionState"},
+    "NSImage": {"imageWithSystemSymbolName_accessibilityDescription_", "setTemplate_"},
+    "NSMenu": {"alloc", "init", "setAutoenablesItems_", "addItem_", "removeAllItems"},
+    "NSMenuItem": {
+        "alloc",
+        "initWithTitle_action_keyEquivalent_",
+        "separatorItem",
+        "setTitle_",
+        "setEnabled_",
+        "setState_",
+        "setTarget_",
+        "setTag_",
+        "setSubmenu_",
+        "tag",
+    },
+    "NSEvent": {EVENT},
+    "NSPasteboard": {"generalPasteboard", "clearContents", "setString_forType_"},
+}
+MAKES = {  # selector -> class of what it returns, where that is not the receiver
+    "statusItemWithLength_": "NSStatusItem",
+    "button": "NSStatusBarButton",
+    "window": "NSWindow",
+}
+SHARED = {
+    "sharedApplication",
+    "systemStatusBar",
+    "standardUserDefaults",
+    "generalPasteboard",
+    "button",
+    "window",
+}
+CONSTANTS = {
+    "NSApplicationActivationPolicyAccessory": 1,
+    "NSControlStateValueOff": 0,
+    "NSControlStateValueOn": 1,
+    "NSEventTypeApplicationDefined": 15,
+    "NSImageLeft": 2,
+    "NSPasteboardTypeString": "public.utf8-plain-text",
+    "NSVariableStatusItemLength": -1.0,
+    "NSWindowOcclusionStateVisible": 2,
+}
+VISIBLE = CONSTANTS["NSWindowOcclusionStateVisible"]
+
+
+class Screen:
+    """What the stand-ins share: their calls, the queue of the main thread, and what is seen."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.main: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.shared: dict[str, Native] = {}
+        self.occlusion = VISIBLE
+        self.stopped = False
+        self.main_thread = threading.get_ident()
+
+    def of(self, selector: str) -> list[tuple[Any, ...]]:
+        """The arguments of all calls."""
+        return [arguments for _, name, arguments in self.calls if name == selector]
+
+    def run(self) -> None:
+        while not self.stopped:
+            self.main.get(timeout=LIMIT)()
+
+
+class Native:
+    """An object, or a class, of AppKit."""
+
+    def __init__(self, kind: str, screen: Screen) -> None:
+        self.kind, self.screen = kind, screen
+        self.values: dict[str, Any] = {}
+        self.children: list[Native] = []
+
+    def __getattr__(self, selector: str) -> Callable[..., Any]:
+        if selector not in ALLOWED[self.kind]:
+            raise AssertionError(f"{self.kind} must not be sent {selector}")
+        return lambda *arguments: self._send(selector, arguments)
+
+    def _send(self, selector: str, arguments: tuple[Any, ...]) -> Any:
+        assert len(arguments) == selector.count("_"), f"{selector} with {len(arguments)} arguments"
+        assert threading.get_ident() == self.screen.main_thread, f"{selector} off the main thread"
+        self.screen.calls.append((self.kind, selector, arguments))
+        if selector.startswith("set"):
+            self.values[selector] = arguments[0]
+        match selector:
+            case "run":
+                return self.screen.run()
+            case "stop_":
+                self.screen.stopped = True
+            case "occlusionState":
+                return self.screen.occlusion
+            case "tag":
+                return self.values["setTag_"]
+            case "addItem_":
+                self.children.append(arguments[0])
+            case "removeAllItems":
+                self.children.clear()
+            case "initWithTitle_action_keyEquivalent_":
+                self.values |= {"setTitle_": arguments[0], "action": arguments[1]}
+        return self._result(selector)
+
+    def _result(self, selector: str) -> Native | None:
+        if selector.startswith(("set", "add", "remove", "stop", "post", "clear")):
+            return None
+        kind = MAKES.get(selector, self.kind)
+        if selector in SHARED:
+            return self.screen.shared.setdefault(kind, Native(kind, self.screen))
+        return self if selector.startswith("init") else Native(kind, self.screen)
+
+
+class NSObject:
+    """To be subclassed."""
+
+    @classmethod
+    def alloc(cls) -> NSObject:
+        return cls()
+
+    def init(self) -> NSObject:
+        return self
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    found = Screen()
+    kit, helper, tools = ModuleType("AppKit"), ModuleType("AppHelper"), ModuleType("PyObjCTools")
+    kit.__dict__.update(CONSTANTS, NSObject=NSObject, **{kind: Native(kind, found) for kind in ALLOWED})
+    helper.__dict__.update(
+        callAfter=lambda work, *given: found.main.put(lambda: work(*given)),
+        callLater=lambda seconds, work, *given: found.later.append((seconds, lambda: work(*given))),
+    )
+    tools.__dict__.update(AppHelper=helper)
+    for name, module in (("AppKit", kit), ("PyObjCTools", tools), ("PyObjCTools.AppHelper", helper)):
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules.pop("mlx_spec.apps.menubar.cocoa", None)
+    yield found
+    sys.modules.pop("mlx_spec.apps.menubar.cocoa", None)
+
+
+def view_of(said: list[str]) -> Any:
+    return importlib.import_module("mlx_spec.apps.menubar.cocoa").CocoaView(said.append)
+
+
+def ran(screen: Screen, *menus: Menu, then: Callable[[Any], None] = lambda view: None) -> list[Command]:
+    """The clicks of a run that shows menus, does something from another thread, and is closed."""
+    clicks: list[Command] = []
+    view = view_of([])
+
+    def work() -> None:
+        for one in menus:
+            view.show(one)
+        then(view)
+        view.close()
+
+    thread = threading.Thread(target=work)
+    view.run(thread.start, clicks.append)
+    thread.join(LIMIT)
+    return clicks
+
+
+def drawn(native: Native) -> list[Any]:
+    """Titles of a menu as AppKit has it; of those inside as lists; None for a separator."""
+    found: list[Any] = []
+    for child in native.children:
+        title = child.values.get("setTitle_")
+        inner = child.values.get("setSubmenu_")
+        found.append(title if inner is None else [title, *drawn(inner)])
+    return found
+
+
+def top(screen: Screen) -> Native:
+    (menus,) = screen.of("setMenu_")
+    found = menus[0]
+    assert isinstance(found, Native)
+    return found
+
+
+SMALL = Menu(
+    "61",
+    (
+        Item("61 tok/s"),
+        Separator(),
+        Item("Stop", Command(Action.STOP)),
+        Submenu(
+            "Draft",
+            (
+                Item("auto", Command(Action.DRAFTER), True),
+                Item("off", Command(Action.DRAFTER, "none"), False),
+            ),
+        ),
+    ),
+)
+
+
+def test_every_phase_is_drawn_with_the_allowed_selectors(screen):
+    menus = [menu(State(phase=phase, url="http://127.0.0.1:8080", login=True)) for phase in Phase]
+    ran(screen, *menus)
+    titles = [child.values.get("setTitle_") for child in top(screen).children]
+    labels = [None if isinstance(entry, Separator) else entry.label for entry in menus[-1].entries]
+    assert titles == labels
+    assert screen.of("stop_") == [(None,)] and len(screen.of("postEvent_atStart_")) == 1
+
+
+def test_structure_marks_and_title(screen):
+    ran(screen, SMALL)
+    assert drawn(top(screen)) == ["61 tok/s", None, "Stop", ["Draft", "auto", "off"]]
+    line, _, stop, draft = top(screen).children
+    assert (line.values["setEnabled_"], stop.values["setEnabled_"]) == (False, True)
+    auto, off = draft.values["setSubmenu_"].children
+    assert (auto.values["setState_"], off.values["setState_"]) == (1, 0)
+    assert screen.of("setTitle_")[0] == ("61",)
+
+
+def test_the_policy_is_set_and_stale_defaults_go_before_the_item_is_made(screen):
+    ran(screen, SMALL)
+    order = [name for _, name, _ in screen.calls]
+    made = order.index("statusItemWithLength_")
+    assert order.index("setActivationPolicy_") < made and order.index("removeObjectForKey_") < made
+    assert screen.of("setAutosaveName_") == [("mlx-spec",)] and screen.of("setVisible_") == [(True,)]
+
+
+def test_a_click_is_the_command_of_its_item(screen):
+    def click(view: Any) -> None:
+        def press() -> None:
+            items = top(screen).children
+            off = items[3].values["setSubmenu_"].children[1]
+            for native in (items[0], items[2], off):  # the first is only read
+                native.values["setTarget_"].chosen_(native)
+
+        screen.main.put(press)
+
+    assert ran(screen, SMALL, then=click) == [Command(Action.STOP), Command(Action.DRAFTER, "none")]
+
+
+def test_a_menu_of_the_same_shape_is_changed_in_place(screen):
+    other = Menu("62", (Item("62 tok/s"), *SMALL.entries[1:]))
+    ran(screen, SMALL, other)
+    assert len(screen.of("removeAllItems")) == 1
+    assert drawn(top(screen))[0] == "62 tok/s"
+    ran_again = Menu("", SMALL.entries[:2])
+    screen.stopped = False
+    screen.calls.clear()
+    ran(screen, SMALL, ran_again)
+    assert len(screen.of("removeAllItems")) == 2 and drawn(top(screen)) == ["61 tok/s", None]
+
+
+def test_copy_goes_to_the_pasteboard(screen):
+    ran(screen, then=lambda view: view.copy("http://127.0.0.1:8080/v1"))
+    assert [name for kind, name, _ in screen.calls if kind == "NSPasteboard"][1:] == [
+        "clearContents",
+        "setString_forType_",
+    ]
+    assert screen.of("setString_forType_") == [("http://127.0.0.1:8080/v1", "public.utf8-plain-text")]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_hidden_item_is_shown_again_and_then_said(screen, seen):
+    said: list[str] = []
+    view = view_of(said)
+    view.run(view.close, lambda command: None)
+    screen.occlusion = VISIBLE if seen else 0
+    screen.calls.clear()
+    assert [seconds for seconds, _ in screen.later] == [5.0, 15.0]
+    screen.later[0][1]()
+    assert screen.of("setVisible_") == ([] if seen else [(False,), (True,)]) and said == []
+    screen.later[1][1]()
+    assert len(said) == (0 if seen else 1) and all("System Settings" in text for text in said)
+
+
+def test_the_stand_in_notices(screen):
+    with pytest.raises(AssertionError, match="must not be sent setToolTip_"):
+        Native("NSMenuItem", screen).setToolTip_("x")
+    with pytest.raises(AssertionError, match="2 arguments"):
+        Native("NSMenuItem", screen).setTag_(1, 2)
+    caught: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            Native("NSMenuItem", screen).setTag_(1)
+        except AssertionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(LIMIT)
+    assert "off the main thread" in str(caught[0])

@@ -1,0 +1,277 @@
+"""P-EAGLE: an independent construction in float64, its traps, and the target's own text."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import by_hand
+import fitted
+import lossless
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from by_hand import Shape, array, norm
+from fitted import Checkpoint, largest, logits_of, opened, random_rows, replay
+from one_pass_law import control_excess, drafted_excess, seeded_texts
+
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.drafters.context import BACKLOG
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.types import Features, TargetParts
+
+TOLERANCE = 1e-5
+CAPTURE = (0, 1, 2)
+SHAPE = Shape(fitted.HEADS, fitted.GROUPS, fitted.HEAD)
+TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
+
+
+@cache
+def parts() -> TargetParts:
+    return fitted.LMTarget(tiny.full()).parts
+
+
+def small(layers: int = 3, head: bool = True, **config: object) -> Checkpoint:
+    made = fitted.peagle(layers, CAPTURE, **config)
+    mx.random.seed(5)
+    return made.changed(lm_head__weight=0.2 * mx.random.normal((256, 64))) if head else made
+
+
+def in_one_pass(
+    made: Checkpoint,
+    history: list[int],
+    hidden: list[mx.array],
+    limit: int,
+    theta: float = 1e4,
+    first: int = 0,
+) -> np.ndarray:
+    """Logits [K, V]: rows of all pairs and K - 1 masks, causal, no cache, positions from `first` on."""
+    t, n = made.tensors, len(history) - 1
+    features = np.concatenate([np.array(h[:n], dtype=np.float64) for h in hidden], axis=-1)
+    masks = np.repeat(array(t, "mask_hidden").reshape(1, -1), limit - 1, axis=0)
+    fused = np.concatenate([features, masks]) @ array(t, "fc.weight").T
+    tokens = [*history[1:], *[made.config["mask_token_id"]] * (limit - 1)]
+    embedded = array(t, "embed_tokens.weight")[tokens]
+    shape, positions = replace(SHAPE, theta=theta), np.arange(first, first + len(tokens), dtype=float)
+    normed = norm(fused, array(t, "layers.0.hidden_norm.weight"))
+    x = np.concatenate([norm(embedded, array(t, "layers.0.input_layernorm.weight")), normed], axis=-1)
+    residual = normed if made.config.get("norm_before_residual") else fused
+    x = by_hand.finish(residual, by_hand.attention(x, t, "layers.0.", shape, positions), t, "layers.0.", 1e-6)
+    y = norm(x, array(t, "layers.1.input_layernorm.weight"))
+    x = by_hand.finish(x, by_hand.attention(y, t, "layers.1.", shape, positions), t, "layers.1.", 1e-6)
+    return norm(x, array(t, "norm.weight"))[-limit:] @ array(t, "lm_head.weight").T
+
+
+# --- the same numbers
+
+
+@pytest.mark.parametrize("config", [{}, {"norm_before_residual": True}], ids=["fused", "normed"])
+@pytest.mark.parametrize(("length", "chunks"), [(9, ()), (20, (3, 4, 11)), (BACKLOG + 30, (100,))])
+def test_rounds(length, chunks, config, tmp_path):
+    """None, some and all accepted, prompts in pieces: always the rows of one pass."""
+    made, rows, history = small(**config), random_rows(length + 20, 3), tiny.prompt(length + 21)
+    begins = [length, length + 1, length + 4, length + 9, length + 9, length + 10]
+    drafter = opened(made, tmp_path).make(parts())
+    found = replay(drafter, history, rows, begins, 4, chunks)
+    for begin, logits in zip(begins, found, strict=True):
+        assert largest(logits, in_one_pass(made, history[:begin], rows, 4)) < 2 * TOLERANCE
+
+
+def worst(source: DrafterSource, made: Checkpoint, rows: list[mx.array], shown: list[mx.array]) -> float:
+    """Of the differences over three rounds, where the drafter is shown other rows than those compared."""
+    history, begins = tiny.prompt(31), [9, 10, 14]
+    found = replay(source.make(parts()), history, shown, begins, 4)
+    pairs = zip(begins, found, strict=True)
+    return max(largest(x, in_one_pass(made, history[:begin], rows, 4)) for begin, x in pairs)
+
+
+# --- traps, each of which changes the numbers
+
+
+def test_rows_pair_with_the_token_behind(tmp_path):
+    made, rows = small(), random_rows(30, 3)
+    source = opened(made, tmp_path)
+    assert worst(source, made, rows, rows) < TOLERANCE
+    assert worst(source, made, rows, [mx.roll(r, 1, axis=0) for r in rows]) > 0.05
+
+
+def test_order_of_the_layers(tmp_path):
+    made, rows = small(), random_rows(30, 3)
+    assert worst(opened(made, tmp_path), made, rows, rows[::-1]) > 0.05
+
+
+def test_ids_are_inputs_of_layers(tmp_path):
+    assert opened(small(), tmp_path).needs.hidden_layers == CAPTURE
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_norms_without_their_1(shift, tmp_path):
+    made, rows = small(), random_rows(30, 3)
+    less = {name: w - 1 if "norm" in name else w for name, w in made.tensors.items()}
+    source = opened(
+        replace(made, tensors=less),
+        tmp_path,
+        edit=lambda config: config["mlx_spec"].update(norm_offset=shift),
+    )
+    assert (worst(source, made, rows, rows) < TOLERANCE) == (shift == 1)
+
+
+def test_rope_is_the_target_s(tmp_path):
+    """Far from the start, too, and whatever the drafter's own config.json says."""
+    made, rows, history = small(rope_theta=77.0), random_rows(12, 3), tiny.prompt(13)
+    drafter = opened(made, tmp_path).make(parts())
+    drafter.observe(history, Features(tuple(rows)))
+    found = logits_of(drafter, history, 4)
+    assert largest(found, in_one_pass(made, history, rows, 4)) < TOLERANCE
+    assert largest(found, in_one_pass(made, history, rows, 4, theta=77.0)) > 1e-3
+    late = opened(made, tmp_path / "late").make(parts())
+    late.observe([0] * 3000 + history, Features(tuple(rows)))
+    far = logits_of(late, [0] * 3000 + history, 4)
+    assert largest(far, in_one_pass(made, history, rows, 4, first=3000)) < 1e-3
+
+
+def test_masks_do_not_stay(tmp_path, monkeypatch):
+    made, rows = small(), random_rows(30, 3)
+    source = opened(made, tmp_path)
+    assert worst(source, made, rows, rows) < TOLERANCE
+    monkeypatch.setattr(Rows, "cut", lambda self, size, position: None)
+    assert worst(source, made, rows, rows) > 0.01
+
+
+def test_masks_have_the_trained_feature(tmp_path):
+    made, rows = small(), random_rows(30, 3)
+    other = made.changed(mask_hidden=mx.zeros((1, 1, 192)))
+    assert worst(opened(other, tmp_path), made, rows, rows) > 0.01
+
+
+def test_history_goes_back(tmp_path):
+    """What is shared stays, but for the row whose next token changed: the rows behind it do not see it."""
+    made, rows, history = small(), random_rows(60, 3), tiny.prompt(61)
+    source = opened(made, tmp_path)
+    drafter = source.make(parts())
+    replay(drafter, history, rows, [40], 4)
+    drafter.observe(history[:31], Features(tuple(r[25:30] for r in rows)))
+    assert largest(logits_of(drafter, history[:31], 4), in_one_pass(made, history[:31], rows, 4)) < TOLERANCE
+    other = [*history[:25], *((token + 1) % 256 for token in history[25:])]
+    drafter.observe(other[:31], Features(tuple(r[25:30] for r in rows)))
+    found, exact = logits_of(drafter, other[:31], 4), in_one_pass(made, other[:31], rows, 4)
+    assert 0 < largest(found, exact) < largest(in_one_pass(made, history[:31], rows, 4), exact)
+
+
+def test_cold_start_and_other_histories(tmp_path):
+    made, rows, history = small(), random_rows(30, 3), tiny.prompt(31)
+    drafter, sampler = opened(made, tmp_path).make(parts()), lossless.GREEDY.sampler(1, 256)
+    assert drafter.draft(history[:1], 4, sampler).tokens.size == 0
+    drafter.observe(history[:21], Features(tuple(r[15:20] for r in rows)))
+    late = [r[15:] for r in rows]
+    expected = in_one_pass(made, history[15:21], late, 4, first=15)
+    assert largest(logits_of(drafter, history[:21], 4), expected) < TOLERANCE
+    assert largest(logits_of(drafter, history[:21], 4), expected) < TOLERANCE  # the same draft again
+    assert [drafter.draft(history[:21], k, sampler).tokens.size for k in (0, 1, 3, 9)] == [0, 1, 3, 9]
+    for stranger in (history[:20], [*history[:20], 3], history[:22]):
+        assert drafter.draft(stranger, 4, sampler).tokens.size == 0
+
+
+def test_reduced_vocabulary(tmp_path):
+    """d2t holds offsets; what is outside has no chance."""
+    kept = [i for i in range(256) if i % 5 == 2]
+    tensors = {
+        "lm_head__weight": mx.random.normal((len(kept), 64)),
+        "d2t": mx.array(kept) - mx.arange(len(kept)),
+    }
+    made = small(draft_vocab_size=len(kept)).changed(**tensors)
+    source, rows, history = opened(made, tmp_path), random_rows(9, 3), tiny.prompt(10)
+    drafter = source.make(parts())
+    drafter.observe(history, Features(tuple(rows)))
+    logits = logits_of(drafter, history, 4)
+    assert mx.isfinite(logits).sum(axis=-1).tolist() == [len(kept)] * 4
+    assert largest(logits[:, mx.array(kept)], in_one_pass(made, history, rows, 4)) < 10 * TOLERANCE
+    draft = drafter.draft(history, 4, lossless.Sampling(1.0).sampler(1, 256))
+    assert mx.where(mx.arange(256) % 5 == 2, 0, draft.probs).max().item() == 0
+
+
+# --- at work
+
+
+@cache
+def fit(kind: str) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
+    """A target, a prompt, its greedy text, and a drafter that knows most of it."""
+    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
+    truth = lossless.plain(model, prompt, 40, TARGETS[kind])
+    made = small(len(model.layers), head=False)
+    with tempfile.TemporaryDirectory() as folder:
+        rows, wanted = fitted.gather(opened(made, Path(folder)), model, prompt, truth, 4)
+    return model, prompt, truth, made.changed(lm_head__weight=fitted.head_of(rows, wanted))
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_lossless(kind, K, tmp_path):
+    model, prompt, truth, made = fit(kind)
+    accepted = fitted.lossless_rounds(opened(made, tmp_path), model, prompt, truth, K, TARGETS[kind])
+    assert set(accepted) & ({1, 2, 3} if K == 4 else {1})
+
+
+def test_quantized_weights(tmp_path):
+    model, prompt, truth, made = fit("full")
+    source = opened(made, tmp_path, bits=8)
+    assert sum(fitted.lossless_rounds(source, model, prompt, truth, 4)) > 0
+    assert "scales" in source.network.layers[1].mlp.gate_proj
+
+
+# --- the law
+
+
+def law_source(folder: Path) -> DrafterSource:
+    made = fitted.peagle(2, (0, 1), 16, 8)
+    return opened(made.changed(norm__weight=0.5 * made.tensors["norm.weight"]), folder)
+
+
+def test_sampled_drafts_keep_the_law(tmp_path):
+    assert drafted_excess(law_source(tmp_path)) < 1
+
+
+def test_argmax_drafts_that_pose_as_sampled_are_caught(tmp_path):
+    assert control_excess(law_source(tmp_path), 300) > 1
+
+
+def test_seeded_text_is_the_same_without(tmp_path):
+    with_drafter, without = seeded_texts(law_source(tmp_path))
+    assert with_drafter == without
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"mlx_spec": None}, BadCheckpoint, "mlx-spec convert"),
+        ({"mask_token_id": None}, BadCheckpoint, "mask_token_id"),
+        ({"draft_vocab_size": 100}, BadCheckpoint, "draft_ids"),
+        (
+            {"target": {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}},
+            Mismatch,
+            "5, target",
+        ),
+    ],
+)
+def test_refusals(changes, kind, text, tmp_path):
+    with pytest.raises(kind, match=text):
+        opened(small(), tmp_path, edit=lambda config: config.update(changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"capture": [0, 1, 3]}, Mismatch, "layers 0 to 2"),
+        ({"position_offset": -1}, BadCheckpoint, "position_offset -1"),
+    ],
+)
+def test_conventions_that_are_refused(changes, kind, text, tmp_path):
+    with pytest.raises(kind, match=text):
+        opened(small(), tmp_path, edit=lambda config: config["mlx_spec"].update(changes))

@@ -1,0 +1,189 @@
+"""What is done before the engine begins with a request: on other threads, once for what comes again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+from served import DEMO, QUESTION, answer, begin, chat, closed, failure, raw, text_of, working
+
+from mlx_spec import demo, grammar
+from mlx_spec.apps.server.ask import Ended, Format, Opened, Piece, RoundDone
+from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.grammars import Grammars
+from mlx_spec.apps.server.models import Models
+from mlx_spec.apps.server.settings import Limits, Served, Settings
+from mlx_spec.apps.server.worker import Worker
+from mlx_spec.errors import InvalidValue
+from mlx_spec.rehearsal import Rehearsal
+from mlx_spec.sampling import Sampling
+
+ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
+PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
+SLOW = Format("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
+SECONDS = 1.0  # that it is given
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    limits = Limits(running=2, grammar_seconds=SECONDS)
+    with working(replace(DEMO, limits=limits)) as worker:
+        yield worker
+
+
+def idle(worker: Worker) -> None:
+    deadline = time.monotonic() + served.PATIENCE
+    while worker.status().running or worker.status().waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody_else(worker: Worker) -> None:
+    closed(answer(worker, chat(QUESTION, format=Format("regex", "a"))))  # the process that compiles is there
+    running = begin(worker, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
+    running.until(RoundDone)
+    slow = begin(worker, chat(QUESTION, format=SLOW))
+    while not running.events.empty():
+        running.next()
+    rounds = 0
+    while slow.events.empty():
+        running.until(RoundDone)
+        rounds += 1
+    running.job.cancel()
+    assert rounds > 3, "one may end before the engine is asked to compile, and one behind it"
+    assert "takes more than 1 s to compile" in failure(slow.all()).message
+    idle(worker)
+
+
+def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(worker: Worker) -> None:
+    slow = begin(worker, chat(QUESTION, format=SLOW))
+    while not worker.status().running:
+        time.sleep(0.005)
+    slow.job.cancel()
+    idle(worker)
+    closed(answer(worker, chat(QUESTION, max_tokens=2)))
+    assert slow.events.empty()
+
+
+def test_an_engine_that_only_waits_for_grammars_rests(worker: Worker) -> None:
+    slow = begin(worker, chat(QUESTION, format=SLOW))
+    time.sleep(0.1)
+    spent = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - spent < 0.2
+    assert failure(slow.all()).status == 400
+
+
+def test_closing_does_not_wait_for_a_grammar() -> None:
+    limits = Limits(grammar_seconds=30)
+    with working(replace(DEMO, limits=limits)) as worker:
+        slow = begin(worker, chat(QUESTION, format=SLOW))
+        time.sleep(0.1)
+        began = time.monotonic()
+        worker.close()
+        assert time.monotonic() - began < 5
+        assert failure(slow.all()).status == 503
+
+
+# --- grammars that come again
+
+
+def test_a_grammar_is_compiled_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    compile = grammar.compile
+
+    def counted(kind: grammar.Kind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
+        sources.append(source)
+        return compile(kind, source, *rest, **more)
+
+    monkeypatch.setattr(grammar, "compile", counted)
+    asks = [chat(QUESTION, format=Format("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2]
+    texts = [text_of(answer(worker, ask)) for ask in asks]
+    assert sources == ["[a-f]{4}", "[g-k]{4}"]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+    closed(answer(worker, chat(QUESTION, thinking=True, format=Format("regex", "[a-f]{4}"))))
+    assert len(sources) == 2
+
+
+def test_only_the_latest_grammars_are_kept() -> None:
+    text = Models(DEMO).text("demo")
+    grammars = Grammars(text, len(text.vocabulary()), count=2)
+    first, second = (grammars.compiled("regex", source, seconds=9) for source in "ab")
+    assert grammars.compiled("regex", "a", seconds=9) is first
+    grammars.compiled("regex", "c", seconds=9)  # b was used longest ago
+    assert grammars.compiled("regex", "a", seconds=9) is first
+    assert grammars.compiled("regex", "b", seconds=9) is not second
+    with pytest.raises(InvalidValue):
+        grammars.compiled("regex", "(", seconds=9)
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize("wrong", [(5,) * 4096, (1, 9999), ()])
+def test_nothing_is_generated_where_one_prompt_cannot_be(worker: Worker, wrong: tuple[int, ...]) -> None:
+    events = answer(worker, raw("zip returns", wrong, n=2))
+    assert failure(events).status == 400 and len(events) == 1
+    kinds = [type(event) for event in answer(worker, raw("zip returns", "map"))]
+    assert {Opened, Piece, RoundDone, Ended} <= set(kinds)
+
+
+def test_tokens_are_counted_as_they_will_be(worker: Worker) -> None:
+    ask = chat("What is a list?", "A type.", "And a tuple?", max_tokens=2)
+    assert worker.count(ask) == closed(answer(worker, ask)).usage.prompt_tokens
+    with pytest.raises(Failure, match="no model") as caught:
+        worker.count(replace(ask, model="other"))
+    assert caught.value.status == 404
+
+
+def test_tokens_are_counted_of_models_that_are_not_loaded(worker: Worker, tmp_path: Path) -> None:
+    ask = chat("What is a list?")
+    models = (Served("demo", "demo"), Served("other", str(demo.TARGET)), Served("gone", str(tmp_path)))
+    other = Worker(Settings(models))  # never started
+    assert other.count(replace(ask, model="other")) == other.count(ask) == worker.count(ask)
+    with pytest.raises(Failure, match="'gone' could not be loaded") as caught:
+        other.count(replace(ask, model="gone"))
+    assert caught.value.status == 503
+
+
+# --- the process that compiles
+
+
+def test_a_rehearsal_can_be_closed_and_used_again() -> None:
+    rehearsal = Rehearsal()
+    request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": small()}
+    for _ in range(2):
+        rehearsal.compile("regular expression", request, 9)
+        rehearsal.close()
+    rehearsal.close()
+
+
+def small() -> tuple[str, int]:
+    text = Models(DEMO).text("demo")
+    found = grammar.compile("regex", "a", text, len(text.vocabulary()), seconds=9)
+    return found.vocabulary.small
+
+
+def test_a_process_that_compiled_ends_without_a_word() -> None:
+    code = """
+from mlx_spec.apps.server.models import Models
+from mlx_spec.apps.server.settings import Served, Settings
+from mlx_spec.grammar import compile
+text = Models(Settings((Served("demo", "demo"),))).text("demo")
+compile("regex", "a", text, len(text.vocabulary()), seconds=9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", code],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == b""
