@@ -22,7 +22,7 @@ from mlx_spec.apps.command import ERROR, Parser, guarded
 from mlx_spec.apps.programs import PROGRAMS, Group, Option, groups, options, parser_of
 from mlx_spec.errors import InvalidValue, NotFound
 
-BEGIN, END = "<!-- help -->", "<!-- end -->"
+BEGIN, END = "<!-- help -->", "<!-- end of help -->"
 WIDTH = 92
 INDENT = 7  # columns, as man has them
 SHOWN = {"help": "show this page and leave", "version": "show the version and leave"}
