@@ -262,7 +262,7 @@ def test_no_model_type(config, tmp_path):
         open_drafter(tmp_path, config, {})
 
 
-@pytest.mark.parametrize("model_type", ["eagle3", "../llama", "no_such_model"])
+@pytest.mark.parametrize("model_type", ["eagle1", "../llama", "no_such_model"])
 def test_unknown_family(model_type, tmp_path):
     with pytest.raises(BadCheckpoint) as caught:
         open_drafter(tmp_path, {"model_type": model_type}, {})
