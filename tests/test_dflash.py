@@ -317,7 +317,7 @@ def test_refusals(changes, kind, text, tmp_path):
         opened(small(), tmp_path, edit=lambda config: config.update(changes))
 
 
-@pytest.mark.parametrize("capture", [[0, 1, 3], [-1, 1, 2]])
-def test_layers_that_the_target_does_not_have(capture, tmp_path):
+@pytest.mark.parametrize("capture", [[0, 1, 3], [-1, 1, 2], [1, 1, 2]])
+def test_layers_that_the_target_does_not_have_or_that_are_read_twice(capture, tmp_path):
     with pytest.raises(Mismatch, match="layers 0 to 2"):
         opened(small(), tmp_path, edit=lambda config: config["mlx_spec"].update(capture=capture))

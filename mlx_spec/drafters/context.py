@@ -81,10 +81,11 @@ def joined_layers(features: Features) -> mx.array:
 
 
 def check_capture(capture: Sequence[int], config: Mapping[str, Any]) -> None:
-    """Raise Mismatch unless the drafter whose config.json is `config` reads layers that its target has."""
+    """Raise Mismatch unless `capture` names different layers of the target in a drafter's config.json."""
     layers = config["target"]["num_hidden_layers"]
-    if not capture or not all(0 <= index < layers for index in capture):
+    there = all(0 <= index < layers for index in capture)
+    if not (capture and there and len(set(capture)) == len(capture)):
         raise Mismatch(
-            f"drafter reads the outputs of layers {list(capture)}, the target has layers 0 to {layers - 1}: "
-            "convert it again for this target"
+            f"drafter reads the outputs of layers {list(capture)}, the target has layers 0 to {layers - 1} "
+            "and each is read once: convert it again for this target"
         )

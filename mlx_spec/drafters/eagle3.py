@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.drafters.conditioned import Conditioned, check_conventions
+from mlx_spec.drafters.context import check_capture
 from mlx_spec.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.recorded import LAYERS, check_target, shift_norms
 from mlx_spec.drafters.weights import load_weights, read_tensors
-from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import FeatureSpec, TargetParts
 
 
@@ -55,16 +56,6 @@ def widened(
     return wide
 
 
-def check_capture(capture: tuple[int, ...], layers: int) -> None:
-    """Raise Mismatch unless `capture` names different layers of a target that has so many."""
-    good = capture and len(set(capture)) == len(capture) and all(0 <= index < layers for index in capture)
-    if not good:
-        raise Mismatch(
-            f"drafter reads the outputs of layers {list(capture)}, they must be different ones of the "
-            f"target's 0 to {layers - 1}: use the drafter made for this target"
-        )
-
-
 def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> Eagle3Source:
     """Load the checkpoint in `path`. Raises Mismatch where it is not made for the target, BadCheckpoint."""
     text = target_config.get("text_config") or target_config
@@ -72,7 +63,7 @@ def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     found = Eagle3Config.from_dict(config, names, text.get("max_position_embeddings"))
     check_conventions(found.recorded, (LAYERS,))
     check_target(config, target_config)
-    check_capture(found.recorded.capture, config["target"]["num_hidden_layers"])
+    check_capture(found.recorded.capture, config)
     if found.draft_vocab_size != found.vocab_size and "draft_ids" not in found.tensors:
         raise BadCheckpoint(
             f"{path} has a vocabulary of {found.draft_vocab_size} of the target's {found.vocab_size} tokens "
