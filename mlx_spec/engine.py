@@ -14,6 +14,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.tree import Tree, tree_of
 from mlx_spec.types import (
     Choice,
     Draft,
@@ -110,9 +111,9 @@ class _Sequence:
         """The next round. A token that is already on its way is emitted before anything is drafted."""
         decision = self.policy.decide(self.history)
         start = time.perf_counter()
-        wanted = [replace(c, limit=min(c.limit, self.room - 1)) for c in decision.choices]
-        wanted = [choice for choice in wanted if choice.limit > 0]
-        round = self._round(wanted, decision.shadow)
+        most = self.room - 1
+        wanted = [c if c.limit <= most else replace(c, limit=most) for c in decision.choices if most]
+        round = self._round(wanted, decision.shadow, unlikely=decision.unlikely)
         stopped = round.tokens[-1] in self.stop
         self.room = 0 if stopped else self.room - len(round.tokens)
         if self.room == 0:
@@ -130,15 +131,16 @@ class _Sequence:
         self.policy.observe(done)
         return done
 
-    def _round(self, wanted: list[Choice], shadow: int | None) -> Round:
+    def _round(self, wanted: list[Choice], shadow: int | None, *, unlikely: bool) -> Round:
         found, ahead = None, self.ahead is not None
-        if wanted and (not ahead or self.misses >= PATIENCE):
+        if wanted and (not ahead or unlikely or self.misses >= PATIENCE):
             found = self.draft(wanted)
             self.misses = 0 if found else self.misses + 1
         if found and not ahead and found.draft.tokens.size:
             return self.verify(found)
         # What is on its way must land before something can be drafted.
-        land = bool(found) or (bool(wanted) and self.misses < PATIENCE) or (ahead and shadow is not None)
+        waits = bool(wanted) and not unlikely and self.misses < PATIENCE
+        land = bool(found) or waits or (ahead and shadow is not None)
         probe = None if ahead or wanted or shadow is None else self.draft([Choice(shadow, 1)])
         round = self.plain(look_ahead=not land and self.room > 1, probe=probe)
         if found is None or ahead:
@@ -163,6 +165,8 @@ class _Sequence:
 
     def verify(self, found: _Found) -> Round:
         """Judge a draft in one pass of the target."""
+        if found.draft.parents is not None:
+            return self.verify_tree(found, tree_of(found.draft.parents))
         draft = found.draft
         pending = mx.array(self.history[-1:], dtype=mx.int32)
         logits = self.target.verify(mx.concatenate([pending, draft.tokens]))
@@ -177,6 +181,27 @@ class _Sequence:
             drafter=found.drafter,
             proposed=found.proposed,
             confidence=found.confidence,
+        )
+
+    def verify_tree(self, found: _Found, tree: Tree) -> Round:
+        """Judge a tree of draft tokens in one pass of the target."""
+        draft = found.draft
+        pending = mx.array(self.history[-1:], dtype=mx.int32)
+        logits = self.target.verify_tree(mx.concatenate([pending, draft.tokens]), tree.parents)
+        verdict = self.sampler.verify_tree(logits, self.history, draft)
+        row, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
+        path = tree.paths[row]
+        tokens = self._until_stop([*(drafted[row - 1] for row in path[1:]), last])
+        self._observe(tokens, self.target.commit_path(path[: len(tokens)]))
+        accepted = path[1 : len(tokens) + 1]
+        return Round(
+            tokens,
+            tree.height,
+            len(accepted),
+            drafter=found.drafter,
+            proposed=found.proposed,
+            nodes=draft.tokens.size,
+            ranks=tuple(tree.ranks[row] for row in accepted),
         )
 
     def plain(self, *, look_ahead: bool, probe: _Found | None = None) -> Round:

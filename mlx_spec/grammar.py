@@ -1,7 +1,7 @@
 """Answers that match a JSON schema, a regular expression or a grammar, by llguidance.
 
 Grammars are compiled to parsers over bytes, and a token may come next if its bytes may. llguidance
-(github.com/guidance-ai/llguidance) is optional: it is imported when something is compiled.
+(github.com/guidance-ai/llguidance) is imported when something is compiled.
 """
 
 from __future__ import annotations
@@ -211,9 +211,7 @@ def compile(
     took more than `seconds`, with its reason, and SpecError where it is not installed.
     """
     if find_spec("llguidance") is None:
-        raise SpecError(
-            'structured output needs llguidance, which is not installed: pip install "mlx-spec[server]"'
-        )
+        raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
     if kind != "json_object" and len(source) > LARGEST:
         raise InvalidValue(
             f"the grammar has {len(source)} characters, the most are {LARGEST}: make it smaller"

@@ -10,6 +10,7 @@ from typing import Protocol
 import mlx.nn as nn
 
 from mlx_spec import engine
+from mlx_spec.branches import Branches
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.offers import offered
@@ -64,6 +65,7 @@ class Pair:
         self._model = model
         self._drafters = tuple(drafters)
         self._needs = _needs(drafters)
+        self._branches = Branches(drafters)
         self.policies = policies
         self._kv_bits = kv_bits
 
@@ -95,7 +97,8 @@ class Pair:
         """The parts of a new sequence, its caches empty."""
         target = LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
         drafters = tuple(source.make(target.parts) for source in self._drafters)
-        return Decoding(target, drafters, self.policies.make(target, drafters))
+        decoding = Decoding(target, drafters, self.policies.make(target, drafters))
+        return self._branches.offered(decoding, self.policies)
 
     def run(
         self,

@@ -10,6 +10,7 @@ from mlx_spec.logprobs import TokenLogprob, figures, read
 from mlx_spec.sampling import Law
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Sampler
+from mlx_spec.verify_tree import straightened
 
 
 class Recorder:
@@ -46,10 +47,14 @@ class Recorder:
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         """The verdict of the wrapped sampler."""
         verdict = self._sampler.verify(logits, history, draft)
-        accepted, last = verdict[:1], verdict[1:]
-        drafted = mx.concatenate([draft.tokens, last])
-        tokens = mx.where(mx.arange(drafted.size) < accepted, drafted, last)
-        self._keep(logits, history, draft.tokens, tokens)
+        self._keep(logits, history, draft.tokens, _judged(draft.tokens, verdict[:1], verdict[1:]))
+        return verdict
+
+    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """The verdict of the wrapped sampler."""
+        verdict = self._sampler.verify_tree(logits, history, draft)
+        logits, path, accepted = straightened(logits, draft, verdict[:1])
+        self._keep(logits, history, path, _judged(path, accepted, verdict[1:]))
         return verdict
 
     def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
@@ -75,3 +80,9 @@ class Recorder:
         self._kept = {place: row for place, row in self._kept.items() if place < first}
         self._kept |= {first + j: row for j, row in enumerate(kept)}
         return kept
+
+
+def _judged(drafted: mx.array, accepted: mx.array, last: mx.array) -> mx.array:
+    """Draft tokens as far as they are accepted, and behind them the last token; [K + 1]."""
+    tokens = mx.concatenate([drafted, last])
+    return mx.where(mx.arange(tokens.size) < accepted, tokens, last)

@@ -24,6 +24,7 @@ from mlx_spec.filters import keep_min_p, keep_top_k, keep_top_p
 from mlx_spec.noise import gumbel, key_of
 from mlx_spec.types import Draft, Sampler
 from mlx_spec.verify import Rule, block, match
+from mlx_spec.verify_tree import Rejecting, Walking
 
 LARGEST_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
 BANNED = -1e30  # the bias of a banned token under a grammar: taken only where the grammar leaves no other
@@ -148,7 +149,7 @@ class Law:
         return self._prompt, self._generated
 
 
-class Greedy:
+class Greedy(Walking):
     """Takes the most likely token. Exact by `verify.match`."""
 
     def __init__(self, law: Law) -> None:
@@ -174,7 +175,7 @@ class Greedy:
         return (token == draft.tokens[:1]).astype(mx.float32)
 
 
-class Seeded:
+class Seeded(Walking):
     """Draws with noise that depends on the seed and the token's position alone, shared by drafter and target.
 
     The text is the same with any drafter or none (Gumbel coupling, arXiv:2408.07978).
@@ -209,7 +210,7 @@ class Seeded:
         return (token == draft.tokens[:1]).astype(mx.float32)
 
 
-class Unseeded:
+class Unseeded(Rejecting):
     """Draws with fresh noise each time; drafts that come with their law are judged by `rule`."""
 
     def __init__(self, law: Law, *, rule: Rule = block, key: int | None = None) -> None:
@@ -238,8 +239,8 @@ class Unseeded:
         K = draft.tokens.shape[0]
         if draft.probs is None or K == 0:
             return match(self._choose(scores), draft.tokens)
-        uniform = mx.random.uniform(shape=(K,), key=self._next_key())
-        noise = gumbel((scores.shape[-1],), self._next_key())
+        uniform = mx.random.uniform(shape=(K,), key=self.next_key())
+        noise = gumbel((scores.shape[-1],), self.next_key())
         return self._rule(mx.softmax(scores, axis=-1), draft.tokens, draft.probs, uniform, noise)
 
     def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
@@ -251,10 +252,11 @@ class Unseeded:
 
     def _choose(self, scores: mx.array) -> mx.array:
         """One token a row, [T] int32."""
-        noise = gumbel(tuple(scores.shape), self._next_key())
+        noise = gumbel(tuple(scores.shape), self.next_key())
         return (scores + noise).argmax(axis=-1).astype(mx.int32)
 
-    def _next_key(self) -> mx.array:
+    def next_key(self) -> mx.array:
+        """A key that is used once."""
         return mx.array(key_of(self._seed, next(self._keys)), dtype=mx.uint32)
 
 

@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec import rope
 from mlx_spec.cache import (
     MAX_TRIAL,
     AttentionCache,
     FullCache,
+    LayerCache,
     RecurrentCache,
     SlidingCache,
+    TreeView,
     make_caches,
+    view,
 )
 from mlx_spec.errors import NotRewindable
+from mlx_spec.taps import tap
+from mlx_spec.tree import tree_of
 from mlx_spec.types import Features, FeatureSpec, KVRows, TargetParts
 
 MARK_BEFORE = 32  # tokens before the end of a prompt where the state of a recurrent target is kept, too:
 # what a chat template puts there to begin an answer is often left out when the next turn repeats it
 MAX_REPLAY = 16  # tokens; a longer backlog of a recurrent target is written for good
-
-
-class _Tap(nn.Module):
-    """A module that remembers its last output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.seen: list[mx.array] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.layer(*args, **kwargs)
-        self.seen[:] = [out[0] if isinstance(out, tuple) else out]
-        return out
-
-    def __getattr__(self, key: str) -> Any:
-        # Models ask their layers for attributes of their own, such as `use_sliding`.
-        try:
-            return super().__getattr__(key)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), key)
 
 
 @dataclass(frozen=True)
@@ -77,12 +62,13 @@ class LMTarget:
         self._kv_bits = kv_bits
         self._needs = needs or FeatureSpec()
         decoder = _decoder(model)
-        self._taps = [_tap(decoder["layers"], i) for i in self._needs.hidden_layers]
+        self._taps = [tap(decoder["layers"], i) for i in self._needs.hidden_layers]
         if self._needs.final_hidden:
-            self._taps.append(_tap(decoder, "norm"))
+            self._taps.append(tap(decoder, "norm"))
         self.parts = _parts(model)
         self._reset()
         self._recurrent = any(isinstance(c, RecurrentCache) for c in self._caches)
+        self._by_row = False  # whether the model's positions may be those of a tree
         if self._needs.shared_kv and self._recurrent:
             raise NotRewindable(
                 "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
@@ -156,6 +142,47 @@ class LMTarget:
         self._end()
         return features
 
+    def refuses_trees(self) -> str | None:
+        """Why a tree of draft tokens cannot be verified exactly; None where it can."""
+        layers = _decoder(self._model)["layers"]
+        if self._recurrent:
+            return "its state is recurrent and follows one path"
+        if (reason := rope.unknown(layers)) or rope.is_by_row(layers):
+            return reason
+        rope.by_row(layers)
+        empty = [view(cache, tree_of((0,))) for cache in _attention(make_caches(self._model))]
+        try:  # nothing is computed
+            self._model(mx.zeros((1, 2), mx.int32), cache=empty)
+        except (TypeError, ValueError) as error:
+            rope.as_before(layers)
+            return f"its model calculates with positions ({error})"
+        return None
+
+    def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
+        """Write the pending token and a tree on trial, [K + 1], and return logits [K + 1, V].
+
+        Raises NotRewindable for a target that cannot.
+        """
+        assert not self._trial and tokens.size <= MAX_TRIAL, "a tree begins a trial"
+        if not self._by_row:
+            if reason := self.refuses_trees():
+                raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
+            self._by_row = True
+        self._begin()
+        tree = tree_of(parents)
+        logits = self._write(tokens, [view(cache, tree) for cache in self._attention_caches()])
+        self._trial.append(tokens)
+        return logits
+
+    def commit_path(self, rows: Sequence[int]) -> Features:
+        """Keep these rows of a tree, a path from row 0 on. Returns the features of those kept."""
+        if list(rows) != list(range(len(rows))):
+            index = mx.array(list(rows))
+            for cache in self._attention_caches():
+                cache.select(self._size, index)
+            self._seen = [[hidden[index] for hidden in taps] for taps in self._seen]
+        return self.commit(len(rows))
+
     def rewind(self, size: int) -> int:
         """Keep at most the first `size` tokens. Returns how many were kept: fewer where rows are gone.
 
@@ -211,10 +238,10 @@ class LMTarget:
         for layer, saved in zip(recurrent, self._before.recurrent, strict=True):
             layer.restore(saved)
 
-    def _write(self, tokens: mx.array) -> mx.array:
+    def _write(self, tokens: mx.array, views: list[TreeView] | None = None) -> mx.array:
         T, rows = tokens.size, mx.concatenate([self._owed, tokens]) if self._owed.size else tokens
         self._owed = self._owed[:0] if self._owed.size else self._owed
-        logits: mx.array = self._model(rows[None], cache=self._caches)[0]
+        logits: mx.array = self._model(rows[None], cache=views or self._caches)[0]
         self._seen.append([tap.seen.pop()[0, rows.size - T :] for tap in self._taps])
         return logits[rows.size - T :] if rows.size > T else logits
 
@@ -234,7 +261,11 @@ class LMTarget:
         return {c.attention_type: c.rows() for c in self._caches if isinstance(c, FullCache | SlidingCache)}
 
     def _attention_caches(self) -> list[AttentionCache]:
-        return [c for c in self._caches if not isinstance(c, RecurrentCache)]
+        return _attention(self._caches)
+
+
+def _attention(caches: list[LayerCache]) -> list[AttentionCache]:
+    return [cache for cache in caches if not isinstance(cache, RecurrentCache)]
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -248,15 +279,6 @@ def _outer(model: nn.Module) -> nn.Module:
     while "model" not in model or "layers" not in model["model"]:
         model = model["language_model"] if "language_model" in model else model["model"]
     return model
-
-
-def _tap(owner: Any, key: Any) -> _Tap:
-    """The tap on `owner[key]`, put there if it is not yet: targets of one model share it."""
-    if not isinstance(owner[key], _Tap):
-        owner[key] = _Tap(owner[key])
-    tap = owner[key]
-    assert isinstance(tap, _Tap)
-    return tap
 
 
 def _parts(model: nn.Module) -> TargetParts:

@@ -25,6 +25,7 @@ class Reason(enum.StrEnum):
     NO_DRAFTER = "no drafter"
     WARMING_UP = "warming up"
     PAYS = "speculation pays"
+    WAITING = "no draft to be had now"
     COST = "verification costs more than it gains"
     ACCEPTANCE = "too few draft tokens accepted"
     LEDGER = "speculation has lost time so far"
@@ -83,6 +84,7 @@ class Draft:
     confidence: mx.array | None = None  # [K] float32: the largest probability of the law behind each token
     # Known before that token is drawn, on purpose: a decision to verify a token that looks at the token
     # itself changes the law of what is verified.
+    parents: tuple[int, ...] | None = None  # by token of a tree: the row it follows (tree.py); None: chain
 
 
 def no_draft() -> Draft:
@@ -107,6 +109,7 @@ class Decision:
     reason: Reason
     shadow: int | None = None  # plain decoding, but this drafter drafts one token that is not verified
     plain_seconds: float | None = None  # measured time of one plain token here; None: not known
+    unlikely: bool = False  # none is expected to have a draft: plain decoding goes on one token ahead
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ class Round:
     agreement: float | None = None  # the chance that an unverified (shadow) token would have been accepted
     plain_seconds: float | None = None  # measured time of one plain token here; None: not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if asked for
+    nodes: int = 0  # draft tokens of a tree, of which `drafted` are those of the longest path; 0: a chain
+    ranks: tuple[int, ...] = ()  # of the accepted tokens of a tree: guesses for the same place before each
 
 
 class Target(Protocol):
@@ -167,8 +172,16 @@ class Target(Protocol):
         """Write T tokens on trial, or T more. Returns logits [T, V]; `commit` ends the trial."""
         ...
 
+    def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
+        """Write the pending token and a tree of draft tokens on trial. Returns logits [K + 1, V]."""
+        ...
+
     def commit(self, keep: int) -> Features:
         """Keep the first `keep` rows of the trial and drop the rest. Returns the features of those kept."""
+        ...
+
+    def commit_path(self, rows: Sequence[int]) -> Features:
+        """Keep these rows of a tree on trial, a path from row 0 on. Returns the features of those kept."""
         ...
 
 
@@ -195,6 +208,10 @@ class Sampler(Protocol):
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         """Judge a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
+        ...
+
+    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Judge a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
         ...
 
     def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:

@@ -43,14 +43,15 @@ FAMILIES_ALLOWED = ("mlx_spec/known.py", "mlx_spec/drafters/", "mlx_spec/demo/",
 # A module imports from its own layer or from those above it in this list.
 LAYERS = (
     ("types",),
-    ("errors",),
+    ("errors", "tree"),
     ("backend", "checkpoint", "transfer"),
-    ("cache", "verify", "noise", "constraint", "filters", "sampling", "tuning", "demo"),
+    ("cache", "taps", "rope", "noise", "filters", "constraint"),
+    ("verify", "verify_tree", "sampling", "tuning", "demo"),
     ("target", "drafters"),
     ("engine", "reuse"),
     ("text", "template", "reading", "written", "stops"),
     ("logprobs", "answer", "grammar", "compiling", "rehearsal"),
-    ("recorder", "scoring", "offers", "session"),
+    ("recorder", "scoring", "offers", "branches", "session"),
     ("pair", "policies", "load", "hub", "known"),
     ("", "convert", "demo.recipe"),  # "" is mlx_spec/__init__.py, the public face
     ("apps",),

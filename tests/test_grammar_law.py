@@ -28,7 +28,7 @@ from mlx_spec.grammar import compile
 from mlx_spec.sampling import Law, Sampling, Unseeded
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning.policy import Fixed
-from mlx_spec.types import Draft, Drafter, Sampler
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 COUNT = 3  # tokens of a generation
 GENERATIONS = 120
@@ -184,3 +184,25 @@ def test_a_cut_by_validity_changes_the_law(accept: Accept) -> None:
         p, q = trees("masked p", 3, 2, seed)
         found.append(law_error(accept, by_validity(p), p, q))
     assert max(found) > CAUGHT
+
+
+class Reciting:
+    """Drafts the same tokens whatever was said."""
+
+    needs = FeatureSpec()
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        return Draft(mx.array(self.tokens[:limit], dtype=mx.int32))
+
+
+def test_a_draft_ends_with_the_first_token_that_is_forbidden() -> None:
+    a, b, e, x = (LETTERS.index(letter) for letter in "abef")
+    for drafted, kept in (([a, b, b], 3), ([a, b, e, a], 3), ([x, x, a], 2), ([7, a, a], 1)):
+        found = legal(Reciting(drafted)).draft(PROMPT, 4, SAMPLING.sampler(len(PROMPT), V))
+        assert found.tokens.tolist() == drafted[:kept]

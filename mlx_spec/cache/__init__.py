@@ -11,6 +11,7 @@ from mlx_spec.cache.full import FullCache
 from mlx_spec.cache.quantized import QuantizedCache
 from mlx_spec.cache.recurrent import RecurrentCache
 from mlx_spec.cache.sliding import MAX_TRIAL, SlidingCache
+from mlx_spec.cache.tree import TreeView, view
 from mlx_spec.errors import NotRewindable
 
 AttentionCache = FullCache | SlidingCache | QuantizedCache
@@ -24,7 +25,9 @@ __all__ = [
     "QuantizedCache",
     "RecurrentCache",
     "SlidingCache",
+    "TreeView",
     "make_caches",
+    "view",
 ]
 
 

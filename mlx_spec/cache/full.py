@@ -59,6 +59,10 @@ class FullCache:
         """Forget all rows from position `size` on."""
         self.offset = min(self.offset, size)
 
+    def select(self, start: int, rows: mx.array) -> None:
+        """Of the rows from position `start` on these come first, in this order; the others are to go."""
+        self.keys, self.values = selected(self.keys, start, rows), selected(self.values, start, rows)
+
     def snapshot(self) -> Any:
         """What `restore` needs to come back here."""
         return self.offset
@@ -80,4 +84,11 @@ def write(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.a
             grown[..., :start, :] = buffer[..., :start, :]
         buffer = grown
     buffer[..., start:end, :] = rows
+    return buffer
+
+
+def selected(buffer: mx.array | None, start: int, rows: mx.array) -> mx.array:
+    """`buffer` [1, H, capacity, D] with the rows `start` + `rows` at `start` and behind it."""
+    assert buffer is not None, "rows of an empty cache"
+    buffer[..., start : start + rows.size, :] = buffer[..., start + rows, :]
     return buffer

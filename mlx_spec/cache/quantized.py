@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from mlx_spec.cache.full import write
+from mlx_spec.cache.full import selected, write
 from mlx_spec.errors import InvalidValue
 
 Packed = tuple[mx.array, mx.array, mx.array]  # packed weights, scales, biases
@@ -56,6 +56,11 @@ class QuantizedCache:
     def rewind(self, size: int) -> None:
         """Forget all rows from position `size` on."""
         self.offset = min(self.offset, size)
+
+    def select(self, start: int, rows: mx.array) -> None:
+        """Of the rows from position `start` on these come first, in this order; the others are to go."""
+        for buffers in (self._keys, self._values):
+            buffers[:] = [selected(buffer, start, rows) for buffer in buffers]
 
     def snapshot(self) -> Any:
         """What `restore` needs to come back here."""

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_spec.cache.full import selected
 from mlx_spec.types import KVRows
 
 MAX_TRIAL = 64  # rows that may be written on trial, and taken back, at any time
@@ -96,6 +97,11 @@ class SlidingCache:
         """Forget all rows from position `size` on."""
         assert self.rewinds(min(size, self.offset)), f"rows before {size} are gone"
         self.offset = min(self.offset, size)
+
+    def select(self, start: int, rows: mx.array) -> None:
+        """Of the rows from position `start` on these come first, in this order; the others are to go."""
+        at = start - self._first
+        self._keys, self._values = selected(self._keys, at, rows), selected(self._values, at, rows)
 
     def snapshot(self) -> Any:
         """What `restore` needs to come back here: references, since live rows are moved, never rewritten."""

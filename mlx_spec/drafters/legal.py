@@ -1,4 +1,4 @@
-"""Drafts under a grammar: what cannot stand in the answer is not worth a row of the target's pass."""
+"""Drafts under a grammar: what follows a token that it forbids is not worth a row of the target's pass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from mlx_spec.types import Draft, Drafter, Features, Sampler
 
 
 class Legal:
-    """Another drafter, whose tokens are cut where the answer would stop matching a grammar.
+    """Another drafter, whose tokens are cut behind the first that the grammar does not allow.
 
-    Only drafts without chance are cut. A token that was drawn must be judged whatever it is: to drop it where
+    That one stays and is rejected: a policy hears of what drafters had to offer from the verdict alone, and
+    would else pay in every round for drafts of which nothing is left.
+
+    Only chains without chance are cut. A token that was drawn must be judged whatever it is: to drop it where
     it is not allowed would leave the drafts that are, drawn from another law than the one they come with.
     """
 
@@ -26,10 +29,10 @@ class Legal:
         self._drafter.observe(history, features)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """What the other drafts, up to the first token that may not stand there."""
+        """What the other drafts, up to and with the first token that may not stand there."""
         draft = self._drafter.draft(history, limit, sampler)
-        if draft.probs is not None or not draft.tokens.size:
+        if draft.probs is not None or draft.parents is not None or not draft.tokens.size:
             return draft
-        keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens))
+        keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens)) + 1
         confidence = None if draft.confidence is None else draft.confidence[:keep]
         return Draft(draft.tokens[:keep], confidence=confidence)

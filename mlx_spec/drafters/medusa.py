@@ -1,12 +1,12 @@
 """Medusa (arXiv:2401.10774): K heads on the hidden state that the target's LM head reads.
 
 Head k looks at the position before the pending token and guesses the k-th token after it. The heads do not
-see each other's guesses; a draft is the likeliest token of each.
+see each other's guesses; a draft is the likeliest token of each, or a small tree of their likeliest ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mlx_spec.drafters.chain import largest_probability
 from mlx_spec.drafters.recorded import POST, PRE, WHERE, Recorded, check_target
 from mlx_spec.drafters.weights import load_weights, read_tensors, required
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.tree import Tree
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 # The hidden states of a prompt are not worth their memory: the first token comes without a draft.
@@ -84,10 +85,48 @@ class Medusa:
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """As many tokens as there are heads; none where the hidden state is not that of `history`."""
-        if limit < 1 or self._hidden is None or self._length != len(history):
+        logits = self.logits(history, limit)
+        if logits is None:
             return no_draft()
-        logits = self._network(self._hidden, limit)
         return Draft(logits.argmax(axis=-1).astype(mx.int32), confidence=largest_probability(logits))
+
+    def logits(self, history: Sequence[int], limit: int) -> mx.array | None:
+        """[K, V] of the first `limit` heads; None where the hidden state is not that of `history`."""
+        if limit < 1 or self._hidden is None or self._length != len(history):
+            return None
+        return self._network(self._hidden, limit)
+
+
+class MedusaTree:
+    """A `Medusa` that drafts a small tree where one is asked for."""
+
+    def __init__(self, medusa: Medusa, asked: Callable[[], Tree | None]) -> None:
+        self.needs = medusa.needs
+        self._medusa = medusa
+        self._asked = asked
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """As it does."""
+        self._medusa.observe(history, features)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """The tree, its guesses the likeliest tokens of a head; a chain where none fits the limit."""
+        tree = self._asked()
+        if tree is None or limit < len(tree.parents):
+            return self._medusa.draft(history, limit, sampler)
+        logits = self._medusa.logits(history, tree.height)
+        if logits is None:
+            return no_draft()
+        ranked = _likeliest(logits, max(tree.ranks) + 1)
+        depths, ranks = mx.array(tree.depths[1:]), mx.array(tree.ranks[1:])
+        return Draft(ranked[depths - 1, ranks], parents=tree.parents)
+
+
+def _likeliest(logits: mx.array, count: int) -> mx.array:
+    """The `count` likeliest tokens [K, count] of each row, the likeliest first."""
+    tokens = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(logits, tokens, axis=-1), axis=-1)
+    return mx.take_along_axis(tokens, order, axis=-1).astype(mx.int32)
 
 
 @dataclass(frozen=True)
@@ -102,6 +141,11 @@ class MedusaSource:
     def make(self, parts: TargetParts) -> Medusa:
         """The drafter of one sequence."""
         return Medusa(self.network, self.needs)
+
+    @property
+    def height(self) -> int:
+        """Tokens of the longest path of a tree."""
+        return len(self.network.heads)
 
 
 def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> MedusaSource:

@@ -1,0 +1,325 @@
+"""A tree of drafts in one pass of the target: every path as if alone, and caches that keep one of them."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from mlx_lm.models import ministral3, rope_utils
+
+from mlx_spec.cache.tree import TreeView
+from mlx_spec.errors import NotRewindable
+from mlx_spec.rope import RopeByRow
+from mlx_spec.target import LMTarget
+from mlx_spec.tree import Tree, grown, tree_of
+from mlx_spec.types import FeatureSpec
+
+TOLERANCE = 1e-5  # measured: 0
+DIFFERS = 1e-2  # what the classic mistakes change logits by; measured: more than 1
+TREE = Tree((0, 1, 2, 3, 2, 1, 6, 1, 0, 9, 10, 0))
+RATES = [[0.6, 0.15, 0.07, 0.04]] * 5
+SIDE = (0, 9, 10, 11)  # a path of three tokens that begins with a second guess
+KINDS = {"full": None, "qwen": None, "sliding": None, "shared": None, "quantized": 8}
+LENGTHS = [2, 40]  # of the prompt; the window is 16
+EVERYTHING = FeatureSpec(hidden_layers=(1, 3), final_hidden=True, shared_kv=True)
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    return getattr(tiny, "full" if kind == "quantized" else kind)()
+
+
+def target_of(kind: str, needs: FeatureSpec | None = None) -> LMTarget:
+    return LMTarget(model_of(kind), needs, kv_bits=KINDS[kind])
+
+
+def tokens_of(seed: int, tree: Tree = TREE) -> list[int]:
+    """The pending token and a draft."""
+    return [(31 * seed + 17 * row + 3) % 256 for row in range(len(tree.paths))]
+
+
+def logits_of_path(kind: str, prompt: list[int], path: list[int]) -> np.ndarray:
+    target = target_of(kind)
+    target.prefill(prompt)
+    return np.array(target.verify(mx.array(path)))
+
+
+def largest(a: object, b: object) -> float:
+    return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
+
+
+# --- the shape
+
+
+def buffers(choices: list[list[int]]) -> tuple[np.ndarray, list[int], set[tuple[tuple[int, ...], ...]]]:
+    """Medusa's buffers, from paths of ranks in its order: mask, positions and the paths to leaves."""
+    nodes = [(), *(tuple(choice) for choice in sorted(choices, key=lambda c: (len(c), c)))]
+    mask = np.zeros((len(nodes), len(nodes)), dtype=bool)
+    for i, node in enumerate(nodes):
+        for length in range(len(node) + 1):
+            mask[i, nodes.index(node[:length])] = True
+    leaves = [node for node in nodes if not any(other[: len(node)] == node != other for other in nodes)]
+    paths = {tuple(leaf[:length] for length in range(len(leaf) + 1)) for leaf in leaves}
+    return mask, [len(node) for node in nodes], paths
+
+
+@pytest.mark.parametrize(("nodes", "height"), [(1, 4), (4, 2), (9, 3), (16, 5)])
+def test_buffers_by_an_independent_construction(nodes: int, height: int) -> None:
+    tree = grown(nodes, RATES[:height]).tree(nodes)
+    choices = [[tree.ranks[row] for row in path[1:]] for path in tree.paths]
+    assert len({tuple(choice) for choice in choices}) == nodes + 1
+    mask, positions, paths = buffers(choices[1:])
+    ours = sorted(range(nodes + 1), key=lambda row: (len(choices[row]), choices[row]))  # breadth first
+    assert (np.array(tree.above())[np.ix_(ours, ours)] == mask).all()
+    assert [tree.depths[row] for row in ours] == positions
+    leaves = set(range(nodes + 1)) - set(tree.parents)
+    assert {tuple(tuple(choices[row]) for row in tree.paths[leaf]) for leaf in leaves} == paths
+
+
+@pytest.mark.parametrize("height", [1, 3, 5])
+def test_trees_grow_from_a_chain(height: int) -> None:
+    growth, shapes = grown(16, RATES[:height]), []
+    for nodes in range(1, 17):
+        tree = growth.tree(nodes)
+        assert len(tree.parents) == min(nodes, 4 if height == 1 else 16)
+        assert tree.height <= height and tree.depths[: tree.height + 1] == tuple(range(tree.height + 1))
+        shapes.append({tuple(tree.ranks[row] for row in path) for path in tree.paths})
+    assert all(smaller <= larger for smaller, larger in itertools.pairwise(shapes))
+    assert growth.tree(16).height == height
+
+
+def test_grown_by_what_is_likely() -> None:
+    """Against all places, ranked by the products of their rates."""
+    rates = [[0.45, 0.3, 0.02, 0.0], [0.5, 0.24, 0.1, 0.05], [0.4, 0.31, 0.0, 0.0]]
+    every = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]
+    reach = {path: float(np.prod([rates[i][rank] for i, rank in enumerate(path)])) for path in every}
+    likely = sorted(every, key=lambda path: -reach[path])
+    for nodes in (1, 2, 5, 9, 16):
+        growth = grown(nodes, rates)
+        assert set(growth.paths) == set(likely[:nodes])
+        assert growth.reach == pytest.approx([reach[path] for path in growth.paths])
+    assert grown(3, [[0.4, 0.35], [0.4, 0.1]]).tree(3).parents == (0, 1, 0)
+    assert grown(9, [[0.4, 0.35], [0.4, 0.1]]).tree(9).parents == (0, 1, 1, 0, 4, 4)
+
+
+def test_runs_and_widths() -> None:
+    tree = Tree((0, 1, 2, 1, 0, 5))
+    assert tree.segments == ((0, 1, 2, 3), (4,), (5, 6))
+    assert tree.ranks == (0, 0, 0, 0, 1, 1, 0)
+    assert tree.widths([]) == [2] and tree.widths([0, 1]) == [2, 2, 0] and tree.widths([1, 0]) == [2, 1, 0]
+    with pytest.raises(AssertionError, match="no tree"):
+        Tree((0, 2))
+
+
+# --- the pass
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_path_as_if_alone(kind: str, length: int) -> None:
+    prompt, tokens, target = tiny.prompt(length), tokens_of(length), target_of(kind)
+    target.prefill(prompt)
+    logits = np.array(target.verify_tree(mx.array(tokens), TREE.parents))
+    for leaf in set(range(len(tokens))) - set(TREE.parents):
+        path = TREE.paths[leaf]
+        alone = logits_of_path(kind, prompt, [tokens[row] for row in path])
+        assert largest(logits[list(path)], alone) < TOLERANCE
+
+
+def in_a_row(self: TreeView, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    """As if each row came after the one before it."""
+    window = self._window or 10**6
+    before = min(self._base, window - 1)
+    rows, columns = mx.arange(before, before + N)[:, None], mx.arange(before + N)
+    return (columns <= rows) & (rows - columns < window)
+
+
+def by_slot(rope: RopeByRow, x: mx.array, offset: object = 0) -> mx.array:
+    return rope.layer(x, offset=offset[0] if isinstance(offset, list) else offset)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "mistake"), [(TreeView, "make_mask", in_a_row), (RopeByRow, "__call__", by_slot)]
+)
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_classic_mistakes_are_caught(kind, place, name, mistake, monkeypatch) -> None:
+    prompt, tokens, target = tiny.prompt(40), tokens_of(1), target_of(kind)
+    target.prefill(prompt)
+    monkeypatch.setattr(place, name, mistake)
+    logits = np.array(target.verify_tree(mx.array(tokens), TREE.parents))
+    monkeypatch.undo()
+    alone = logits_of_path(kind, prompt, [tokens[row] for row in SIDE])
+    assert largest(logits[list(SIDE)][1:], alone[1:]) > DIFFERS
+
+
+def test_a_window_shorter_than_the_tree() -> None:
+    """Tokens of the path itself fall out of it."""
+    model, prompt, tokens = tiny.sliding(window=3), tiny.prompt(9), tokens_of(2)
+    target, alone = LMTarget(model), LMTarget(model)
+    for each in (target, alone):
+        each.prefill(prompt)
+    logits = target.verify_tree(mx.array(tokens), TREE.parents)
+    path = list(TREE.paths[4])
+    assert len(path) > 3
+    assert largest(logits[mx.array(path)], alone.verify(mx.array([tokens[row] for row in path]))) < TOLERANCE
+
+
+# --- what is kept
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", [SIDE, SIDE[:2], (0, 1, 2)])
+def test_what_follows_a_kept_path(kind: str, length: int, path: tuple[int, ...]) -> None:
+    prompt, tokens, target = tiny.prompt(length), tokens_of(length), target_of(kind)
+    target.prefill(prompt)
+    target.verify_tree(mx.array(tokens), TREE.parents)
+    target.commit_path(path)
+    assert (target.size, target.on_trial) == (length + len(path), 0)
+    kept = [tokens[row] for row in path]
+    alone = logits_of_path(kind, prompt, [*kept, 9, 8, 7])
+    assert largest(target.verify(mx.array([9, 8, 7])), alone[len(kept) :]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
+def test_rows_that_are_not_moved_are_caught(kind: str) -> None:
+    prompt, tokens, target = tiny.prompt(20), tokens_of(0), target_of(kind)
+    target.prefill(prompt)
+    target.verify_tree(mx.array(tokens), TREE.parents)
+    target.commit(len(SIDE))  # the first rows instead of the path
+    kept = [tokens[row] for row in SIDE]
+    assert largest(target.verify(mx.array([9])), logits_of_path(kind, prompt, [*kept, 9])[-1:]) > DIFFERS
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shared", "quantized"])
+def test_many_rounds_past_the_window_and_its_slack(kind: str) -> None:
+    """Trees and chains in turn, over more rows than a buffer of a sliding window holds."""
+    history, target = tiny.prompt(20), target_of(kind)
+    target.prefill(history)
+    paths = [SIDE, (0,), (0, 1, 2), (0, 12), tuple(range(5)), (0, 1, 6, 7)]
+    for i in range(78):
+        tokens = tokens_of(i)
+        if i % 4 == 3:
+            target.verify(mx.array(tokens[:6]))
+            target.commit(3)
+            history += tokens[:3]
+            continue
+        target.verify_tree(mx.array(tokens), TREE.parents)
+        path = paths[i % len(paths)]
+        target.commit_path(path)
+        history += [tokens[row] for row in path]
+    assert len(history) > 256
+    assert largest(target.verify(mx.array([5])), logits_of_path(kind, history, [5])) < TOLERANCE
+
+
+def test_features_and_shared_rows_of_a_path() -> None:
+    prompt, tokens = tiny.prompt(40), tokens_of(4)
+    tree, chain = target_of("shared", EVERYTHING), target_of("shared", EVERYTHING)
+    for target in (tree, chain):
+        target.prefill(prompt)
+    tree.verify_tree(mx.array(tokens), TREE.parents)
+    chain.verify(mx.array([tokens[row] for row in SIDE]))
+    ours, theirs = tree.commit_path(SIDE), chain.commit(len(SIDE))
+    for a, b in zip([*ours.hidden, ours.final_hidden], [*theirs.hidden, theirs.final_hidden], strict=True):
+        assert a.shape[0] == len(SIDE) and largest(a, b) < TOLERANCE
+    for kind, rows in ours.shared_kv().items():
+        assert largest(rows.keys, theirs.shared_kv()[kind].keys) < TOLERANCE
+        assert largest(rows.values, theirs.shared_kv()[kind].values) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
+def test_a_dropped_tree_and_a_rewind_leave_no_trace(kind: str) -> None:
+    prompt, tokens, target = tiny.prompt(30), tokens_of(0), target_of(kind)
+    target.prefill(prompt)
+    target.verify_tree(mx.array(tokens), TREE.parents)
+    target.commit(0)
+    target.verify_tree(mx.array(tokens), TREE.parents)
+    target.commit_path(SIDE)
+    assert target.rewind(31) == 31
+    after = target.verify(mx.array([4, 2]))
+    assert largest(after, logits_of_path(kind, prompt, [tokens[0], 4, 2])[1:]) < TOLERANCE
+
+
+def test_the_chain_s_pass_is_the_same_afterwards() -> None:
+    """Also by another target of the model, whose positions have learned to take rows apart."""
+    model, prompt = tiny.full(), tiny.prompt(30)
+    before = LMTarget(model)
+    before.prefill(prompt)
+    logits = np.array(before.verify(mx.array([1, 2, 3])))
+    LMTarget(model).verify_tree(mx.array(tokens_of(0)), TREE.parents)
+    after = LMTarget(model)
+    after.prefill(prompt)
+    assert (np.array(after.verify(mx.array([1, 2, 3]))) == logits).all()
+
+
+# --- what is refused
+
+
+def test_recurrent_targets_refuse_by_name() -> None:
+    target = LMTarget(tiny.recurrent())
+    target.prefill(tiny.prompt(9))
+    with pytest.raises(NotRewindable, match=r"tree .* recurrent .*: draft a chain"):
+        target.verify_tree(mx.array(tokens_of(0)), TREE.parents)
+    target.verify(mx.array([1, 2]))
+    target.commit(1)
+    assert target.size == 10
+
+
+def test_positions_that_are_not_known_refuse_by_name() -> None:
+    model = tiny.full()
+    rope = rope_utils.DynamicNTKScalingRoPE(32, 64, False, 1e4, 2.0)
+    model.layers[1].self_attn.rope = rope
+    with pytest.raises(NotRewindable, match="layer 1 has positions by DynamicNTKScalingRoPE"):
+        LMTarget(model).verify_tree(mx.array(tokens_of(0)), TREE.parents)
+    model.layers[1].self_attn.rope = None
+    assert LMTarget(model).refuses_trees() == "layer 1 has no rotary embedding"
+    assert LMTarget(tiny.full()).refuses_trees() is None
+
+
+def test_models_that_calculate_with_positions_refuse_by_name() -> None:
+    """Here queries are scaled by position: the rows of a tree would get those of their slots."""
+    args = ministral3.ModelArgs(
+        model_type="ministral3",
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        num_attention_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=64,
+        rope_parameters={
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    target = LMTarget(ministral3.Model(args))
+    assert "calculates with positions" in (target.refuses_trees() or "")
+    with pytest.raises(NotRewindable, match="calculates with positions"):
+        target.verify_tree(mx.array([1, 2, 3]), (0, 0))
+    target.prefill([1, 2, 3])
+    assert target.verify(mx.array([4])).shape == (1, 64)
+
+
+def test_trees_are_found_once() -> None:
+    assert tree_of((0, 0)) is tree_of((0, 0))
+
+
+@pytest.mark.parametrize("scaled", ["RoPE", "Llama3RoPE", "SuScaledRoPE", "YarnRoPE", "ProportionalRoPE"])
+def test_every_known_rotary_embedding_takes_rows_apart(scaled: str) -> None:
+    config = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    ropes = {
+        "RoPE": lambda: nn.RoPE(16),
+        "Llama3RoPE": lambda: rope_utils.Llama3RoPE(16, 2048, False, 1e4, config),
+        "SuScaledRoPE": lambda: rope_utils.SuScaledRoPE(16, short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+        "YarnRoPE": lambda: rope_utils.YarnRoPE(16, scaling_factor=4.0),
+        "ProportionalRoPE": lambda: rope_utils.ProportionalRoPE(16, 8),
+    }
+    rope, x, places = ropes[scaled](), mx.random.normal((1, 3, 4, 16)), [7, 8, 8, 5000]
+    apart = RopeByRow(rope)(x, offset=mx.array(places))
+    for row, place in enumerate(places):
+        assert largest(apart[:, :, row], rope(x[:, :, row : row + 1], offset=place)[:, :, 0]) < TOLERANCE
