@@ -281,7 +281,8 @@ def test_the_next_drafter_is_asked_where_one_has_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str) -> None:
+@pytest.mark.parametrize("unlikely", [False, True])
+def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlikely: bool) -> None:
     prompt = tiny.prompt(17)
     truth = plain(MODELS[kind], prompt, 50)
 
@@ -289,7 +290,7 @@ def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str) -> No
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) > 40 else 0, sampler)
 
-    policy = Told(Decision((Choice(0, 4),), Reason.PAYS))
+    policy = Told(Decision((Choice(0, 4),), Reason.PAYS, unlikely=unlikely))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
     ahead, done = [], []
     for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=50):
@@ -297,7 +298,7 @@ def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str) -> No
         ahead.append(bool(target._trial))
     assert emitted(done) == truth
     early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 23]
-    assert [ahead[i] for i in early] == [False, *[True] * (len(early) - 1)]
+    assert [ahead[i] for i in early] == [unlikely, *[True] * (len(early) - 1)]
     assert sum(r.drafted for r in done) >= 20
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -20,11 +20,24 @@ from mlx_spec.tuning.acceptance import Experience
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs, Table
 from mlx_spec.tuning.ledger import BUFFER, EPSILON, FIRST, GROWTH
 from mlx_spec.tuning.policy import Adaptive, Fixed
-from mlx_spec.types import Choice, Drafter, Reason, Round
+from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
 
 PLAIN = 0.03  # seconds
 TOKENS = 1500
 SLACK = 40  # tokens of text behind the last: a drafter looks beyond it
+
+
+class Watched(Adaptive):
+    """Keeps the lengths it asked for."""
+
+    def __init__(self, costs: Costs, drafters: int, clock: Callable[[], float]) -> None:
+        super().__init__(costs, drafters, clock)
+        self.limits: set[int] = set()
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        decision = super().decide(history)
+        self.limits |= {choice.limit for choice in decision.choices}
+        return decision
 
 
 def adaptive(
@@ -37,8 +50,10 @@ def adaptive(
     noise: Callable[[], float] = lambda: 1.0,
 ) -> Outcome:
     device = Device(curve, PLAIN, noise=noise)
-    policy = Adaptive(costs or curve.costs(PLAIN), 1, device.clock)
-    return virtual.run(policy, device, [VirtualDrafter(device, text, tells=tells)], tokens)
+    policy = Watched(costs or curve.costs(PLAIN), 1, device.clock)
+    outcome = virtual.run(policy, device, [VirtualDrafter(device, text, tells=tells)], tokens)
+    assert all(1 <= limit <= MAX_DRAFT_TOKENS for limit in policy.limits)
+    return outcome
 
 
 def best(curve: Curve, text: Text, tokens: int = TOKENS) -> float:
@@ -159,6 +174,26 @@ def pair_of_drafters(ahead: list[Choice]) -> Outcome:
     outcome = virtual.run(policy, device, drafters, tokens)
     ahead += policy.decide([0] * tokens).choices
     return outcome
+
+
+def seldom(every: int, wrong: float) -> Outcome:
+    """Lookup alone, which has two tokens of every so many, on a device that is quicker in one queue."""
+    tokens, curve = 3000, dataclasses.replace(virtual.TWO_CORES, drafted=0.0, host=0.15)
+    device, chance = Device(curve, PLAIN), np.random.default_rng(5)
+    repeats = np.arange(tokens + SLACK) % every < 2
+    drafter = VirtualLookup(repeats, chance.random(tokens + SLACK) < wrong)
+    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, ({1: 1e-6, 16: 2e-6},))})
+    return virtual.run(Adaptive(costs, 1, device.clock), device, [drafter], tokens)
+
+
+@pytest.mark.parametrize("every", [12, 40])
+def test_a_drafter_that_seldom_has_a_draft_takes_nothing_where_it_has_none(every: int) -> None:
+    """While it has none, plain decoding goes on one token ahead, and its reason is that there is none."""
+    assert seldom(every, 1.0).speed > 0.985
+    outcome = seldom(every, 0.0)
+    assert outcome.speed > 1 + 0.3 / every
+    waiting = [r.reason is Reason.WAITING for r in outcome.rounds if not r.drafted]
+    assert sum(waiting) > 0.5 * len(waiting)
 
 
 def test_of_two_drafters_the_one_that_pays_is_asked_first() -> None:

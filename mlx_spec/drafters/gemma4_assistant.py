@@ -58,8 +58,9 @@ class Gemma4Assistant:
         if features.final_hidden is None:  # of a prompt
             self._seen = None
             return
-        newest = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
-        self._seen = _Seen(len(history), newest)
+        if features.final_hidden.shape[0] > 1:
+            features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
+        self._seen = _Seen(len(history), features)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """`limit` tokens; none where the target's features are not those of `history`."""

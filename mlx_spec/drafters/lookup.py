@@ -70,8 +70,10 @@ class Lookup:
 
     def _longest_match(self, history: Sequence[int]) -> tuple[int, int]:
         """The place behind the longest match and its length; 0 and 0 if there is none."""
-        last = list(history[-self._max_match :])[::-1]
         place = self._latest.get(tuple(history[-self._min_match :]), 0)
+        if not place:
+            return 0, 0
+        last = list(history[-self._max_match :])[::-1]
         best, length = 0, self._min_match - 1
         for _ in range(PLACES):
             if not place or length == len(last):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.drift import Drift
 from mlx_spec.tuning.opening import Kinds, Opening
 from mlx_spec.tuning.tally import Tally, log_loss, logit
 from mlx_spec.types import Round
@@ -51,50 +52,6 @@ class Experience:
         return rates
 
 
-class Drift:
-    """How far the text of the last rounds is easier or harder, in logits.
-
-    Several followers, one of which stands still, each as fast as its gain. Their weights are how well they
-    foretold what was accepted, so that noise is not followed.
-    """
-
-    GAINS = (0.0, 0.2, 0.7)
-    KEEP = (1.0, 0.97, 0.9)  # a round
-    MEMORY = 0.97  # of the losses, an observation
-
-    def __init__(self) -> None:
-        self._levels = [0.0] * len(self.GAINS)
-        self._losses = [0.0] * len(self.GAINS)
-        self._mixed: float | None = 0.0
-
-    def tick(self, rounds: int) -> None:
-        """So many rounds went by."""
-        self._levels = [level * keep**rounds for level, keep in zip(self._levels, self.KEEP, strict=True)]
-        self._mixed = None
-
-    def calm(self) -> None:
-        """Another text: nothing is known of its last rounds."""
-        self._levels, self._mixed = [0.0] * len(self.GAINS), None
-
-    def add(self, base: float, good: float, share: float = 1.0) -> None:
-        """A token was accepted or not; `base` is the logit it had without any drift."""
-        self._mixed = None
-        keep = 1 - (1 - self.MEMORY) * share
-        for i, gain in enumerate(self.GAINS):
-            p = 1 / (1 + math.exp(-base - self._levels[i]))
-            self._losses[i] = self._losses[i] * keep + share * log_loss(p, good)
-            self._levels[i] += share * gain * (good - p)
-
-    def level(self) -> float:
-        """The mixture's level."""
-        if self._mixed is None:
-            least = min(self._losses)
-            weights = [math.exp(least - loss) for loss in self._losses]
-            weighted = sum(w * level for w, level in zip(weights, self._levels, strict=True))
-            self._mixed = weighted / sum(weights)
-        return self._mixed
-
-
 class Acceptance:
     """One drafter in one sequence."""
 
@@ -106,6 +63,7 @@ class Acceptance:
         self._drift, self._opening = Drift(), Opening(experience.kinds)
         self.told = False  # confidence has been read at least once
         self._short = False  # a draft has been shorter than asked for
+        self._first: float | None = None  # the rate of the first position, where nothing was seen since
         self.refresh()
 
     def begin(self) -> None:
@@ -136,6 +94,7 @@ class Acceptance:
         self._drift.tick(rounds)
 
     def _observed(self) -> None:
+        self._first = None
         for tally in (self._positions, self._offered, *self._recent):
             tally.tick()
         self._pair.tick()
@@ -172,17 +131,21 @@ class Acceptance:
 
     def refresh(self) -> None:
         """Take what was seen into the rates. Until then they are what they were."""
-        self._base = [logit(rate) for rate in self._rates()]
+        self._base, self._first = [logit(rate) for rate in self._rates()], None
         self.had, self.lengths = self._offers()
 
     def rates(self) -> list[float]:
         """The rate of every position now, given that those before were accepted."""
         level, share = self.drift, self._opening.share
         rates = [1 / (1 + math.exp(-base - level)) for base in self._base]
-        if not share:
-            return rates
-        first = self._opening.rates()
+        first = self._opening.rates() if share else rates
         return [share * f + (1 - share) * rate for f, rate in zip(first, rates, strict=True)]
+
+    def first_rate(self) -> float:
+        """The rate of the first position now."""
+        if self._first is None:
+            self._first = self.rates()[0]
+        return self._first
 
     def next(self, round: Round) -> float:
         """The rate of the position behind those that a round verified."""

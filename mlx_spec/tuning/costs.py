@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mlx_spec.tuning.curve import Curve
@@ -225,6 +226,7 @@ class Costs:
         return (min if ratio > 1 else max)(row) - 1
 
 
+@lru_cache(maxsize=8)
 def bucket(context: int) -> int:
     """The index of the bucket that a context length lies in."""
     return max(0, ((context - 1) // FIRST_EDGE).bit_length() + 1) // 2

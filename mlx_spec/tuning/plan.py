@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ FIRST_LENGTH = 2  # tokens drafted first where little is known: a wrong guess co
 UNPROVEN = 0.75  # plain steps that a longer first draft of an answer may lose
 TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it ...
 HOPE = 0.3  # ... unless fewer first tokens of this answer are expected to pass
+LIKELY = 0.5  # chance of no draft at all, above which plain decoding goes on one token ahead
 PERFECT = 0.98  # acceptance, at best
 WORTH, WORTH_SHARE = 0.01, 0.005  # tokens, and share of a round's, that reading confidence must promise
 
@@ -58,7 +60,8 @@ class Planner:
     _worth: dict[int, float] = field(default_factory=dict)  # tokens a round that reading it brings
     _plain: float = 1.0  # seconds of a plain token
     _drafting: list[Drafting] = field(default_factory=list)
-    _rounds: list[Floats] = field(default_factory=list)
+    _rounds: list[list[float]] = field(default_factory=list)
+    _prices: list[float] = field(default_factory=list)  # by drafter: of a shadow token
     _rate: float = 0.0
     _on: bool = False
 
@@ -75,7 +78,8 @@ class Planner:
             acceptance.refresh()
         self._plain = plain
         self._drafting = [self._priced(d, rows, context) for d in range(len(self.acceptance))]
-        self._rounds = [np.append(1.0, (d.draft[1:] + d.verify[2:]) / plain) for d in self._drafting]
+        self._rounds = [[1.0, *((d.draft[1:] + d.verify[2:]) / plain).tolist()] for d in self._drafting]
+        self._prices = [float(d.verify[1] + d.draft[1]) / plain - 1 for d in self._drafting]
         if again:
             self._solve(max(self._rate, 1 / plain), context)
         return self.adjust()
@@ -88,19 +92,26 @@ class Planner:
         choices = tuple(Choice(d, a.limit, a.selective) for d, a in zip(option.order, actions, strict=True))
         return Plan(choices, Reason.PAYS if choices else self._why_not(), option)
 
+    def unlikely(self, choices: Sequence[Choice]) -> bool:
+        """Whether none of them will have a draft, more often than not."""
+        return math.prod(1 - self.acceptance[choice.drafter].had for choice in choices) > LIKELY
+
     def rounds(self, drafter: int) -> Floats:
         """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
-        return self._rounds[drafter]
+        return np.array(self._rounds[drafter])
+
+    def price(self, drafter: int) -> float:
+        """Plain steps that a shadow token takes, beside its own."""
+        return self._prices[drafter]
 
     def looks(self, drafters: Iterable[int]) -> dict[int, Look]:
         """What a shadow token takes and promises: it is drafted, and the step is not begun ahead."""
-        seconds = {d: float(self._drafting[d].verify[1] + self._drafting[d].draft[1]) for d in drafters}
-        return {d: Look(s / self._plain - 1, self.acceptance[d].rates()[0]) for d, s in seconds.items()}
+        return {d: Look(self._prices[d], self.acceptance[d].first_rate()) for d in drafters}
 
     def untried(self, drafters: Iterable[int]) -> tuple[Choice, ...]:
         """Drafters that have been judged too seldom to be believed not to pay."""
         acceptance = self.acceptance
-        few = [d for d in drafters if acceptance[d].tries < TRIES and acceptance[d].rates()[0] > HOPE]
+        few = [d for d in drafters if acceptance[d].tries < TRIES and acceptance[d].first_rate() > HOPE]
         return tuple(Choice(d, FIRST_LENGTH) for d in few)
 
     def afforded(self, choices: Sequence[Choice], room: float, proven: Collection[int]) -> tuple[Choice, ...]:
@@ -114,21 +125,25 @@ class Planner:
     def trial(self, plan: Plan, room: float) -> tuple[Choice, ...]:
         """What comes nearest to paying, a few tokens of it, if that loses no more than `room`."""
         best = plan.best(self._plain)
-        limit = int((self.rounds(best.drafter)[: FIRST_LENGTH + 1] - 1 <= room).sum()) - 1
-        return (replace(best, limit=min(best.limit, limit)),) if limit else ()
+        steps = self._rounds[best.drafter][: min(best.limit, FIRST_LENGTH) + 1]
+        limit = _affordable(steps, room)
+        return (replace(best, limit=limit),) if limit else ()
 
     def _shortened(self, choice: Choice, room: float, *, proven: bool) -> Choice:
         steps = self._rounds[choice.drafter][: choice.limit + 1]
-        if proven and steps[-1] - 1 <= room:
-            return choice
-        most = room if proven else min(room, max(UNPROVEN, float(steps[: FIRST_LENGTH + 1][-1]) - 1))
+        most = room if proven else min(room, max(UNPROVEN, steps[: FIRST_LENGTH + 1][-1] - 1))
         if steps[-1] - 1 <= most:
             return choice
         if choice.selective:  # what is not sure of itself is not verified
-            return replace(choice, limit=int((steps - 1 <= most).sum()) - 1)
-        reach = np.cumprod(self.acceptance[choice.drafter].rates()[: choice.limit])
-        gains = np.append(0.0, np.cumsum(reach)) + 1 - steps
-        return replace(choice, limit=int(np.where(steps - 1 <= most, gains, 0.0).argmax()))
+            return replace(choice, limit=_affordable(steps, most))
+        best, most_gained, reach, tokens = 0, 0.0, 1.0, 1.0
+        for length, rate in enumerate(self.acceptance[choice.drafter].rates()[: choice.limit], 1):
+            reach *= rate
+            tokens += reach
+            gained = tokens - steps[length]
+            if gained > most_gained and steps[length] - 1 <= most:
+                best, most_gained = length, gained
+        return replace(choice, limit=best)
 
     def _priced(self, drafter: int, rows: Floats, context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)
@@ -181,8 +196,9 @@ class Planner:
             seconds += left * had * actions[d].seconds
             left *= 1 - had
             broken = self._drafting[d].verify[1] - self._plain  # a pass that was not begun ahead
-            missed = self._plain + broken * (1 - left**2)
-            total = (tokens + left) / (seconds + left * missed)
+            found = 1 - left  # it must wait for the token on its way, where plain decoding looks ahead
+            lost = broken * (found if left > LIKELY else left * (1 - left**2))
+            total = (tokens + left) / (seconds + left * self._plain + lost)
             if total > best:
                 best, order = float(total), ranked[: place + 1]
         plainly = 1 - best * self._plain  # what a round is worth in which none of these has a draft
@@ -194,3 +210,8 @@ class Planner:
         rate = 1 / self._plain
         perfect = [steady(d, np.full(len(d.offered), PERFECT), rate).value(rate) for d in self._drafting]
         return Reason.ACCEPTANCE if max(perfect, default=0.0) > BEGIN - 1 else Reason.COST
+
+
+def _affordable(steps: Sequence[float], room: float) -> int:
+    """The longest draft of a round that loses no more than `room` plain steps; `steps` by length."""
+    return max((length for length, s in enumerate(steps) if s - 1 <= room), default=0)

@@ -10,15 +10,19 @@ from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.costs import CLAMP, MAX_DRAFT_TOKENS, Costs
 from mlx_spec.tuning.hindsight import Hindsight
 from mlx_spec.tuning.ledger import Ledger
+from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
 from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
-LOOK = 16  # rounds after which the plan is made anew
-MOVED = 0.4  # logits of drift after which it is made anew at once
-SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
+REVIEWS = (
+    2,
+    8,
+    32,
+    128,
+)  # rounds in a row in which a wanted draft did not come, after which the plan is made anew
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
@@ -69,13 +73,11 @@ class Adaptive:
         self._planner = Planner(costs, self._acceptance)
         self._ledger, self._hindsight = Ledger(), Hindsight()
         self._probes = Probes(len(self._acceptance))
-        self._plan: Plan | None = None
+        self._outlook = Outlook(self._planner, self._acceptance, clock)
         self._decision: Decision | None = None  # given, and not yet observed
         self._context = 0
         self._asked = self._done = 0.0  # times of the last decision and the last observation
         self._flight = False  # a token is on its way
-        self._age, self._since_solve, self._solve_gap = 0, 0, SOLVE // 2
-        self._drift = 0.0  # when the plan was made
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
         self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
@@ -94,10 +96,9 @@ class Adaptive:
         self._ledger.begin()
         self._probes.begin()
         self._hindsight.begin()
-        self._planner.begin()
+        self._outlook.begin()
         for acceptance in self._acceptance:
             acceptance.begin()
-        self._age, self._since_solve, self._solve_gap = LOOK, 0, SOLVE // 2
         self._flight, self._missed = False, 0
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
@@ -113,8 +114,7 @@ class Adaptive:
         decision = self._decision
         assert decision is not None, "a round was observed that was never decided on"
         self._decision = None
-        self._age += 1
-        self._since_solve += 1
+        self._outlook.tick(judged=round.drafter is not None)
         for acceptance in self._acceptance:
             acceptance.tick()
         if decision.choices and round.drafter is not None:
@@ -131,7 +131,7 @@ class Adaptive:
         if plain is None or not self._acceptance:
             return Decision((), Reason.WARMING_UP if self._acceptance else Reason.NO_DRAFTER, None, plain)
         if probes.timing > 0 or self._costs.timed(context) < WARM_UP:
-            return Decision((), Reason.PROBE if self._plan else Reason.WARMING_UP, None, plain)
+            return Decision((), Reason.PROBE if self._outlook.plan else Reason.WARMING_UP, None, plain)
         plan = self._look(context)
         if plan.choices or self._hindsight.length:
             return self._draft(plan, plain)
@@ -153,10 +153,12 @@ class Adaptive:
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
         afforded = self._planner.afforded(choices, self._ledger.room, probes.proven)
-        reason = Reason.PAYS if afforded else Reason.LEDGER if choices else Reason.ACCEPTANCE
+        reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
+        if not afforded:
+            reason = Reason.LEDGER if choices else Reason.ACCEPTANCE
         if afforded and not (others and self._missed > 1):
             probes.drafting()
-            return Decision(afforded, reason, None, plain)
+            return Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
         if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
             others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
         probes.resting(self._planner.looks(others), hopeful=True)
@@ -166,26 +168,15 @@ class Adaptive:
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
         """A shadow token where one is due and can be afforded, else these choices or plain decoding."""
         drafter = self._probes.shadow
-        if drafter is None or self._planner.looks([drafter])[drafter].price > self._ledger.room:
+        if drafter is None or self._planner.price(drafter) > self._ledger.room:
             return Decision(choices, reason, None, plain)
         return Decision((), Reason.PROBE, drafter, plain)
 
     def _look(self, context: int) -> Plan:
-        """The plan, made anew where it is old or the text has changed."""
-        plan = self._plan
-        if plan is not None and self._age < LOOK:
-            drift = sum(a.level for a in self._acceptance)
-            if plan.choices and abs(drift - self._drift) > MOVED:
-                self._plan, self._drift = self._planner.adjust(), drift
-            return self._plan or plan
-        again = self._since_solve >= self._solve_gap
-        self._plan = plan = self._planner.look(context, again=again)
-        if len(self._acceptance) == 1:
+        """The plan now."""
+        before, plan = self._outlook.plan, self._outlook.now(context, self._asked)
+        if plan is not before and len(self._acceptance) == 1:
             self._hindsight.price(self._planner.rounds(0))
-        self._drift, self._age = sum(a.level for a in self._acceptance), 0
-        if again:
-            used = any(choice.selective for choice in plan.choices)
-            self._since_solve, self._solve_gap = 0, SOLVE if used else min(2 * self._solve_gap, LAST_SOLVE)
         return plan
 
     def _curious(self, choice: Choice) -> Choice:
@@ -195,19 +186,20 @@ class Adaptive:
 
     def _ruled(self, drafter: int) -> bool:
         """Whether the plan has confidence decide."""
-        plan = self._plan
+        plan = self._outlook.plan
         return plan is not None and any(c.selective for c in plan.choices if c.drafter == drafter)
 
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
         plain, flight = self._costs.plain(self._context), self._flight
         wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
-        landing = flight and (shadow is not None or (bool(wanted) and self._missed == 0))
+        patient = decision.unlikely or self._missed > 1
+        landing = flight and (shadow is not None or (bool(wanted) and not patient))
         steady = flight and not wanted and shadow is None
         if wanted and not landing:
             self._missed += 1
-            if self._missed & (self._missed - 1) == 0:  # 1, 2, 4, 8, ... in a row
-                self._age = LOOK
+            if self._missed in REVIEWS:
+                self._outlook.stale()
         for drafter in () if landing else wanted if shadow is None else [shadow]:
             self._acceptance[drafter].missed()
         if shadow is not None and not landing:
@@ -216,7 +208,7 @@ class Adaptive:
             self._time_plain(now - self._done)
         if self._probes.timing and not wanted:
             self._probes.timing -= steady or decision.reason is not Reason.PROBE
-        self._flight = not landing and (not wanted or self._missed > 1)
+        self._flight = not landing and (not wanted or decision.unlikely or self._missed > 1)
         if plain is None:
             return
         if steady or landing:
@@ -238,7 +230,7 @@ class Adaptive:
         """A token was drafted and not verified."""
         plain = self._costs.plain(self._context)
         assert round.drafter is not None and round.agreement is not None and plain is not None
-        expected = 1 + self._planner.looks([round.drafter])[round.drafter].price
+        expected = 1 + self._planner.price(round.drafter)
         self._enter(round, self._ledger.ahead(min(seconds / plain, 2 * PAUSE), expected))
         self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
         self._looked_aside(round.drafter, round.agreement)
@@ -246,7 +238,7 @@ class Adaptive:
 
     def _looked_aside(self, drafter: int, agreement: float | None) -> None:
         self._probes.shadowed(drafter, agreement)
-        self._age = LOOK
+        self._outlook.stale()
 
     def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
         """A round with a draft."""
@@ -271,7 +263,7 @@ class Adaptive:
         self._charge(round, choice, seconds)
         if self._probes.trying:
             self._probes.trying -= 1
-            self._age = LOOK
+            self._outlook.stale()
 
     def _enter(self, round: Round, steps: float) -> None:
         """In the books: what a round brought and took."""
@@ -283,14 +275,15 @@ class Adaptive:
 
     def _charge(self, round: Round, choice: Choice, seconds: float) -> None:
         """Learn what the round took, and enter it in the ledger."""
-        context, kind = self._context, (choice.drafter, round.proposed, round.drafted)
+        context, kind = self._context, (choice.drafter, round.proposed, round.nodes or round.drafted)
         plain, expected = self._costs.plain(context), self._costs.round(*kind, context)
         assert plain is not None and expected is not None
         expected += choice.selective * (self._costs.host(context) or 0.0)
         counted = seconds
         if seconds > CLAMP * expected:
             counted = min(seconds, PAUSE * expected) if self._in_line > 1 else seconds
-            self._in_line, self._age = 0, LOOK
+            self._in_line = 0
+            self._outlook.stale()
         else:
             self._in_line += 1
         self._costs.saw_round(*kind, context, seconds, selective=choice.selective)

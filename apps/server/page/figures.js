@@ -11,6 +11,7 @@ const REASONS = {
   "no drafter": [false, "Speculation is off: this model has no drafter."],
   "warming up": [true, "Warming up: the first rounds measure what drafting costs here."],
   "speculation pays": [true, "Speculation is on: it pays."],
+  "no draft to be had now": [true, "Speculation is on: no drafter has a draft for this text now."],
   "verification costs more than it gains": [false, "Speculation is off: checking drafts costs more here than it gains."],
   "too few draft tokens accepted": [false, "Speculation is off: too few draft tokens were accepted in this text."],
   "speculation has lost time so far": [false, "Speculation is off: it has lost time in this answer so far."],

@@ -1,0 +1,90 @@
+"""When to make a plan anew: where it is old or the text has changed, and never for much of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mlx_spec.tuning.acceptance import Acceptance
+from mlx_spec.tuning.plan import Plan, Planner
+
+LOOK = 16  # rounds after which the plan is made anew
+MOVED = 0.4  # logits of drift after which it is made anew at once
+SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
+THINKING = 0.005  # of the time, for plans, and as much again for what confidence is worth
+
+
+class Allowance:
+    """Lets something be done while it takes no more than THINKING of the time since it was done last."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._rested = clock, 0.0
+
+    def grants(self, now: float) -> bool:
+        """Whether it may be done again."""
+        return now >= self._rested
+
+    def spent(self, since: float) -> None:
+        """It was begun at `since` and is done now."""
+        self._rested = since + (self._clock() - since) / THINKING
+
+    def forgive(self) -> None:
+        """Whatever it took, it may be done now."""
+        self._rested = 0.0
+
+
+class Outlook:
+    """The plan of one sequence."""
+
+    def __init__(
+        self, planner: Planner, acceptance: Sequence[Acceptance], clock: Callable[[], float]
+    ) -> None:
+        self.plan: Plan | None = None
+        self._planner, self._acceptance = planner, acceptance
+        self._planning, self._solving = Allowance(clock), Allowance(clock)
+        self._age, self._since_solve, self._solve_gap = 0, 0, SOLVE // 2
+        self._drift = 0.0  # when the plan was made
+        self._judged = False  # a draft token was, since the text was last compared with the plan's
+
+    def begin(self) -> None:
+        """Another text."""
+        self._planner.begin()
+        self._age, self._since_solve, self._solve_gap = LOOK, 0, SOLVE // 2
+        self._planning.forgive()
+
+    def tick(self, *, judged: bool) -> None:
+        """A round went by; `judged`: a draft token was compared with the target's."""
+        self._judged = self._judged or judged
+        self._age += 1
+        self._since_solve += 1
+
+    def stale(self) -> None:
+        """Something was seen that may change the plan."""
+        self._age = LOOK
+
+    def now(self, context: int, time: float) -> Plan:
+        """The plan for a round that begins now."""
+        plan = self.plan
+        if plan is not None and not self._planning.grants(time):
+            return plan
+        if plan is None or self._age >= LOOK:
+            return self._look(context, time)
+        if self._judged and plan.choices:
+            self._judged, drift = False, self._level()
+            if abs(drift - self._drift) > MOVED:
+                self.plan = plan = self._planner.adjust()
+                self._drift = drift
+                self._planning.spent(time)
+        return plan
+
+    def _level(self) -> float:
+        return sum(acceptance.level for acceptance in self._acceptance)
+
+    def _look(self, context: int, time: float) -> Plan:
+        again = self._since_solve >= self._solve_gap and self._solving.grants(time)
+        self.plan = plan = self._planner.look(context, again=again)
+        self._drift, self._age = self._level(), 0
+        (self._solving if again else self._planning).spent(time)
+        if again:
+            used = any(choice.selective for choice in plan.choices)
+            self._since_solve, self._solve_gap = 0, SOLVE if used else min(2 * self._solve_gap, LAST_SOLVE)
+        return plan
