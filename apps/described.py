@@ -17,7 +17,9 @@ def description(found: Checkpoint | ConvertedPair) -> list[str]:
     """What `mlx-spec inspect` prints."""
     if isinstance(found, Checkpoint):
         return [found.name, *_rows(_facts(found)), *_problem(found.problem)]
-    lines = [found.name, *_rows({"self-test": _tested(found.self_test) if found.name != DEMO else None})]
+    tested = _tested(found.self_test) if found.name != DEMO else None
+    tokens = "differ: what the drafter writes is encoded again" if found.retokenized else None
+    lines = [found.name, *_rows({"self-test": tested, "tokens": tokens})]
     for role, part in (("target", found.target), ("drafter", found.drafter)):
         lines += [f"  {role}", *(_rows(_facts(part), indent=4) if part else [f"    no {role}"])]
     return lines + _problem(found.problem)
@@ -29,7 +31,8 @@ def as_json(found: Checkpoint | ConvertedPair | None) -> dict[str, Any] | None:
         return None
     if isinstance(found, ConvertedPair):
         parts = {"target": as_json(found.target), "drafter": as_json(found.drafter)}
-        return {"name": found.name, **parts, "self_test": dict(found.self_test), "problem": found.problem}
+        rest = {"retokenized": found.retokenized, "problem": found.problem}
+        return {"name": found.name, **parts, "self_test": dict(found.self_test), **rest}
     values = dataclasses.asdict(found)
     del values["offers"]
     if values["needs"]:

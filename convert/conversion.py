@@ -24,9 +24,10 @@ from mlx_spec.convert.source import Source, check_hashes, open_source
 from mlx_spec.convert.subject import PUBLISHED, UNQUANTIZED, Conversion, Subject
 from mlx_spec.convert.target import Opened, left_out, open_model
 from mlx_spec.drafters import open_drafter
-from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.known import drafter_of
-from mlx_spec.load import NONE
+from mlx_spec.load import NONE, differing_token
+from mlx_spec.text import has_tokenizer, read_text
 
 AUTO = "auto"
 BITS = "4"  # of a target that is not quantized yet, where nothing else is asked for
@@ -106,7 +107,10 @@ def _planned(request: Request, progress: Progress) -> _Plan:
 
 
 def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | None]:
-    """The drafter's source and its family, which a language model has none of. Raises InvalidValue."""
+    """The drafter's source and its family, which a language model has none of.
+
+    Raises InvalidValue, and Mismatch for a language model of another vocabulary.
+    """
     if name == NONE:
         return None, None
     chosen = drafter_of(target.name) if name == AUTO else name
@@ -119,7 +123,23 @@ def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | No
             )
         return target, family
     drafter = open_source(chosen)
-    return drafter, family_or_model(drafter)
+    found = family_or_model(drafter)
+    if found is None:
+        _check_tokens(drafter, target)
+    return drafter, found
+
+
+def _check_tokens(drafter: Source, target: Source) -> None:
+    """A draft model is converted for a target of its own vocabulary. Raises Mismatch."""
+    if not has_tokenizer(target.folder):
+        return
+    text = read_text(target.folder, target.config)
+    difference = differing_token(drafter.folder, target.folder, text)
+    if difference is not None:
+        raise Mismatch(
+            f"{difference}: such a draft model is not converted, it drafts by way of its text; convert the "
+            f"target with --drafter none, then give {drafter.name} beside it as the drafter"
+        )
 
 
 def _write(plan: _Plan, folder: Path, progress: Progress, *, allow_unknown: bool) -> tuple[Part, Part | None]:

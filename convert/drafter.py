@@ -74,12 +74,14 @@ def prepare(
     tensors = source.tensors()
     if family is None:
         model = open_model(source, quantization, dtype)
-        dropped = left_out(model.names - model.used, source.config)
-        return Prepared(DRAFT_MODEL, True, model.config, model.tensors, model.used, dropped)
+        unused = left_out(model.names - model.used, source.config)
+        return Prepared(DRAFT_MODEL, True, model.config, model.tensors, model.used, unused)
     if any(name.endswith(".scales") for name in tensors):
         raise InvalidValue(
             f"{source.name} is quantized already: it is loaded as it is, or give the original to convert"
         )
+    if dtype == "float32":  # before anything is computed of the weights, such as folded norms
+        tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
     converted = family.convert(tensors, source.config, target_config)
     _account(source.name, family.name, tensors.keys(), converted)
     ours, config = dict(converted.tensors), dict(converted.config)
@@ -89,16 +91,8 @@ def prepare(
     if quantization is not None:
         ours, unquantized = _quantized(ours, converted, quantization)
         config["quantization"] = quantization.settings()
-    return Prepared(
-        family.name,
-        family.runnable,
-        config,
-        ours,
-        converted.used,
-        converted.dropped,
-        converted.notes,
-        unquantized,
-    )
+    used, dropped, notes = converted.used, converted.dropped, converted.notes
+    return Prepared(family.name, family.runnable, config, ours, used, dropped, notes, unquantized)
 
 
 def _account(name: str, family: str, found: Collection[str], converted: Converted) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_spec.convert.catalogue import MADE_FOR, SHAPES, Shape
 from mlx_spec.convert.contents import Tensor
-from mlx_spec.known import DRAFTERS, drafter_of
+from mlx_spec.known import ASSISTANT, DRAFTERS, MEDUSA, drafter_of, is_mtp
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 
-MTP = ("mtp.", ".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # in names of tensors
-MEDUSA = re.compile(r"^(medusa_head\.|heads\.)?\d+\.(0\.linear|res\.0)\.weight$")
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 WORDS = {
     "hidden_size": "hidden size",
@@ -41,14 +38,6 @@ def number(config: Config, *keys: str) -> int | None:
     """The first of `keys` that holds an integer."""
     found = (config.get(key) for key in keys)
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
-
-
-def drafter_kind(config: Config, tensors: Tensors) -> str | None:
-    """The kind of drafter, in the words of its authors; None for a model that is a target."""
-    said = [config.get("model_type"), config.get("speculators_model_type")]
-    words = " ".join(map(str, [*said, *(config.get("architectures") or [])])).lower()
-    words = re.sub(r"[^a-z0-9 ]", "", words)
-    return next((kind for kind, recognises in KINDS.items() if recognises(words, config, tensors)), None)
 
 
 def target_shape(config: Config) -> Shape:
@@ -129,11 +118,7 @@ def declared_heads(config: Config) -> int:
 
 def head_tensors(tensors: Tensors) -> int:
     """How many tensors belong to prediction heads inside a target."""
-    return sum(_is_mtp(name) or MEDUSA.match(name) is not None for name in tensors)
-
-
-def _is_mtp(name: str) -> bool:
-    return any(part in name for part in MTP)
+    return sum(is_mtp(name) or MEDUSA.match(name) is not None for name in tensors)
 
 
 def _says(config: Config) -> str | None:
@@ -153,22 +138,3 @@ def _columns(tensors: Tensors, name: str) -> int | None:
 def _rows(tensors: Tensors, name: str) -> int | None:
     found = tensors.get(name)
     return found.shape[0] if found and found.shape else None
-
-
-ASSISTANT = "Gemma 4 assistant"
-# In this order: a P-EAGLE is an EAGLE-3 with more in it. The words are of model_type and architectures.
-KINDS: dict[str, Callable[[str, Config, Tensors], bool]] = {
-    ASSISTANT: lambda words, config, tensors: "gemma4assistant" in words or "gemma4unifiedassistant" in words,
-    "P-EAGLE": lambda words, config, tensors: "peagle" in words or "mask_hidden" in tensors,
-    "DFlash": lambda words, config, tensors: "dflash" in words or "dflash_config" in config,
-    "EAGLE-3": lambda words, config, tensors: (
-        "eagle3" in words or "draft_vocab_size" in config or "d2t" in tensors
-    ),
-    "PARD": lambda words, config, tensors: "pard" in words.split() or "pard_token" in config,
-    "Medusa": lambda words, config, tensors: (
-        "medusa" in words or ("medusa_num_heads" in config and "num_hidden_layers" not in config)
-    ),
-    "MTP head": lambda words, config, tensors: (
-        any(word.endswith("mtp") for word in words.split()) or (bool(tensors) and all(map(_is_mtp, tensors)))
-    ),
-}

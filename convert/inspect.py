@@ -14,7 +14,6 @@ from mlx_spec.convert.catalogue import Shape
 from mlx_spec.convert.contents import Contents, of_folder, of_repository
 from mlx_spec.convert.fitting import (
     declared_heads,
-    drafter_kind,
     drafters_of,
     head_tensors,
     misfits,
@@ -26,8 +25,9 @@ from mlx_spec.convert.fitting import (
 )
 from mlx_spec.convert.numbers import count_parameters, precision
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.known import mended
-from mlx_spec.load import DEMO, MANIFEST
+from mlx_spec.known import drafter_kind, mended
+from mlx_spec.load import DEMO, MANIFEST, differing_token
+from mlx_spec.text import read_text
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class ConvertedPair:
     drafter: Checkpoint | None
     self_test: Mapping[str, Any]
     problem: str | None
+    retokenized: bool = False  # whether the drafter has other tokens, so that its text is encoded again
 
     @property
     def size(self) -> int:
@@ -117,7 +118,9 @@ def inspect_folder(folder: Path, name: str) -> Checkpoint | ConvertedPair:
         unfit = misfits(drafter.needs, target.offers)
         problem = f"the drafter expects {', '.join(unfit)} of the target" if unfit else None
     test = manifest.get("self_test")
-    return ConvertedPair(name, target, drafter, test if isinstance(test, dict) else {}, problem)
+    tested = test if isinstance(test, dict) else {}
+    other = not problem and drafter is not None and drafter.kind is None and _other_tokens(folder, manifest)
+    return ConvertedPair(name, target, drafter, tested, problem, other)
 
 
 def describe(name: str, contents: Contents) -> Checkpoint:
@@ -168,6 +171,16 @@ def _remote(name: str) -> Contents:
         if "local cache" in str(error):
             raise NotFound(f"{error}; `mlx-spec pull {name}` fetches it") from error
         raise
+
+
+def _other_tokens(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether the tokenizers of a pair differ; not, where one of them cannot be read."""
+    target = folder / manifest.get("target", ".")
+    try:
+        text = read_text(target, read_object(target / "config.json"))
+        return differing_token(folder / manifest["drafter"], target, text) is not None
+    except SpecError:
+        return False
 
 
 def _part(folder: Path, place: object, role: str) -> tuple[Checkpoint | None, str | None]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec.checkpoint import check_weights, one_line, read_config, read_object
+from mlx_spec.checkpoint import check_weights, one_line, read_config, read_object, read_published
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
-from mlx_spec.known import drafter_of, mended
+from mlx_spec.known import ASSISTANT, drafter_kind, drafter_of, mended
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -154,7 +154,6 @@ class _Drafter:
 
 def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> _Drafter | None:
     """The drafter of these names; None if there is to be none."""
-    from mlx_spec.drafters import open_drafter
     from mlx_spec.drafters.lookup import LookupSource
 
     if names.drafter_path is None:
@@ -163,10 +162,45 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
         folder = find(names.drafter_path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
+    _refuse_unconverted(names, folder)
     own = mended(read_config(folder))
-    check_weights(folder)
-    _check_vocabularies(folder, target, text)
-    return _Drafter(open_drafter(folder, own, config), folder)
+    return _Drafter(_source(folder, own, target, config, text), folder)
+
+
+def _refuse_unconverted(names: _Names, folder: Path) -> None:
+    """Raise BadCheckpoint for a drafter as its authors published it, which `convert` has to read first."""
+    from mlx_spec.drafters.recorded import KEY
+    from mlx_spec.drafters.weights import read_tensors
+
+    config = read_published(folder)
+    kind = drafter_kind(config, read_tensors(folder).keys())
+    if kind not in (None, ASSISTANT) and KEY not in config:
+        raise BadCheckpoint(
+            f"{names.drafter} is a drafter of the kind {kind} as published: run `mlx-spec convert "
+            f"{names.target} --drafter {names.drafter} -o OUT` first, then give OUT as the target"
+        )
+
+
+def _source(
+    folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], text: Text
+) -> DrafterSource:
+    """The drafter in `folder`, whose config.json is `own`: in the target's tokens, or by way of its text."""
+    from mlx_spec.drafters import FAMILIES, open_drafter, open_retokenized
+    from mlx_spec.text import has_tokenizer, read_text
+
+    if own["model_type"] not in FAMILIES and not has_tokenizer(folder):
+        sizes = _vocab_size(own, text), _vocab_size(config, text)
+        if sizes[0] != sizes[1]:
+            raise Mismatch(
+                f"the draft model {folder} knows {sizes[0]} tokens, the target {sizes[1]}, and without its "
+                f"tokenizer nobody can tell which are the same: add its tokenizer.json; {WITHOUT}"
+            )
+    difference = differing_token(folder, target, text)
+    if difference is None:
+        return open_drafter(folder, own, config)
+    if own["model_type"] in FAMILIES:
+        raise Mismatch(f"{difference}: use a drafter with the target's vocabulary; {WITHOUT}")
+    return open_retokenized(folder, own, read_text(folder, own), text)
 
 
 def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
@@ -179,23 +213,28 @@ def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Draf
     return [found, *([_Drafter(LookupSource(), None)] if free else [])]
 
 
-def _check_vocabularies(drafter: Path, target: Path, text: Text) -> None:
-    """Raise Mismatch unless the drafter's tokenizer, if it brings one, has the tokens of the target's."""
+def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
+    """The first token in which the tokenizer in `drafter`, if there is one, is not that of the target.
+
+    `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
+    """
     from mlx_spec.text import has_tokenizer, read_tokenizer
 
     if not has_tokenizer(drafter):
-        return
+        return None
     ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
     if ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False):
-        return
+        return None
     expected = {i: token for token, i in text.vocabulary().items()}
     found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
-    for i in sorted(expected.keys() | found.keys()):
-        if expected.get(i) != found.get(i):
-            raise Mismatch(
-                f"token {i} is {found.get(i)!r} for the drafter {drafter} and {expected.get(i)!r} for the "
-                f"target {target}: use a drafter with the target's vocabulary; {WITHOUT}"
-            )
+    differing = (i for i in sorted(expected.keys() | found.keys()) if expected.get(i) != found.get(i))
+    first = next(differing, None)
+    if first is None:
+        return None
+    return (
+        f"token {first} is {found.get(first)!r} for the drafter {drafter} and {expected.get(first)!r} for "
+        f"the target {target}"
+    )
 
 
 def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:

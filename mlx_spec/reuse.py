@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, DraftLengthPolicy
@@ -18,6 +19,25 @@ class Decoding:
     policy: DraftLengthPolicy
 
 
+@runtime_checkable
+class Following(Protocol):
+    """A drafter with rows of its own of what the target computed, which it cannot make again by itself."""
+
+    def missing(self, size: int) -> int:
+        """Of how many of the first `size` positions it has no row."""
+        ...
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """A drafter with caches of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        ...
+
+
 class Held:
     """The parts of one sequence and the tokens that its caches hold.
 
@@ -28,6 +48,7 @@ class Held:
     def __init__(self, decoding: Decoding) -> None:
         self.decoding = decoding
         self._tokens: list[int] = []  # what the target's cache holds begins with these
+        self.cold = 0  # tokens kept by the last `align` of which a drafter has no rows: it begins cold there
 
     @property
     def tokens(self) -> list[int]:
@@ -36,8 +57,9 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the target's caches."""
-        return self.decoding.target.nbytes
+        """Bytes of the caches, those of drafters included."""
+        parts = (self.decoding.target, *self.decoding.drafters)
+        return sum(part.nbytes for part in parts if isinstance(part, Caching))
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt need not be read again.
@@ -53,6 +75,8 @@ class Held:
         is read: its tokens count as held from here on, as far as the target has got with them.
         """
         kept = self.decoding.target.rewind(self.shared(prompt))
+        following = (drafter for drafter in self.decoding.drafters if isinstance(drafter, Following))
+        self.cold = max((drafter.missing(kept) for drafter in following), default=0)
         self._tokens = list(prompt)
         return kept
 

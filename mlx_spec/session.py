@@ -51,6 +51,9 @@ class Statistics:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
+    drafter_cold: int = (
+        0  # of those reused: what the drafter never saw, less acceptance until it is far behind
+    )
     generated_tokens: int = 0
     rounds: int = 0
     speculative_rounds: int = 0  # those that drafted
@@ -120,6 +123,7 @@ def added(parts: Sequence[Statistics]) -> Statistics:
         parts[-1],
         prompt_tokens=sum(part.prompt_tokens for part in parts),
         reused_tokens=sum(part.reused_tokens for part in parts),
+        drafter_cold=sum(part.drafter_cold for part in parts),
         generated_tokens=sum(part.generated_tokens for part in parts),
         rounds=sum(part.rounds for part in parts),
         speculative_rounds=sum(part.speculative_rounds for part in parts),
@@ -211,7 +215,9 @@ class Session:
         decoding = self._held.decoding
         rounds = self._pair.run(decoding, answer.prompt, sampling=sampling, max_tokens=max_tokens)
         kept = self._held.align(answer.prompt)
-        self.statistics = Statistics(prompt_tokens=len(answer.prompt), reused_tokens=kept)
+        self.statistics = Statistics(
+            prompt_tokens=len(answer.prompt), reused_tokens=kept, drafter_cold=self._held.cold
+        )
         return rounds
 
     def _stream(self, answer: _Answer, rounds: Iterator[Round]) -> Generator[Piece, None, None]:

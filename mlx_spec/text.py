@@ -31,6 +31,8 @@ class Text:
         self._tokenizer = tokenizer
         self._template = template
         self.eos = frozenset(eos)
+        special = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.controls = self.eos.union(special)  # tokens that are no text
         found = (m for m in MARKS if None not in (self.token_id(m.open), self.token_id(m.close)))
         self.marks = next(found, None)
         self._written = Written(tokenizer)

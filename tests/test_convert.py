@@ -222,6 +222,20 @@ def test_a_draft_model_converts_like_a_target(tmp_path: Path) -> None:
     assert sum(r.accepted for r in pair.generate([2, *pair.text.encode("Once upon a")], max_tokens=12)) > 0
 
 
+def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
+    other = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "other"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    names = {i: token for token, i in vocabulary.items()}
+    vocabulary[names[300]], vocabulary[names[301]] = 301, 300
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = refusal("12b-trained", tmp_path / "out", Mismatch, drafter=str(other))
+    assert message.startswith("token 300 is ") and "such a draft model is not converted" in message
+    assert message.endswith(
+        f"convert the target with --drafter none, then give {other} beside it as the drafter"
+    )
+
+
 def test_without_a_drafter(tmp_path: Path) -> None:
     manifest = converted("12b", tmp_path / "out", drafter="none")
     assert manifest["drafter"] is None and not (tmp_path / "out" / "drafter").exists()

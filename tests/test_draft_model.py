@@ -119,6 +119,25 @@ def test_history_is_replaced_between_turns(kind):
         check(drafter, history, 2, kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_that_was_read(kind, monkeypatch):
+    """Told what it drafted it keeps the rows that came true, whatever the next history is."""
+    drafter, history = DraftModel(model_of(kind), SAME), tiny.prompt(21)
+    for outcome in (full, none, partial, stopped, full, none, partial):
+        draft = check(drafter, history, 4, kind)
+        drafter.drafted(draft)
+        history = [*history, *outcome(draft), 5, 6]
+    drafter.drafted(check(drafter, history, 4, kind))
+    check(drafter, history[:-3], 4, kind)
+    drafter.read(history)
+    drafter.drafted(draft := check(drafter, history, 4, kind))
+    calls = []
+    verify = LMTarget.verify
+    monkeypatch.setattr(LMTarget, "verify", lambda self, rows: calls.append(rows.size) or verify(self, rows))
+    drafter.draft([*history, *draft[:3], (draft[3] + 1) % tiny.VOCAB], 2, Recorder())
+    assert calls == [1, 1]  # what it had guessed right is not written again
+
+
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
 def test_draft_that_was_never_verified(kind):
     """The round was interrupted: nobody knows whether the draft was right."""

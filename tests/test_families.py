@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 import synthetic
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_5, qwen3_next
 from synthetic import Checkpoint, D, V, W
 
+from mlx_spec.convert.drafter import family_or_model, prepare
 from mlx_spec.convert.families import FAMILIES, Converted, family_of
 from mlx_spec.convert.families.probe import probes
+from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, Mismatch, SpecError
 
 # What mlx-lm's configs ask for and no name depends on.
@@ -238,7 +241,7 @@ def test_copies_of_the_table_are_left_out_and_others_kept(kind):
 
 
 @pytest.mark.parametrize(
-    ("centre", "added", "note"), [(0.0, 1, "zero-centred, 1 folded in"), (1.0, 0, "plain, kept")]
+    ("centre", "added", "note"), [(0.0, 1, "zero-centred, 1 folded in, in float32"), (1.0, 0, "plain, kept")]
 )
 def test_norms_are_told_by_value(centre, added, note):
     made = synthetic.native("qwen3_next", centre)
@@ -251,6 +254,41 @@ def test_norms_are_told_by_value(centre, added, note):
         assert mx.array_equal(result.tensors[ours], made.tensors[theirs] + added)
     assert len(result.notes) == 2 and all(text.endswith(note) for text in result.notes)
     assert result.config["mlx_spec"]["norm_offset"] == 0
+
+
+def test_folding_in_half_precision_loses_less_than_activations_do():
+    """What a norm puts out in bfloat16, against float64; the weight that was never folded rounds as often."""
+    made = synthetic.native("qwen3_next", 0.0)
+    halved = {name: tensor.astype(mx.bfloat16) for name, tensor in made.tensors.items()}
+    result = converted(replace(made, tensors=halved))
+    assert all("1 folded in, in bfloat16" in note for note in result.notes)
+    stored, folded = halved["mtp.norm.weight"], result.tensors["norm.weight"]
+    assert folded.dtype == mx.bfloat16
+    x = mx.random.normal((200, D)).astype(mx.bfloat16)
+    wide, offset = (np.array(a.astype(mx.float32), np.float64) for a in (x, stored))
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + offset)
+    whole = mx.fast.rms_norm(x.astype(mx.float32), 1 + stored.astype(mx.float32), 1e-6).astype(mx.bfloat16)
+    errors = [
+        np.abs(np.array(y.astype(mx.float32), np.float64) / exact - 1)
+        for y in (mx.fast.rms_norm(x, folded, 1e-6), whole)
+    ]
+    assert errors[0].max() < 3 * 2**-8 and errors[0].mean() < 2.5 * errors[1].mean()
+    unfolded = np.abs(np.array(mx.fast.rms_norm(x, stored, 1e-6).astype(mx.float32)) / exact - 1)
+    assert unfolded.mean() > 0.5
+
+
+def test_folding_for_float32_loses_nothing(tmp_path):
+    made = synthetic.native("qwen3_next", 0.0)
+    halved = {name: tensor.astype(mx.bfloat16) for name, tensor in made.tensors.items()}
+    source = open_source(str(replace(made, tensors=halved).write(tmp_path / "published")))
+    family = family_or_model(source)
+    tensors = {
+        dtype: prepare(source, family, made.target, None, dtype).tensors for dtype in ("float32", None)
+    }
+    exact = 1 + halved["mtp.norm.weight"].astype(mx.float32)
+    assert mx.array_equal(tensors["float32"]["norm.weight"], exact)
+    assert not mx.array_equal(tensors[None]["norm.weight"].astype(mx.float32), exact)
+    assert {tensor.dtype for tensor in tensors["float32"].values()} == {mx.float32}
 
 
 def test_a_shift_of_half_the_norms_is_mended():
@@ -409,6 +447,31 @@ def test_a_layer_the_target_does_not_have():
     config = {**made.config, "eagle_aux_hidden_state_layer_ids": [2, 18, 33]}
     text = refusal(replace(made, config=config), Mismatch)
     assert text.startswith("the EAGLE-3 drafter reads layer 17 of its target, this one has 12 layers")
+
+
+@pytest.mark.parametrize("ids", [[0, 6, 9], [3, 0, 9]])
+def test_the_embedding_is_no_layer(ids):
+    """Its number was -1, which is the last layer to the target's taps."""
+    made = synthetic.eagle3()
+    text = refusal(replace(made, config={**made.config, "eagle_aux_hidden_state_layer_ids": ids}))
+    assert text.startswith("the EAGLE-3 drafter reads the embedding of its target (the input of layer 0)")
+    nested = {**made.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6, 9]}}
+    assert converted(replace(made, config=nested)).config["mlx_spec"]["capture"] == (0, 6, 9)
+    record = {"mlx_spec": {"capture": [0, 5, 8]}, "target": {"num_hidden_layers": 12}}
+    moved = [probe.apply(record)["mlx_spec"]["capture"] for probe in probes(record)]
+    assert moved == [[1, 6, 9]]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
+def test_sparse_attention_is_refused_by_name(kind):
+    made, model_type = synthetic.native(kind), {"deepseek_v3": "deepseek_v32"}.get(kind, "glm_moe_dsa")
+    config = {**made.config, "model_type": model_type, "index_n_heads": 4, "index_head_dim": 8}
+    text = refusal(Checkpoint(made.tensors, config, config))
+    title = {"deepseek_v32": "DeepSeek"}.get(model_type, "GLM")
+    assert text == (
+        f"the {title} MTP head of a {model_type} attends through an indexer (index_n_heads 4), which this "
+        "version cannot run: convert its target with --drafter none, or with another drafter"
+    )
 
 
 def test_normed_features_of_eagle_3_1():

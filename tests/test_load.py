@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import synthetic
 import tiny
 from hub_stand_in import Hub, serving
 from mlx.utils import tree_flatten
@@ -302,19 +303,76 @@ def test_assistant_of_another_target() -> None:
     assert "drafter expects" in message and "target has" in message
 
 
-def test_drafter_with_other_tokens(saved: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(saved / "drafter", tmp_path / "drafter"))
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
+def test_draft_model_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
+    other = save(tiny.full(1, vocab=288), tmp_path / "drafter")
+    (other / "tokenizer.json").unlink()
+    message = refused(Mismatch, saved / "target", other)
+    assert f"the draft model {other} knows 288 tokens, the target 256, and without its tokenizer" in message
+    same = save(tiny.full(1), tmp_path / "same")
+    (same / "tokenizer.json").unlink()
+    assert load(saved / "target", same, num_draft_tokens=2).drafter_names == ("llama",)
+
+
+def exchanged(folder: Path) -> tuple[str, str]:
+    """Two tokens of the tokenizer in `folder` exchange their ids, 7 and 9. Returns what they were."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     a, b = next(k for k, v in vocab.items() if v == 7), next(k for k, v in vocab.items() if v == 9)
     vocab[a], vocab[b] = 9, 7
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    message = refused(Mismatch, saved / "target", other)
-    assert f"token 7 is {b!r} for the drafter" in message and f"{a!r} for the target" in message
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return a, b
+
+
+def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) -> None:
+    """A language model goes by way of its text, a family that reads the target by the target's ids."""
+    other = Path(shutil.copytree(saved / "drafter", tmp_path / "drafter"))
+    exchanged(other)
+    assert load(saved / "target", other, num_draft_tokens=2).drafter_names == ("llama, re-tokenized",)
     # written differently, but the same tokens
     same = json.loads((saved / "target" / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(same, indent=1))
-    assert load(saved / "target", other).facts.drafter == str(other)
+    assert load(saved / "target", other, num_draft_tokens=2).drafter_names == ("llama",)
+    target, assistant = (
+        Path(shutil.copytree(golden / "e2b" / name, tmp_path / name)) for name in ("target", "assistant")
+    )
+    for folder in (target, assistant):
+        TOKENIZER.save(str(folder / "tokenizer.json"))
+    a, b = exchanged(assistant)
+    message = refused(Mismatch, target, assistant)
+    assert f"token 7 is {b!r} for the drafter" in message and f"{a!r} for the target" in message
+    assert 'use a drafter with the target\'s vocabulary; drafter="none" decodes without one' in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("EAGLE-3", synthetic.eagle3),
+        ("EAGLE-3", synthetic.speculators_eagle3),
+        ("P-EAGLE", synthetic.peagle),
+        ("DFlash", synthetic.dflash),
+        ("PARD", lambda: synthetic.pard("qwen3")),
+        ("Medusa", synthetic.medusa),
+        ("Medusa", synthetic.vllm_medusa),
+        ("MTP head", lambda: sidecar("qwen3_5_text", "mtp.")),
+        ("MTP head", lambda: sidecar("glm4_moe", "model.layers.2.")),
+    ],
+)
+def test_drafter_that_was_not_converted(
+    saved: Path, tmp_path: Path, kind: str, made: Callable[[], synthetic.Checkpoint]
+) -> None:
+    folder = made().write(tmp_path / "published")
+    message = refused(BadCheckpoint, saved / "target", folder)
+    assert message == (
+        f"{folder} is a drafter of the kind {kind} as published: run `mlx-spec convert {saved / 'target'} "
+        f"--drafter {folder} -o OUT` first, then give OUT as the target"
+    )
+
+
+def sidecar(model_type: str, prefix: str) -> synthetic.Checkpoint:
+    """The head of a target in a folder of its own."""
+    made = synthetic.native(model_type)
+    own = {name: tensor for name, tensor in made.tensors.items() if name.startswith(prefix)}
+    return dataclasses.replace(made, tensors=own)
 
 
 def test_drafter_that_is_not_there(saved: Path) -> None:

@@ -38,7 +38,7 @@ def attention_sizes(config: Config, title: str) -> dict[str, int]:
 
 
 def latent_attention(config: Config) -> tuple[Row, ...]:
-    """Multi-head latent attention (DeepSeek-V2), with the indexer of its sparse form where there is one."""
+    """Multi-head latent attention (DeepSeek-V2)."""
     query: tuple[Row, ...] = (
         same("self_attn.q_a_proj.weight", "q_rank hidden"),
         same("self_attn.q_a_layernorm.weight", "q_rank"),
@@ -47,20 +47,12 @@ def latent_attention(config: Config) -> tuple[Row, ...]:
     if config.get("q_lora_rank") is None:
         query = (same("self_attn.q_proj.weight", "q hidden"),)
     absorbed = "self_attn.embed_q.weight self_attn.unembed_out.weight"
-    indexer = (
-        same("self_attn.indexer.wq_b.weight", "index_q q_rank"),
-        same("self_attn.indexer.wk.weight", "index hidden"),
-        same("self_attn.indexer.k_norm.weight", "index"),
-        same("self_attn.indexer.k_norm.bias", "index"),
-        same("self_attn.indexer.weights_proj.weight", "index_heads hidden"),
-    )
     return (
         *query,
         same("self_attn.kv_a_proj_with_mqa.weight", "kv_a hidden"),
         same("self_attn.kv_a_layernorm.weight", "kv_rank"),
         Row("self_attn.kv_b_proj.weight", absorbed, "kv_b kv_rank", absorb),
         same("self_attn.o_proj.weight", "hidden o"),
-        *(indexer if config.get("index_n_heads") else ()),
     )
 
 
@@ -69,7 +61,6 @@ def latent_sizes(config: Config, title: str) -> dict[str, int]:
     heads, rank = size(config, "num_attention_heads", title), size(config, "kv_lora_rank", title)
     nope, rope = size(config, "qk_nope_head_dim", title), size(config, "qk_rope_head_dim", title)
     value = size(config, "v_head_dim", title)
-    index, index_heads = int(config.get("index_head_dim") or 0), int(config.get("index_n_heads") or 0)
     return {
         "heads": heads,
         "nope": nope,
@@ -79,9 +70,6 @@ def latent_sizes(config: Config, title: str) -> dict[str, int]:
         "kv_a": rank + rope,
         "kv_b": heads * (nope + value),
         "o": heads * value,
-        "index": index,
-        "index_heads": index_heads,
-        "index_q": index * index_heads,
     }
 
 

@@ -20,7 +20,7 @@ class Conventions:
     """How to run a drafter. Row i belongs to the target's input token x_i, whose logits predict x_{i+1}."""
 
     hidden: Norm | Literal["layers", "none"]  # what it reads: after or before the final norm, or of `capture`
-    capture: tuple[int, ...] = ()  # 0-based: outputs of these layers, in the order of fc; -1 is the embedding
+    capture: tuple[int, ...] = ()  # outputs of these layers, from 0 and never negative, in the order of fc
     chain: Norm | Literal["none"] = "none"  # what its own next step reads instead of the target's hidden
     fc_order: tuple[str, ...] = ()  # the columns of fc, from the left
     shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts itself

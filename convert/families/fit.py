@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_spec.convert.families.family import Config
 from mlx_spec.drafters.weights import required
-from mlx_spec.errors import Mismatch
+from mlx_spec.errors import BadCheckpoint, Mismatch
 
 TARGET = "the target's config.json"
 OTHER = "use the drafter made for this target"
@@ -58,10 +58,19 @@ def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
 
 
 def check_layers(title: str, capture: Iterable[int], target: Config) -> None:
-    """Captured layer outputs must exist. Raises Mismatch."""
+    """Captured layer outputs must exist. Raises Mismatch, and BadCheckpoint for the embedding as one of them.
+
+    The input of layer 0 counts as output -1 while layer ids are read. It is never recorded: to what reads the
+    record, and to Python, -1 is the last.
+    """
     layers = target_size(target, "num_hidden_layers")
     for index in capture:
-        if not -1 <= index < layers:
+        if index == -1:
+            raise BadCheckpoint(
+                f"{title} reads the embedding of its target (the input of layer 0), and only outputs of "
+                "layers can be captured: use a drafter that reads those"
+            )
+        if not 0 <= index < layers:
             raise Mismatch(
                 f"{title} reads layer {index} of its target, this one has {layers} layers: {OTHER}"
             )

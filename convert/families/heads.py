@@ -31,7 +31,7 @@ SPELLINGS = (
     ("language_model.", ""),
 )
 CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"))
-quantizable = all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight", "weights_proj.weight")
+quantizable = all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 
 
 def head_sizes(text: Config, title: str, target: Config) -> dict[str, int]:

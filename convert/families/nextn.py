@@ -12,6 +12,7 @@ from mlx_spec.convert.families import blocks, heads
 from mlx_spec.convert.families.family import Config, Converted, Tensors
 from mlx_spec.convert.families.fit import size, text_config
 from mlx_spec.convert.families.table import Row, Source, same, spell, take, under
+from mlx_spec.errors import BadCheckpoint
 
 LAYERS_KEY = "num_nextn_predict_layers"
 HEAD = (
@@ -50,6 +51,12 @@ def recognises(layout: Layout, config: Config, names: Collection[str]) -> bool:
 def convert(layout: Layout, tensors: Tensors, config: Config, target: Config) -> Converted:
     """The head of a checkpoint of the family. Raises BadCheckpoint and Mismatch."""
     text, title = text_config(config), layout.title
+    if text.get("index_n_heads"):
+        raise BadCheckpoint(
+            f"{title} of a {text.get('model_type') or config.get('model_type')} attends through an indexer "
+            f"(index_n_heads {text['index_n_heads']}), which this version cannot run: convert its target "
+            "with --drafter none, or with another drafter"
+        )
     source = spell(title, tensors, config, heads.SPELLINGS)
     layers = size(text, "num_hidden_layers", title)
     prefix = f"model.layers.{layers}."

@@ -2,6 +2,8 @@
 
 Some families store w and multiply by 1 + w; converters fold the 1 in, forget it, or do it twice. Trained
 weights stay close enough to their start (0, folded 1, twice 2) for the median of a group to tell which it is.
+Folded weights have the precision of the checkpoint. In bfloat16 that is 1 in 256, to which the output of a
+norm is rounded anyway, and what mlx-lm does to the norms of a target; `--dtype float32` folds without loss.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def fold(
             )
         missing = middle < FOLDED
         folded |= {name: tensors[name] + 1 if missing else tensors[name] for name in present}
-        done = "zero-centred, 1 folded in" if missing else "plain, kept"
+        precision = str(tensors[present[0]].dtype).removeprefix("mlx.core.")
+        done = f"zero-centred, 1 folded in, in {precision}" if missing else "plain, kept"
         notes.append(f"norm weights of the {group}: median {middle:.2f}, {done}")
     return folded, tuple(notes)
 

@@ -51,7 +51,7 @@ def _layers_moved(by: int, config: Config) -> dict[str, Any]:
     capture = config[KEY].get("capture") or ()
     last = (config.get("target") or {}).get("num_hidden_layers")
     moved = tuple(index + by for index in capture)
-    if any(index < -1 or (last is not None and index >= last) for index in moved):
+    if any(index < 0 or (last is not None and index >= last) for index in moved):
         return dict(config)
     return _with(config, "capture", moved)
 

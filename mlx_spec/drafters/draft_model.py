@@ -53,6 +53,11 @@ class DraftModel:
         self._on_trial = 0  # how many of them are on trial
         self._guesses = 0  # rows of draft tokens behind `_written`, on trial
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return self._model.nbytes
+
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Keep the rows of the accepted draft tokens: `history` grew by them and one token more."""
         grown = len(history) - len(self._written)
@@ -60,7 +65,20 @@ class DraftModel:
         if a_round:
             self._settle(history, len(self._written) + min(grown - 1, self._guesses))
         elif grown > BACKLOG or grown < 0:
-            self._write(history, len(history) - 1 - self._align(history))
+            self.read(history)
+
+    def read(self, history: Sequence[int]) -> None:
+        """Write all of `history` but its last, pending token."""
+        self._write(history, len(history) - 1 - self._align(history))
+
+    def drafted(self, tokens: Sequence[int]) -> None:
+        """The last draft was these `tokens`: told so, the next one keeps the rows of those that came true.
+
+        Without it only `observe` can keep them, which takes the next history for one that accepted them.
+        """
+        self._written += tokens[: self._guesses]
+        self._on_trial += self._guesses
+        self._guesses = 0
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """`limit` tokens."""

@@ -1,0 +1,372 @@
+"""A draft model with another tokenizer: its text lines up with the tokens of the target and changes none."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lossless
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import reciting
+import tiny
+from reciting import RECITED
+from test_load import refused, save
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+import mlx_spec.drafters.retokenized as module
+from mlx_spec import engine
+from mlx_spec.apps.described import as_json, description
+from mlx_spec.convert.inspect import inspect
+from mlx_spec.demo import DRAFTER, TARGET
+from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource
+from mlx_spec.drafters.translation import LONGEST, Place, Translation, continuation, encoded, parted, whole
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.load import load
+from mlx_spec.pair import Facts, Pair
+from mlx_spec.policies import Always
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.text import Text
+from mlx_spec.tuning import tuner
+from mlx_spec.tuning.policy import Fixed
+from mlx_spec.types import Features, Round
+
+GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
+KINDS = ("words", "syllables")
+NOTHING = Features()
+
+
+@cache
+def text_of(kind: str) -> Text:
+    tokenizers = {"words": reciting.bytes_and_words, "syllables": reciting.syllables}
+    return reciting.text_of(tokenizers[kind]())
+
+
+def recited(kind: str) -> list[int]:
+    tokens = encoded(text_of(kind), b"", RECITED.encode())
+    assert tokens is not None and len(set(tokens)) > 0.9 * len(tokens)
+    return tokens
+
+
+def size_of(kind: str) -> int:
+    return 32 * (len(text_of(kind).vocabulary()) // 32 + 1)
+
+
+@cache
+def target_of(kind: str) -> nn.Module:
+    """Its window holds 16 tokens; the sequences here are several times as long."""
+    return reciting.taught(tiny.sliding(scale=0.05, vocab=size_of(kind)), recited(kind))
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    model = tiny.full(1, scale=0.05, vocab=size_of(kind), tie_word_embeddings=False)
+    return reciting.taught(model, recited(kind))
+
+
+def drafter_for(kind: str) -> Retokenized:
+    """With the other tokenizer."""
+    other = KINDS[1 - KINDS.index(kind)]
+    return Retokenized(model_of(other), size_of(other), text_of(kind), text_of(other))
+
+
+def prompt_of(kind: str, count: int = 20) -> list[int]:
+    start = text_of(kind).token_id("<bos>")
+    assert start is not None
+    return [start, *recited(kind)[:count]]
+
+
+def rounds(kind: str, K: int, sampling: Sampling = GREEDY, count: int = 80) -> list[Round]:
+    tokens = prompt_of(kind)
+    drafters = [drafter_for(kind)] if K else []
+    sampler = sampling.sampler(len(tokens), size_of(kind))
+    policy, target = Fixed(K), LMTarget(target_of(kind))
+    return list(engine.generate(target, drafters, policy, sampler, tokens, max_tokens=count))
+
+
+def figures(done: Sequence[Round]) -> tuple[int, int]:
+    return sum(round.accepted for round in done), sum(round.drafted for round in done)
+
+
+# --- at work
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_past_the_window(kind: str, sampling: Sampling) -> None:
+    """Accepted, partly accepted and rejected drafts, where tokens of the two end at different letters."""
+    expected = lossless.emitted(rounds(kind, 0, sampling))
+    text = b"".join(map(text_of(kind).written, expected)).decode(errors="replace")
+    assert (text.rstrip("\ufffd") in RECITED * 3) == (sampling is GREEDY)
+    for K in (1, 4) if sampling is GREEDY else (4,):
+        done = rounds(kind, K, sampling)
+        assert lossless.emitted(done) == expected
+        accepted, drafted = figures(done)
+        assert drafted > accepted > (20 if sampling is GREEDY else 5)
+        assert K == 1 or len({round.accepted for round in done if round.drafted}) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_emoji_cut_in_the_middle(kind: str) -> None:
+    """A history that ends in half a character, from which both have to go on."""
+    text, tokens = text_of(kind), recited(kind)
+    first = next(i for i, token in enumerate(tokens) if text.written(token) == b"\xf0")
+    assert [text.written(token) for token in tokens[first + 1 : first + 4]] == [b"\x9f", b"\x98", b"\x80"]
+    for cut in (1, 2, 3):
+        history = [*prompt_of(kind, 0), *tokens[: first + cut]]
+        draft = drafter_for(kind).draft(history, 6, GREEDY.sampler(0, size_of(kind)))
+        found = draft.tokens.tolist()
+        assert len(found) >= 4 - cut and found == tokens[first + cut :][: len(found)]
+
+
+def test_misaligned_text_costs_acceptance_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = lossless.emitted(rounds("words", 0, count=24))
+    good = figures(rounds("words", 4, count=24))
+
+    def shifted(*arguments: Any) -> list[int]:
+        return continuation(*arguments)[1:]
+
+    monkeypatch.setattr(module, "continuation", shifted)
+    done = rounds("words", 4, count=24)
+    assert lossless.emitted(done) == expected
+    assert figures(done)[0] / figures(done)[1] < 0.3 * good[0] / good[1]
+
+
+def test_confidence_is_that_of_the_tokens_it_is_made_of() -> None:
+    """Certain where it recites, and the chances of several of the drafter's tokens multiply."""
+    drafter, history = drafter_for("words"), prompt_of("words", 8)
+    draft = drafter.draft(history, 4, SEEDED.sampler(0, size_of("words")))
+    assert draft.probs is None and draft.confidence is not None
+    sure = draft.confidence.tolist()
+    assert len(sure) == draft.tokens.size == 4
+    tokens = [*text_of("syllables").prompt_tokens(""), text_of("syllables").token_id("<bos>")]
+    tokens += encoded(text_of("syllables"), b"", text_of("words").decode(history).encode()) or []
+    expected, missing = [], 0
+    for token in draft.tokens.tolist():
+        chance = 1.0
+        missing += len(text_of("words").written(token))
+        while missing > 0:
+            law = mx.softmax(model_of("syllables")(mx.array([tokens]))[0, -1])
+            chance *= law.max().item()
+            tokens.append(law.argmax().item())
+            missing -= len(text_of("syllables").written(tokens[-1]))
+        expected.append(chance)
+    assert sure == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_good_as_new_after_every_outcome(kind: str) -> None:
+    sampler = GREEDY.sampler(0, size_of(kind))
+    drafter, history = drafter_for(kind), prompt_of(kind)
+    outcomes: list[Callable[[list[int]], list[int]]] = [
+        lambda draft: [*draft, 5],
+        lambda draft: [*draft[: len(draft) // 2], recited(kind)[3]],
+        lambda draft: [recited(kind)[9]],
+        lambda draft: draft[:1],
+        lambda draft: [text_of(kind).token_id("<eos>") or 0],
+    ]
+    for outcome in outcomes * 2:
+        draft = drafter.draft(history, 4, sampler).tokens.tolist()
+        assert draft == drafter_for(kind).draft(history, 4, sampler).tokens.tolist()
+        history = [*history, *outcome(draft)]
+        drafter.observe(history, NOTHING)
+    shorter = history[:-9]
+    ours = drafter.draft(shorter, 4, sampler)
+    assert ours.tokens.tolist() == drafter_for(kind).draft(shorter, 4, sampler).tokens.tolist()
+
+
+def pair_of(kind: str, K: int) -> Pair:
+    other = KINDS[1 - KINDS.index(kind)]
+    source = RetokenizedSource(model_of(other), size_of(other), text_of(kind), text_of(other), "other")
+    facts = Facts(kind, "other", size_of(kind), None, 0, 0)
+    return Pair(facts, text_of(kind), target_of(kind), [source], Always(Fixed(K)))
+
+
+def test_a_conversation_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefilled: list[int] = []
+    prefill = LMTarget.prefill
+
+    def counted(self: LMTarget, tokens: list[int]) -> Features:
+        prefilled.append(len(tokens))
+        return prefill(self, tokens)
+
+    ours, plain = pair_of("words", 4).session(), pair_of("words", 0).session()
+    for turn in range(2):
+        monkeypatch.setattr(LMTarget, "prefill", counted if turn else prefill)
+        question = RECITED[: 300 - turn] * 2
+        answers = [
+            [piece.text for piece in session.stream(question, max_tokens=50)] for session in (plain, ours)
+        ]
+        assert "".join(answers[0]) == "".join(answers[1])
+        assert ours.statistics.accepted > 10
+    assert (
+        prefilled and max(prefilled) < 250
+    )  # both models wrote what was new of a turn, not the turns before
+
+
+# --- text and tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_translation_does_not_depend_on_the_way(kind: str) -> None:
+    """Any tokens, bytes that are no text among them; read in steps, back and forth, and at once."""
+    text, other = text_of(kind), text_of(KINDS[1 - KINDS.index(kind)])
+    chance = random.Random(3)
+    history = [chance.randrange(size_of(kind) - 32) for _ in range(300)] + recited(kind) * 4
+    translation = Translation(text, other)
+    for end in [*range(1, len(history), 7), 40, 200, 190, 191, len(history)]:
+        place = translation.read(history[:end])
+        assert place == Translation(text, other).read(history[:end])
+        assert place.before.endswith(place.pending) and len(place.before) <= LONGEST * 16
+    changed = [*history[:100], 9, *history[101:]]
+    assert translation.read(changed) == Translation(text, other).read(changed)
+    clean = recited(kind) * 4
+    written = b"".join(map(other.written, translation.read(clean).tokens))
+    assert written.decode() == RECITED * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_offered_writes_what_was_drafted(kind: str) -> None:
+    """Wherever the history ends: within a word, within a character, behind a control token."""
+    text, other = text_of(kind), text_of(KINDS[1 - KINDS.index(kind)])
+    tokens, found = [*prompt_of(kind, 0), *recited(kind) * 2], 0
+    for end in range(1, len(recited(kind))):
+        place = Translation(text, other).read(tokens[:end])
+        behind = b"".join(map(text.written, tokens[end : end + 12]))
+        offered = continuation(text, place, place.pending + behind)
+        assert whole(place.pending + behind)[len(place.pending) :] == b"".join(map(text.written, offered))
+        found += offered == tokens[end : end + len(offered)]
+    assert found > 0.9 * len(recited(kind))
+
+
+def test_control_tokens_go_by_their_names() -> None:
+    words, syllables = text_of("words"), text_of("syllables")
+    turn, close = words.token_id("<|turn>"), words.token_id("<turn|>")
+    assert turn is not None and close is not None and syllables.token_id("<turn|>") is None
+    history = [*prompt_of("words", 0), turn, *words.encode("user\n"), close, turn]
+    tokens = Translation(words, syllables).read(history).tokens
+    names = [syllables.written(token) for token in tokens]
+    assert [names[0], names[1], names[-1]] == [b"<bos>", b"<|turn>", b"<|turn>"]
+    assert b"".join(names[2:-1]) == b"user\n"
+
+
+def test_an_end_that_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's end of text is the target's of that name, and makes all before it certain."""
+    drafter, history = drafter_for("words"), prompt_of("words", 4)
+    syllables, words = text_of("syllables"), text_of("words")
+    end = syllables.token_id("<eos>")
+    drafted = [*(encoded(syllables, b"", b" tokens with some") or []), end, *recited("syllables")[:2]]
+    monkeypatch.setattr(module, "read_tokens", lambda tokens: (drafted * 2)[: tokens.size])
+    draft = drafter.draft(history, 8, GREEDY.sampler(0, size_of("words")))
+    assert list(map(words.written, draft.tokens.tolist())) == [b" tokens", b" with", b" some", b"<eos>"]
+    assert draft.confidence is not None and draft.confidence.size == 4
+
+
+def test_texts_in_bytes() -> None:
+    assert parted("né😀".encode()[:-1]) == ("né", "😀".encode()[:-1])
+    assert parted(b"a\xffb") == ("a\ufffdb", b"")
+    assert whole("é😀".encode()[:-2]) == "é".encode() and whole(b"a\xffb") == b"a"
+    words = text_of("words")
+    assert encoded(words, b" some", b"thing") is not None
+    assert encoded(words, b" smal", b"ler") is None  # one token of both
+    place = Place([], b" smal", b"")
+    assert b"".join(map(words.written, continuation(words, place, b"ler model"))) == b"ler model"
+    assert continuation(words, Place([], b" \xf0\x9f", b"\xf0\x9f"), b"other") == []
+
+
+# --- loaded
+
+
+def checkpoint(folder: Path, model: nn.Module, tokenizer: Tokenizer) -> Path:
+    save(model, folder, eos_token_id=1)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("retokenized")
+    target = checkpoint(folder / "target", target_of("words"), reciting.bytes_and_words())
+    return target, checkpoint(folder / "drafter", model_of("syllables"), reciting.syllables())
+
+
+def test_load_goes_by_the_vocabularies(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = load(folders[0], folders[1], num_draft_tokens=4)
+    assert pair.drafter_names == ("llama, re-tokenized",)
+    done = list(pair.generate(prompt_of("words"), max_tokens=40))
+    assert lossless.emitted(done) == lossless.emitted(rounds("words", 0))[:40]
+    assert figures(done)[0] > 10
+    monkeypatch.setattr(tuner, "BUDGET", 0.05)
+    adaptive = load(folders[0], folders[1])
+    assert adaptive.drafter_names == ("llama, re-tokenized", "lookup")
+    assert lossless.emitted(list(adaptive.generate(prompt_of("words"), max_tokens=40))) == lossless.emitted(
+        done
+    )
+    assert load(folders[1], folders[1], num_draft_tokens=4).drafter_names == ("llama",)
+
+
+def test_inspect_says_so(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    for drafter, other in ((folders[1], True), (folders[0], False)):
+        pair = tmp_path / drafter.name
+        pair.mkdir()
+        (pair / "pair.json").write_text(json.dumps({"target": str(folders[0]), "drafter": str(drafter)}))
+        found = inspect(str(pair))
+        line = "  tokens             differ: what the drafter writes is encoded again"
+        assert found.problem is None and (line in description(found)) == other
+        facts = as_json(found)
+        assert facts is not None and facts["retokenized"] is other
+
+
+def test_demo_with_its_own_model_in_other_tokens(tmp_path: Path) -> None:
+    """The bundled target drafts for itself, every id but those of control tokens another one."""
+    other = Path(shutil.copytree(TARGET, tmp_path / "other"))
+    weights = mx.load(str(other / "model.safetensors"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    fixed, size = 18, len(vocabulary)
+    moved = [*range(fixed), *((i - fixed + 1000) % (size - fixed) + fixed for i in range(fixed, size))]
+    tokenizer["model"]["vocab"] = {token: moved[i] for token, i in vocabulary.items()}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert isinstance(weights, dict)
+    order = mx.argsort(mx.array(moved))
+    tables = {name: array[order] for name, array in weights.items() if "embed_tokens" in name}
+    mx.save_safetensors(str(other / "model.safetensors"), weights | tables)
+    sessions = [load(TARGET, path, num_draft_tokens=4).session() for path in (other, "none")]
+    for question in ("What does os.path.join do?", "Thanks! 😀"):
+        ours, plain = (
+            "".join(piece.text for piece in session.stream(question, max_tokens=24)) for session in sessions
+        )
+        assert ours == plain
+        found = sessions[0].statistics
+        assert found.accepted > 0.8 * found.drafted > 0
+
+
+def test_drafters_that_go_by_the_targets_tokens(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(DRAFTER, tmp_path / "assistant"))
+    reciting.syllables().save(str(other / "tokenizer.json"))
+    message = refused(Mismatch, TARGET, other)
+    assert "token 0 is '<pad>'" not in message and "use a drafter with the target's vocabulary" in message
+
+
+def test_text_that_does_not_come_back(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folders[1], tmp_path / "lowercase"))
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(other / "tokenizer.json"))
+    message = refused(Mismatch, folders[0], other)
+    assert f"that of the drafter {other} does not write back the text it encodes" in message
+    assert 'use a drafter with the target\'s vocabulary, or "lookup"' in message
+
+
+def test_a_damaged_tokenizer(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folders[1], tmp_path / "damaged"))
+    (other / "tokenizer.json").write_text("{}")
+    assert "is no tokenizer" in refused(BadCheckpoint, folders[0], other)
