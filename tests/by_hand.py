@@ -20,6 +20,7 @@ class Shape:
     head: int
     theta: float = 10000.0
     eps: float = 1e-6
+    rounded: bool = False  # whether angles are rounded to float32, as MLX computes them in every precision
 
 
 def array(tensors: Tensors, name: str) -> np.ndarray:
@@ -39,10 +40,13 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+def rotate(x: np.ndarray, positions: np.ndarray, shape: Shape) -> np.ndarray:
     """[T, H, Dk], the first half of a head against the second."""
     half = x.shape[-1] // 2
-    angles = positions[:, None] / theta ** (np.arange(half) / half)
+    angles = positions[:, None] / shape.theta ** (np.arange(half) / half)
+    if shape.rounded:
+        frequencies = mx.exp(mx.arange(half) * (-np.log(shape.theta) / half))
+        angles = np.array(mx.array(positions, dtype=mx.float32)[:, None] * frequencies, dtype=np.float64)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -54,8 +58,8 @@ def attention(
     """Causal, [T, inputs] to [T, D]."""
     T = x.shape[0]
     q, k, v = ((x @ array(tensors, f"{prefix}self_attn.{part}_proj.weight").T) for part in "qkv")
-    q = rotate(q.reshape(T, shape.heads, shape.head), positions, shape.theta)
-    k = rotate(k.reshape(T, shape.groups, shape.head), positions, shape.theta)
+    q = rotate(q.reshape(T, shape.heads, shape.head), positions, shape)
+    k = rotate(k.reshape(T, shape.groups, shape.head), positions, shape)
     v = v.reshape(T, shape.groups, shape.head)
     k, v = (np.repeat(a, shape.heads // shape.groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(shape.head)

@@ -21,6 +21,7 @@ from mlx_spec.convert.families import family_of
 from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.reuse import Held
+from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Features, Round, Sampler
 
@@ -136,7 +137,7 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
         return convert(asked, Progress(io.StringIO()))
 
 
-def generate_with(folder: Path, limit: int = 3) -> list[Round]:
+def generate_with(folder: Path, limit: int = 3, sampling: Sampling = GREEDY) -> list[Round]:
     """Rounds of a converted pair, with prefixes kept and cut, all checked against plain decoding."""
     pair = mlx_spec.load(folder, num_draft_tokens=limit)
     alone = mlx_spec.load(folder, drafter="none")
@@ -145,8 +146,9 @@ def generate_with(folder: Path, limit: int = 3) -> list[Round]:
         held, prompt = Held(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
             held.align(prompt)
-            found = list(pair.run(held.decoding, prompt, max_tokens=24))
-            assert emitted(found) == emitted(list(alone.generate(prompt, max_tokens=24))), text
+            found = list(pair.run(held.decoding, prompt, sampling=sampling, max_tokens=24))
+            plain = alone.generate(prompt, sampling=sampling, max_tokens=24)
+            assert emitted(found) == emitted(list(plain)), text
             held.note(emitted(found))
             done += found
             prompt = [*prompt, *emitted(found)[:7], *pair.text.encode(second)]

@@ -6,7 +6,6 @@ right engine is rejected once in a million; the keys are fixed, so a pass stays 
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 
 import chi_square
@@ -14,11 +13,11 @@ import fitted
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import test_law
 from lossless import Scripted, emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 from test_law import COUNT, PLAIN, PROMPT, Liar, V, unseeded
-from test_sampling import reference
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.engine import generate
@@ -53,14 +52,8 @@ def law_target() -> nn.Module:
 
 @cache
 def exact() -> np.ndarray:
-    """The law [V, V, V] of the tokens after the prompt, from plain passes over every prefix."""
-    law = np.ones(())
-    for depth in range(COUNT):
-        histories = [[*PROMPT, *path] for path in itertools.product(range(V), repeat=depth)]
-        logits = np.array(law_target()(mx.array(histories))[:, -1])
-        rows = [reference(PLAIN, *pair, len(PROMPT)) for pair in zip(logits, histories, strict=True)]
-        law = law[..., None] * np.array(rows).reshape((V,) * (depth + 1))
-    return law
+    """The law [V, V, V] of the tokens after the prompt."""
+    return test_law.exact(law_target(), PLAIN)
 
 
 def excess(source: DrafterSource, drafter: Drafter, generations: int) -> float:

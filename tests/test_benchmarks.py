@@ -23,6 +23,8 @@ CASES = {
     "acceptance": (FOLDERS, {"T=1", "parameters"}),
     "round_costs": (["--random", "tiny"], {"bandwidth, GB/s", "contexts"}),
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
+    "families": (["--families", "eagle3", "medusa"], {"eagle3", "medusa"}),
+    "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
     "policy": ([], {"simulated", "measured costs", "decide"}),
 }
 README = """Before
@@ -68,6 +70,8 @@ def test_benchmark_runs(script: str, tmp_path: Path) -> None:
         assert len(ET.parse(plot).getroot().findall("{*}circle")) == 6
     if script == "blas":
         check_blas(results)
+    if script == "families":
+        assert all(arm["differ"] == 0 for found in results.values() for arm in found["arms"].values())
 
 
 def check_decode(results: dict[str, Any]) -> None:

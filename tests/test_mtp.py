@@ -13,14 +13,17 @@ import drafting
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import random_sources
 from drafting import K, drafted, fresh, largest, rows
 from lossless import GREEDY, Scripted, emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
+from one_pass_law import control_excess, drafted_excess
 
 from mlx_spec.convert.source import open_source
 from mlx_spec.convert.target import open_model
 from mlx_spec.drafters import open_drafter
+from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.mtp import MTPSource
 from mlx_spec.drafters.mtp_layers import KINDS
 from mlx_spec.engine import generate
@@ -146,7 +149,26 @@ def test_features_of_the_next_position_change_the_draft(opened: Open, kind: str)
     assert largest(drafted(drafter, history).logits[0], golden(kind)["draft.0"][0]) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("kind", NAMES)
+def test_another_rope_changes_every_draft(opened: Open, kind: str, tmp_path: Path) -> None:
+    folder = drafting.write_converted(GOLDEN / kind, GOLDEN / kind, tmp_path / "drafter")
+    config, theirs = drafting.read(folder), drafting.read(GOLDEN / kind)
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 30.0}
+    changed = {**config["text_config"], "rope_theta": 30.0, "rope_parameters": rope}
+    source: Any = open_drafter(folder, {**config, "text_config": changed}, theirs)
+    source.network.set_dtype(mx.float32)
+    assert min(map(max, errors(kind, source))) > 100 * TOLERANCE
+
+
 # --- its state
+
+
+def test_rows_of_its_own_do_not_stay(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a draft wrote behind the newest row would change every round but the first."""
+    source, kind = opened("glm4_moe"), "glm4_moe"
+    monkeypatch.setattr(Rows, "cut", lambda self, size, position: None)
+    first, *rest = map(max, errors(kind, source))
+    assert first < TOLERANCE and min(rest) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -232,6 +254,21 @@ def test_seeded_text_is_the_same_with_and_without_a_head(opened: Open, kind: str
     assert texts[0] == texts[1] == texts[2]
 
 
+def law_source() -> MTPSource:
+    """A head whose law is far from its likeliest token."""
+    source = random_sources.mtp(16, 8)
+    source.network.norm.weight *= 0.15
+    return source
+
+
+def test_sampled_drafts_keep_the_law() -> None:
+    assert drafted_excess(law_source()) < 1
+
+
+def test_argmax_drafts_that_pose_as_sampled_are_caught() -> None:
+    assert control_excess(law_source()) > 1
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
 def test_quantized(opened: Open, tmp_path: Path, kind: str, bits: int) -> None:
@@ -282,6 +319,11 @@ def test_refusals(tmp_path: Path) -> None:
     assert "shift 0" in refused(folder, BadCheckpoint, theirs, mlx_spec={**recorded, "shift": 0})
     text = refused(folder, BadCheckpoint, theirs, layer_type="glm_moe_dsa")
     assert "glm_moe_dsa" in text and all(known in text for known in KINDS)
+    sparse = {**config["text_config"], "index_n_heads": 4}
+    text = refused(folder, BadCheckpoint, theirs, layer_type="glm_moe_dsa", text_config=sparse)
+    assert text.startswith(
+        "the MTP head of a glm_moe_dsa attends through an indexer (index_n_heads 4), which"
+    )
     assert "lacks the tensors" in refused(folder, BadCheckpoint, theirs, layer_type="deepseek_v3")
     short = {**config["text_config"], "num_attention_heads": None}
     assert "glm4_moe" in refused(folder, BadCheckpoint, theirs, text_config=short)

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import drafting
 import mlx.core as mx
 import pytest
 import test_dflash
@@ -22,6 +23,7 @@ from mlx_spec.convert.conversion import Request, convert
 from mlx_spec.convert.probes import variants
 from mlx_spec.convert.progress import Progress
 from mlx_spec.errors import Mismatch
+from mlx_spec.sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
 FITTED = {"medusa": test_medusa.fit, "dflash": test_dflash.fit, "peagle": test_peagle.fit}
@@ -48,16 +50,15 @@ def made(family: str) -> tuple[nn.Module, list[int], list[int], Checkpoint]:
     return model, prompt, truth, published
 
 
-@pytest.mark.parametrize("bits", ["none", "8"])
 @pytest.mark.parametrize("family", ["medusa", "pard", "dflash", "peagle"])
-def test_converted_pairs_generate_the_target_s_text(family, bits, tmp_path):
+def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
     model, prompt, truth, published = made(family)
     source = write_target(tmp_path / "target", model)
     drafter, out = published.write(tmp_path / "drafter"), tmp_path / "out"
-    asked = Request(str(source), str(drafter), out, "none", 32, bits, None, False)
+    asked = Request(str(source), str(drafter), out, "none", 32, "8", None, False)
     part = convert(asked, Progress(io.StringIO()))["parts"]["drafter"]
     assert (part["family"], part["runnable"]) == (family, True)
-    assert ("quantization" in part) == (bits != "none")
+    assert "quantization" in part
     pair = mlx_spec.load(out, num_draft_tokens=4)
     assert pair.drafter_names == (family,)
     rounds = list(pair.generate(prompt, max_tokens=len(truth)))
@@ -101,6 +102,19 @@ def test_a_self_test_can_look_for_the_mistake(family, tmp_path):
     meanings = {variant.meaning for variant in variants(family, out / "drafter", config)}
     assert any("norm" in meaning for meaning in meanings)
     assert any("positions" in meaning for meaning in meanings) == (family in ("medusa", "dflash"))
+
+
+@pytest.mark.parametrize("family", ["medusa", "pard", "dflash", "peagle"])
+def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, tmp_path):
+    """All texts run past the target's window of 16: greedy ones, and with a seed."""
+    trained, out = str(GOLDEN / "trained" / family), tmp_path / "out"
+    manifest = drafting.prove(GOLDEN / "12b-trained" / "target", trained, out)
+    part, proof = manifest["parts"]["drafter"], manifest["self_test"]
+    assert part["family"] == family and part["runnable"] and proof["result"] == "passed"
+    assert proof["acceptance"]["length"] > 2
+    drafting.check_acceptance(drafting.generate_with(out))
+    seeded = drafting.generate_with(out, sampling=Sampling(0.8, top_p=0.95, seed=6))
+    assert len({round.accepted for round in seeded if round.drafted == 3}) > 2
 
 
 def test_another_target_is_refused(tmp_path):

@@ -46,7 +46,7 @@ def in_one_pass(
     history: list[int],
     hidden: list[mx.array],
     limit: int,
-    theta: float = 1e4,
+    shape: Shape = SHAPE,
     first: int = 0,
 ) -> np.ndarray:
     """Logits [K, V]: rows of all pairs and K - 1 masks, causal, no cache, positions from `first` on."""
@@ -56,7 +56,7 @@ def in_one_pass(
     fused = np.concatenate([features, masks]) @ array(t, "fc.weight").T
     tokens = [*history[1:], *[made.config["mask_token_id"]] * (limit - 1)]
     embedded = array(t, "embed_tokens.weight")[tokens]
-    shape, positions = replace(SHAPE, theta=theta), np.arange(first, first + len(tokens), dtype=float)
+    positions = np.arange(first, first + len(tokens), dtype=float)
     normed = norm(fused, array(t, "layers.0.hidden_norm.weight"))
     x = np.concatenate([norm(embedded, array(t, "layers.0.input_layernorm.weight")), normed], axis=-1)
     residual = normed if made.config.get("norm_before_residual") else fused
@@ -70,7 +70,7 @@ def in_one_pass(
 
 
 @pytest.mark.parametrize("config", [{}, {"norm_before_residual": True}], ids=["fused", "normed"])
-@pytest.mark.parametrize(("length", "chunks"), [(9, ()), (20, (3, 4, 11)), (BACKLOG + 30, (100,))])
+@pytest.mark.parametrize(("length", "chunks"), [(9, ()), (20, (3, 4, 11))])
 def test_rounds(length, chunks, config, tmp_path):
     """None, some and all accepted, prompts in pieces: always the rows of one pass."""
     made, rows, history = small(**config), random_rows(length + 20, 3), tiny.prompt(length + 21)
@@ -78,7 +78,22 @@ def test_rounds(length, chunks, config, tmp_path):
     drafter = opened(made, tmp_path).make(parts())
     found = replay(drafter, history, rows, begins, 4, chunks)
     for begin, logits in zip(begins, found, strict=True):
-        assert largest(logits, in_one_pass(made, history[:begin], rows, 4)) < 2 * TOLERANCE
+        assert largest(logits, in_one_pass(made, history[:begin], rows, 4)) < TOLERANCE
+
+
+@pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="float64 is for the CPU")
+def test_rounds_behind_a_long_prompt(tmp_path):
+    """In float64, but for the angles. In float32 rows this far are up to 2e-5 off, whoever computes them."""
+    length = BACKLOG + 30
+    made, rows, history = small(), random_rows(length + 20, 3), tiny.prompt(length + 21)
+    begins = [length, length + 1, length + 4, length + 9, length + 9, length + 10]
+    source, shape = opened(made, tmp_path), replace(SHAPE, rounded=True)
+    single = replay(source.make(parts()), history, rows, begins, 4, (100,))
+    source.network.set_dtype(mx.float64)
+    double = replay(source.make(parts()), history, rows, begins, 4, (100,))
+    for begin, ours, less in zip(begins, double, single, strict=True):
+        exact = in_one_pass(made, history[:begin], rows, 4, shape)
+        assert largest(ours, exact) < TOLERANCE / 2 and largest(less, exact) < 2 * TOLERANCE
 
 
 def worst(source: DrafterSource, made: Checkpoint, rows: list[mx.array], shown: list[mx.array]) -> float:
@@ -127,7 +142,7 @@ def test_rope_is_the_target_s(tmp_path):
     drafter.observe(history, Features(tuple(rows)))
     found = logits_of(drafter, history, 4)
     assert largest(found, in_one_pass(made, history, rows, 4)) < TOLERANCE
-    assert largest(found, in_one_pass(made, history, rows, 4, theta=77.0)) > 1e-3
+    assert largest(found, in_one_pass(made, history, rows, 4, shape=replace(SHAPE, theta=77.0))) > 1e-3
     late = opened(made, tmp_path / "late").make(parts())
     late.observe([0] * 3000 + history, Features(tuple(rows)))
     far = logits_of(late, [0] * 3000 + history, 4)
@@ -208,12 +223,11 @@ def fit(kind: str) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
     return model, prompt, truth, made.changed(lm_head__weight=fitted.head_of(rows, wanted))
 
 
-@pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_lossless(kind, K, tmp_path):
+def test_lossless(kind, tmp_path):
     model, prompt, truth, made = fit(kind)
-    accepted = fitted.lossless_rounds(opened(made, tmp_path), model, prompt, truth, K, TARGETS[kind])
-    assert set(accepted) & ({1, 2, 3} if K == 4 else {1})
+    accepted = fitted.lossless_rounds(opened(made, tmp_path), model, prompt, truth, 4, TARGETS[kind])
+    assert set(accepted) & {1, 2, 3}
 
 
 def test_quantized_weights(tmp_path):

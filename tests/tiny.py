@@ -66,7 +66,7 @@ def qwen(seed: int = 0, scale: float = 0.2) -> nn.Module:
     return _random(lambda: qwen3.Model(args), seed, scale)
 
 
-def sliding(seed: int = 0, scale: float = 0.25, window: int = 16) -> nn.Module:
+def sliding(seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = VOCAB) -> nn.Module:
     """A Gemma 3: sliding and full attention in turn."""
     args = gemma3_text.ModelArgs(
         model_type="gemma3_text",
@@ -76,7 +76,7 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16) -> nn.Module:
         num_attention_heads=4,
         head_dim=32,
         rms_norm_eps=1e-5,
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         num_key_value_heads=2,
         rope_theta=1e4,
         rope_local_base_freq=1e4,

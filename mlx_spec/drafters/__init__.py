@@ -18,10 +18,11 @@ from mlx_spec.drafters.medusa import open_medusa
 from mlx_spec.drafters.mtp import open_mtp
 from mlx_spec.drafters.pard import open_pard
 from mlx_spec.drafters.peagle import open_peagle
+from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
-__all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter"]
+__all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter", "open_retokenized"]
 
 
 class DrafterSource(Protocol):

@@ -145,6 +145,15 @@ class Conditioned:
         return chain.draft()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return sum(array.nbytes for cache in self._caches for array in cache.arrays())
+
+    def missing(self, size: int) -> int:
+        """Of how many of the first `size` positions it has no row."""
+        return size - bisect_left(self._positions, size)
+
+    @property
     def _held(self) -> int:
         """How many rows wait."""
         return sum(rows.shape[0] for rows in self._waiting)

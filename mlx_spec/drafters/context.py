@@ -46,6 +46,10 @@ class Context:
         self._positions += range(start, len(history) - 1)
         self._waiting.append(rows)
 
+    def missing(self, size: int) -> int:
+        """Of how many of the first `size` positions there is no row."""
+        return size - bisect_left(self._positions, size)
+
     def follows(self, history: Sequence[int]) -> bool:
         """Whether the newest row is that of the position before the last one of `history`."""
         return self._history == list(history) and self._positions[-1:] == [len(history) - 2]
@@ -55,6 +59,11 @@ class Context:
         self.settle(0)
         rows = mx.concatenate(self._waiting)
         return rows, self._history[-rows.shape[0] :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        return sum(array.nbytes for cache in self.caches for array in cache.arrays())
 
     def settle(self, count: int) -> None:
         """The first `count` rows that wait are in the caches: drop there what came after them."""

@@ -17,9 +17,9 @@ import mlx.core as mx
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.context import BACKLOG, Context, check_capture, joined_layers
 from mlx_spec.drafters.dflash_network import DFlashConfig, DFlashNetwork
-from mlx_spec.drafters.eagle3 import widened
 from mlx_spec.drafters.one_pass import drawn
 from mlx_spec.drafters.recorded import WHERE, Recorded, check_target, shift_norms
+from mlx_spec.drafters.tables import check_vocabulary, own_parts
 from mlx_spec.drafters.weights import load_weights, read_tensors, required
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -65,6 +65,15 @@ class DFlash:
             self._write()
             mx.async_eval([cache.arrays() for cache in self._context.caches])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return self._context.nbytes
+
+    def missing(self, size: int) -> int:
+        """Of how many of the first `size` positions it has no row."""
+        return self._context.missing(size)
+
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Tokens up to the end of the block; none where the context is not that of `history`."""
         limit = min(limit, self._block.length)
@@ -97,12 +106,8 @@ class DFlashSource:
 
     def make(self, parts: TargetParts) -> DFlash:
         """The drafter of one sequence, with tables of its own where it brings them."""
-        network = self.network
-        embed = network.embed_tokens if "embed_tokens" in network else parts.embed
-        unembed = network.lm_head if "lm_head" in network else parts.unembed
-        if "draft_ids" in network:
-            unembed = widened(unembed, network.draft_ids, self.vocab_size)
-        return DFlash(network, TargetParts(embed, unembed), self.needs, self.block)
+        own = own_parts(self.network, parts, self.vocab_size)
+        return DFlash(self.network, own, self.needs, self.block)
 
 
 def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DFlashSource:
@@ -112,8 +117,7 @@ def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     _check_switches(config, target_config)
     check_capture(record.capture, config)
     sizes = DFlashConfig.from_dict(config, len(record.capture), read_tensors(path).keys())
-    if sizes.draft_vocab_size != sizes.vocab_size and "draft_ids" not in sizes.tensors:
-        raise BadCheckpoint(f"{path} has a reduced vocabulary and no 'draft_ids': convert it again")
+    check_vocabulary(path, sizes.draft_vocab_size, sizes.vocab_size, sizes.tensors)
     network = DFlashNetwork(sizes)
     load_weights(network, path)
     shift_norms(network, record.norm_offset)

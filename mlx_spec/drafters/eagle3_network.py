@@ -175,11 +175,6 @@ class Eagle3Network(nn.Module):
         normed: mx.array = self.norm(x)[0]
         return normed if self._post_norm else x[0], normed
 
-    def logits(self, normed: mx.array) -> mx.array:
-        """[1, D] to logits [1, W] of a head of its own."""
-        logits: mx.array = self.lm_head(normed)
-        return logits
-
 
 class _Layer(nn.Module):
     """A decoder layer; the first reads an embedding, too."""

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_spec.drafters import mtp_layers
 from mlx_spec.drafters.conditioned import Conditioned, Rows, check_conventions
 from mlx_spec.drafters.recorded import POST, PRE, WHERE, Recorded, check_target, joined, shift_norms
+from mlx_spec.drafters.tables import own_parts
 from mlx_spec.drafters.weights import load_weights, read_tensors, required
 from mlx_spec.types import FeatureSpec, TargetParts
 
@@ -77,9 +78,7 @@ class MTPSource:
 
     def make(self, parts: TargetParts) -> Conditioned:
         """The drafter of one sequence."""
-        embed = self.network.embed_tokens if "embed_tokens" in self.network else parts.embed
-        unembed = self.network.lm_head if "lm_head" in self.network else parts.unembed
-        own = TargetParts(embed, unembed)
+        own = own_parts(self.network, parts, self.vocab_size)
         return Conditioned(self.network, own, self.needs, position_offset=self.position_offset)
 
 

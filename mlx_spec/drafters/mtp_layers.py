@@ -65,6 +65,11 @@ KINDS: dict[str, Kind] = {
 
 def build(layer_type: str, text: Config) -> tuple[nn.Module, Kind]:
     """The layer and its kind. Raises BadCheckpoint for an unknown one and where `text` is not of it."""
+    if text.get("index_n_heads"):
+        raise BadCheckpoint(
+            f"the MTP head of a {layer_type} attends through an indexer (index_n_heads "
+            f"{text['index_n_heads']}), which this version cannot run: use the target without it"
+        )
     kind = KINDS.get(layer_type)
     if kind is None:
         raise BadCheckpoint(

@@ -32,6 +32,11 @@ class Pard:
         self._mask = mx.array([mask_token], dtype=mx.int32)
         self._written: list[int] = []  # tokens whose rows are in the caches
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return self._model.nbytes
+
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Long pieces are written at once, so that no draft has to wait for them."""
         if len(history) - len(self._written) > BACKLOG:

@@ -15,10 +15,10 @@ import mlx.core as mx
 
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.context import BACKLOG, Context, check_capture, joined_layers
-from mlx_spec.drafters.eagle3 import widened
 from mlx_spec.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.one_pass import behind, drawn
 from mlx_spec.drafters.recorded import WHERE, check_target, shift_norms
+from mlx_spec.drafters.tables import check_vocabulary, own_parts
 from mlx_spec.drafters.weights import load_weights, read_tensors, required
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -72,6 +72,15 @@ class PEagle:
             self._stack.commit(rows.shape[0])
             mx.async_eval([cache.arrays() for cache in self._context.caches])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return self._context.nbytes
+
+    def missing(self, size: int) -> int:
+        """Of how many of the first `size` positions it has no row."""
+        return self._context.missing(size)
+
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """`limit` tokens; none where the newest row is not that of `history`."""
         if limit < 1 or not self._context.follows(history):
@@ -96,12 +105,8 @@ class PEagleSource:
 
     def make(self, parts: TargetParts) -> PEagle:
         """The drafter of one sequence, with tables of its own where it brings them."""
-        network = self.network
-        embed = network.embed_tokens if "embed_tokens" in network else parts.embed
-        unembed = network.logits if "lm_head" in network else parts.unembed
-        if "draft_ids" in network:
-            unembed = widened(unembed, network.draft_ids, self.vocab_size)
-        return PEagle(network, TargetParts(embed, unembed), self.needs, self.mask_token)
+        own = own_parts(self.network, parts, self.vocab_size)
+        return PEagle(self.network, own, self.needs, self.mask_token)
 
 
 def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> PEagleSource:
@@ -115,8 +120,7 @@ def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[st
             f"{WHERE} records position_offset {record.position_offset}: mask rows follow the others, only 0 "
             "is known"
         )
-    if sizes.draft_vocab_size != sizes.vocab_size and "draft_ids" not in sizes.tensors:
-        raise BadCheckpoint(f"{path} has a reduced vocabulary and no 'draft_ids': convert it again")
+    check_vocabulary(path, sizes.draft_vocab_size, sizes.vocab_size, sizes.tensors)
     network = PEagleNetwork(sizes)
     load_weights(network, path)
     shift_norms(network, record.norm_offset)

@@ -25,7 +25,7 @@ class Recorded:
 
     hidden: str  # what it reads: POST or PRE, after or before the target's final norm; LAYERS of `capture`
     chain: str  # what its own next step reads: its output after (POST) or before (PRE) its final norm
-    capture: tuple[int, ...]  # outputs of these layers of the target, 0-based; -1 is the embedding
+    capture: tuple[int, ...]  # outputs of these layers of the target, from 0 and never negative
     hidden_first: bool  # whether fc reads the hidden before the embedding
     shift: int  # 1: a row predicts the token after its newest input; 0: a slot predicts its own
     position_offset: int  # added to the positions of drafted rows

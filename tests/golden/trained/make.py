@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -106,8 +107,14 @@ def batches(count: int, length: int) -> Iterator[mx.array]:
         yield mx.array([ids[start : start + length] for start in starts])
 
 
-def fit(model: nn.Module, loss: Callable[[mx.array], mx.array], data: Iterator[mx.array], steps: int) -> None:
-    optimizer = optim.AdamW(optim.cosine_decay(4e-3, steps), weight_decay=0.0)
+def fit(
+    model: nn.Module,
+    loss: Callable[[Any], mx.array],
+    data: Iterator[Any],
+    steps: int,
+    rate: float = 4e-3,
+) -> None:
+    optimizer = optim.AdamW(optim.cosine_decay(rate, steps), weight_decay=0.0)
     step = nn.value_and_grad(model, loss)
     for number in range(steps):
         value, gradient = step(next(data))
@@ -200,7 +207,7 @@ def make_eagle3() -> None:
     }
     config = Eagle3Config.from_dict(written, {"lm_head.weight"})
     network = Eagle3Network(config)
-    fit_drafter(network, LMTarget(model, FeatureSpec(capture)), network.logits, mx.array(inverse), 400)
+    fit_drafter(network, LMTarget(model, FeatureSpec(capture)), network.lm_head, mx.array(inverse), 400)
     tensors = {name.replace("layers.0.", "midlayer."): t for name, t in flat(network).items()}
     tensors["d2t"] = mx.array(ids - np.arange(W))
     tensors["t2d"] = mx.array(np.isin(np.arange(V), ids))

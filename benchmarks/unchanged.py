@@ -1,0 +1,212 @@
+"""Are plain decoding and the Gemma pair as fast as at an earlier commit?
+
+Three processes decode the demo pair greedily, each with the code of one checkout: the earlier one twice, the
+later one once. They take turns, `--burst` tokens at a time, at the same places of the same texts; nobody's
+turn overlaps another's, and who begins changes from block to block. A block's ratio is the seconds of the
+later checkout over the mean of the two earlier ones; the second earlier one over the first is the null. Each
+repeat has processes of its own, because where a process lies in memory can cost a percent; their first block
+is dropped. Medians of ratios with bootstrap 95 % intervals, prompts drawn first.
+
+Arms: no drafter, a drafter that is never asked (K = 0), and fixed K = 1 and 4. The adaptive policy is left
+out: it changes on purpose, and decode.py compares it.
+
+`--before` and `--after` are revisions, unpacked into a temporary folder, or folders; without `--after` it is
+the tree this file stands in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from timing import finish, interval, parser, table
+
+ROOT = Path(__file__).parents[1]
+ARMS = {"no drafter": None, "K=0": 0, "K=1": 1, "K=4": 4}
+BEFORE, AGAIN, AFTER = "before", "before, again", "after"
+WITHIN = 0.02
+
+# What each process does: it must run with the code of any commit, so it keeps to the public face.
+CHILD = """
+import json, sys, time
+import mlx.core as mx
+import mlx_spec
+
+def opened(k):
+    return mlx_spec.load("demo", "none") if k is None else mlx_spec.load("demo", num_draft_tokens=k)
+
+arms, going = json.loads(sys.stdin.readline()), {}
+pairs = {arm: opened(k) for arm, k in arms.items()}
+print(json.dumps(mlx_spec.__file__), flush=True)
+for line in sys.stdin:
+    arm, text, count = json.loads(line)
+    pair = pairs[arm]
+    if text is not None:
+        prompt = pair.text.prompt([{"role": "user", "content": text}])
+        sampling = mlx_spec.Sampling(logit_bias=dict.fromkeys(pair.text.eos, float("-inf")))
+        going[arm] = pair.generate(prompt, sampling=sampling, max_tokens=2000)
+    tokens, start = [], time.perf_counter()
+    while len(tokens) < count:
+        tokens += next(going[arm]).tokens
+    mx.synchronize()
+    print(json.dumps([time.perf_counter() - start, tokens]), flush=True)
+"""
+
+
+class Checkout:
+    """A process with the code of one checkout."""
+
+    def __init__(self, folder: Path, arms: list[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )
+        found = Path(self._ask({arm: ARMS[arm] for arm in arms}))
+        if not found.is_relative_to(folder.resolve()):
+            sys.exit(f"the code of {folder} was not used, but {found}")
+
+    def go(self, arm: str, prompt: str | None, count: int) -> tuple[float, list[int]]:
+        """Seconds and tokens of a turn; a prompt begins a new text."""
+        seconds, tokens = self._ask([arm, prompt, count])
+        return seconds, tokens
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _ask(self, question: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            sys.exit(f"a process ended with status {self._process.wait()}")
+        return json.loads(answer)
+
+
+def main() -> None:
+    settings = arguments()
+    started = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = (unpacked(name, Path(folder)) for name in (settings.before, settings.after))
+        found = measure({BEFORE: before, AGAIN: before, AFTER: after}, settings)
+    results = {arm: summary(blocks, settings.seed) for arm, blocks in found.items()}
+    report(results)
+    finish("unchanged", {"arms": results, "within": WITHIN}, settings, started)
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--before", required=True, help="a revision, or a folder")
+    options.add_argument("--after", default=str(ROOT), help="a revision, or a folder")
+    options.add_argument("--prompts", type=int, default=4)
+    options.add_argument("--tokens", type=int, default=64, help="of a block")
+    options.add_argument("--burst", type=int, default=16)
+    options.add_argument("--repeats", type=int, default=3, help="blocks a prompt")
+    options.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    settings = options.parse_args()
+    if settings.quick:
+        settings.arms = ["K=0", "K=4"]
+        settings.prompts, settings.tokens, settings.burst, settings.repeats = 1, 8, 4, 1
+    return settings
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    """A checkout: a folder as it is, a revision below `folder`."""
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    place = folder / name
+    if not place.exists():
+        command = ["git", "-C", str(ROOT), "archive", name]
+        packed = subprocess.run(command, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(place, filter="tar")
+    return place
+
+
+Blocks = list[list[dict[str, float]]]  # by prompt; seconds of each checkout
+
+
+def measure(folders: dict[str, Path], settings: argparse.Namespace) -> dict[str, Blocks]:
+    """All blocks, by arm."""
+    lines = (ROOT / "benchmarks" / "prompts" / "demo.txt").read_text().splitlines()
+    prompts = lines[: settings.prompts]
+    found: dict[str, Blocks] = {arm: [[] for _ in prompts] for arm in settings.arms}
+    for repeat in range(settings.repeats):
+        with ExitStack() as stack:
+            checkouts = {name: Checkout(folder, settings.arms) for name, folder in folders.items()}
+            for checkout in checkouts.values():
+                stack.callback(checkout.close)
+            for arm in settings.arms:
+                block(checkouts, arm, prompts[0], settings, repeat)
+                for i, prompt in enumerate(prompts):
+                    found[arm][i].append(block(checkouts, arm, prompt, settings, repeat + i))
+        print(f"repeat {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
+    return found
+
+
+def block(
+    checkouts: dict[str, Checkout], arm: str, prompt: str, settings: argparse.Namespace, first: int
+) -> dict[str, float]:
+    """Seconds of each checkout for the same tokens, behind the first of them."""
+    names = list(checkouts)
+    for name in names:
+        checkouts[name].go(arm, prompt, 1)
+    seconds: dict[str, float] = defaultdict(float)
+    for turn in range(settings.tokens // settings.burst):
+        shift = (first + turn) % len(names)
+        order = names[shift:] + names[:shift]
+        texts = set()
+        for name in order[:: 1 if turn % 2 else -1]:
+            took, tokens = checkouts[name].go(arm, None, settings.burst)
+            seconds[name] += took
+            texts.add(tuple(tokens))
+        if len(texts) > 1:
+            sys.exit(f"{arm}: the checkouts say different things behind {prompt!r}: {texts}")
+    return dict(seconds)
+
+
+def summary(blocks: Blocks, seed: int) -> dict[str, Any]:
+    """Ratios of seconds, with intervals."""
+    after = [[b[AFTER] / statistics.mean([b[BEFORE], b[AGAIN]]) for b in one] for one in blocks]
+    null = [[b[AGAIN] / b[BEFORE] for b in one] for one in blocks]
+    ratio = interval(after, seed)
+    return {
+        "after to before": ratio,
+        "null": interval(null, seed),
+        "unchanged": ratio[1] >= 1 - WITHIN and ratio[2] <= 1 + WITHIN,
+        "seconds a block": round(statistics.median(b[BEFORE] for one in blocks for b in one), 4),
+    }
+
+
+def report(results: dict[str, Any]) -> None:
+    def shown(values: list[float]) -> str:
+        return f"{values[0]:.4f} [{values[1]:.4f}, {values[2]:.4f}]"
+
+    print(
+        f"\nSeconds of the later checkout over the earlier one's; unchanged: all of it within {WITHIN:.0%}\n"
+    )
+    rows = [
+        [arm, shown(r["after to before"]), shown(r["null"]), r["unchanged"]] for arm, r in results.items()
+    ]
+    table(["arm", "after to before", "null", "unchanged"], rows)
+
+
+if __name__ == "__main__":
+    main()
