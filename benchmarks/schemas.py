@@ -1,4 +1,7 @@
-"""A hundred JSON schemas with short answers: objects, numbers, texts, choices, lists, unions, references."""
+"""A hundred JSON schemas with short answers: objects, numbers, texts, choices, lists, unions, references.
+
+Nothing in them is without end: a small model writes digits and letters for as long as it may.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +59,10 @@ INTEGERS = [
 BOUNDED = [
     {"type": "integer", "exclusiveMinimum": 0, "maximum": 12},
     {"type": "integer", "minimum": 5, "exclusiveMaximum": 8},
-    {"type": "number", "minimum": 0, "maximum": 1},
-    {"type": "number", "minimum": -2.5, "maximum": 2.5},
+    {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25},
+    {"type": "number", "minimum": -2.5, "maximum": 2.5, "multipleOf": 0.5},
     {"type": "integer", "minimum": 0, "maximum": 60, "multipleOf": 5},
-    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5, "multipleOf": 0.125},
 ]
 PATTERNS = [
     text(pattern)
@@ -69,13 +72,21 @@ PATTERNS = [
         "^(yes|no|maybe)$",
         "^#[0-9a-f]{6}$",
         "^[0-9]{3}-[0-9]{2}$",
-        "^v[0-9]+\\.[0-9]+$",
-        "^a+b{2}c?$",
+        "^v[0-9]{1,2}\\.[0-9]{1,3}$",
+        "^a{1,4}b{2}c?$",
         "^[^x]{1,4}$",
     )
 ]
 FORMATS = [
-    {"type": "string", "format": kind} for kind in ("date", "time", "date-time", "uuid", "ipv4", "email")
+    {"type": "string", "format": kind, "maxLength": most}
+    for kind, most in (
+        ("date", 10),
+        ("time", 9),
+        ("date-time", 20),
+        ("uuid", 36),
+        ("ipv4", 15),
+        ("email", 12),
+    )
 ]
 LENGTHS = [
     {"type": "string", "minLength": low, "maxLength": high} for low, high in [(0, 3), (1, 1), (4, 6), (2, 9)]

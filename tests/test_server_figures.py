@@ -10,15 +10,17 @@ from dataclasses import replace
 import pytest
 from scripted import OPENED, STATISTICS, TIMINGS, TURN, Scripted, logprob, said
 
-from mlx_spec.apps.server.ask import Ask, Chat, Failed, Piece, Timings
+from mlx_spec.apps.server.ask import Ask, Chat, Failed, Piece, RoundDone, Timings
 from mlx_spec.apps.server.bridge import events, frame, paced
 from mlx_spec.apps.server.failures import Failure, broken, busy
 from mlx_spec.apps.server.figures import logprob_json, timings_json
+from mlx_spec.apps.server.inbox import STEPS, Inbox, Waking
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
 
 ASK = Ask("demo", Chat(()), Sampling())
+PIECE, DONE = Piece(0, "answer", "x"), RoundDone(0, STATISTICS)
 
 
 def test_timings_name_everything():
@@ -31,6 +33,7 @@ def test_timings_name_everything():
         "accepted_at": [5, 4, 2],
         "draft_length": 3,
         "cache_n": 12,
+        "drafter_cold_n": 0,
         "prompt_n": 18,
         "prompt_ms": 500.0,
         "prompt_per_second": 36.0,
@@ -47,7 +50,7 @@ def test_timings_name_everything():
 
 @pytest.mark.parametrize("reason", list(Reason))
 def test_speculation_is_on_unless_its_reason_says_off(reason: Reason):
-    on = reason in (Reason.FIXED, Reason.WARMING_UP, Reason.PAYS, Reason.PROBE)
+    on = reason in (Reason.FIXED, Reason.WARMING_UP, Reason.PAYS, Reason.WAITING, Reason.PROBE)
     found = timings_json(replace(TIMINGS, statistics=replace(STATISTICS, reason=reason)))
     assert (found["speculation"], found["reason"]) == ("on" if on else "off", reason.value)
 
@@ -135,5 +138,44 @@ def test_silence_loses_nothing():
     worker = Scripted()
     pieces = [Piece(0, "answer", str(i)) for i in range(20)]
     worker.script = tuple(step for piece in pieces for step in (0.0101, piece)) + said()[-1:]
-    found = asyncio.run(read())
-    assert None in found and [event for event in found if event is not None] == [*pieces, said()[-1]]
+    assert [event for event in asyncio.run(read()) if event is not None] == [*pieces, said()[-1]]
+
+
+def test_silence_is_told_and_what_comes_after_it_arrives():
+    async def read() -> list[object]:
+        inbox = Inbox(STEPS, 0.01)
+        found: list[object] = [await inbox.get(), await inbox.get()]
+        inbox.put(OPENED)
+        return [*found, await inbox.get(), await inbox.get()]
+
+    assert asyncio.run(read()) == [None, None, OPENED, None]
+
+
+def test_text_waits_for_the_end_of_its_step():
+    async def read() -> list[object]:
+        inbox = Inbox(STEPS, None)
+        waiting = asyncio.create_task(inbox.get())
+        await asyncio.sleep(0)
+        for event in (PIECE, PIECE):
+            inbox.put(event)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        inbox.put(DONE)
+        return [await waiting, await inbox.get(), await inbox.get()]
+
+    assert asyncio.run(read()) == [PIECE, PIECE, DONE]
+
+
+def test_a_loop_is_woken_once_for_all_that_it_has_not_looked_at(monkeypatch):
+    async def read() -> list[object]:
+        inbox = Inbox(STEPS, None)
+        for _ in range(100):
+            inbox.put(DONE)  # the loop is busy: it runs this
+        found = [await inbox.get() for _ in range(100)]
+        await asyncio.sleep(0.05)
+        inbox.put(DONE)
+        return [*found, await inbox.get()]
+
+    calls, call = list[object](), Waking.call
+    monkeypatch.setattr(Waking, "call", lambda self, *args: (calls.append(args), call(self, *args)))
+    assert asyncio.run(read()) == [DONE] * 101 and len(calls) == 2

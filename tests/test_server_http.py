@@ -82,6 +82,18 @@ def test_unknown_model_is_404_before_the_worker_hears_of_it(stub):
     assert stub.asks == []
 
 
+def test_a_long_name_is_not_sent_back(stub):
+    error = stubbed(stub).refused(CHAT, 404, model="x" * 100_000)
+    assert error["code"] == "model_not_found" and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+def test_an_empty_name_is_none_in_every_protocol(stub, path):
+    body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, {"messages": HELLO})
+    response = stubbed(stub).post(path, model="", max_tokens=9, **body)
+    assert response.status_code == 200 and stub.asks[0].model == "demo"
+
+
 @pytest.mark.parametrize("model", [None, "", "demo", "alias"])
 def test_model_may_be_left_out(stub, model):
     assert stubbed(stub).chat(model=model).json()["model"] == "demo"

@@ -66,6 +66,14 @@ def test_what_shares_little_begins_anew(pair: Pair) -> None:
     assert served(pair, kept, [7] * 8 + A[:10] + [1, 2]) is a  # 18 of them
 
 
+def test_what_is_asked_again_takes_the_place_of_its_answer(pair: Pair) -> None:
+    kept = conversations(pair)
+    a = served(pair, kept, A, 60)
+    assert served(pair, kept, A, 60) is a and kept.kept == 1
+    assert served(pair, kept, [*A[:10], 1]) is not a  # an earlier place of it, not the same again
+    assert served(pair, kept, A[:1]) is not a and served(pair, kept, A[:2]) is not a
+
+
 def test_one_in_use_is_never_taken(pair: Pair) -> None:
     kept = conversations(pair, count=1)
     a = served(pair, kept, A)
@@ -104,6 +112,12 @@ def test_bytes_have_a_limit(pair: Pair) -> None:
     assert kept.kept == 1
     kept.clear()
     assert kept.nbytes == kept.kept == 0
+
+
+def test_caches_of_drafters_count(pair: Pair) -> None:
+    alone = served(pair, conversations(pair), A)
+    twice = served(drafted := make_pair("full", "same"), conversations(drafted), A)
+    assert twice.nbytes == 2 * alone.nbytes == 2 * twice.decoding.target.nbytes > 0
 
 
 def test_after_an_error_nothing_is_kept(pair: Pair) -> None:

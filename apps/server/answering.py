@@ -68,7 +68,7 @@ class Answering:
             kept = held.align(prompt)
             spent = yield from _timed(engine.prefill(held.decoding.target, held.decoding.drafters, prompt))
         self._loaded.conversations.shrink()
-        choice = self._open(prepared, number, index, kept)
+        choice = self._open(prepared, number, index, kept, held.cold)
         self._echo(index, prompt, scores)
         yield from self._decode(choice, held, rounds, spent)
         held.cut(len(prompt) + len(choice.tokens))
@@ -99,12 +99,12 @@ class Answering:
             yield
         held.note(prompt)
 
-    def _open(self, prepared: Prepared, number: int, index: int, kept: int) -> Choice:
+    def _open(self, prepared: Prepared, number: int, index: int, kept: int, cold: int) -> Choice:
         ask, text, prompt = self._ask, self._loaded.pair.text, prepared.prompts[number]
         statistics = Statistics()
         if index % ask.n == 0:
             self._send(Opened(len(prompt), kept))
-            statistics = Statistics(prompt_tokens=len(prompt), reused_tokens=kept)
+            statistics = Statistics(prompt_tokens=len(prompt), reused_tokens=kept, drafter_cold=cold)
         calls, marks = None, None
         if prepared.dialect is not None and isinstance(ask.prompt, Chat) and ask.prompt.tools is not None:
             marks = prepared.dialect.format.marks

@@ -84,7 +84,7 @@ class Ask:
     prediction: str | None = None  # what much of the answer is expected to be
 
 
-# --- events, in the order in which they come
+# --- events, in the order in which they come; a step of the engine ends with one that is no text and no call
 
 
 @dataclass(frozen=True)

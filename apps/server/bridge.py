@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_spec.apps.server.ask import Ask, Closed, Event, Failed
 from mlx_spec.apps.server.failures import Failure, broken
+from mlx_spec.apps.server.inbox import LAST, STEPS, Inbox
 from mlx_spec.apps.server.log import LOG
 
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
@@ -42,41 +43,32 @@ class Works(Protocol):
         ...
 
 
-async def events(worker: Works, ask: Ask) -> AsyncGenerator[Event, None]:
+async def events(
+    worker: Works, ask: Ask, wakes: Collection[type[Event]] = STEPS
+) -> AsyncGenerator[Event, None]:
     """The events of a request, `Closed` or `Failed` the last; closed early, it cancels the request.
 
-    Raises Failure where the worker does not admit it.
+    They come when one of `wakes` does. Raises Failure where the worker does not admit it.
     """
-    async with aclosing(paced(worker, ask, None)) as source:
+    async with aclosing(paced(worker, ask, None, wakes)) as source:
         async for event in source:
             if event is not None:
                 yield event
 
 
-async def paced(worker: Works, ask: Ask, seconds: float | None) -> AsyncGenerator[Event | None, None]:
+async def paced(
+    worker: Works, ask: Ask, seconds: float | None, wakes: Collection[type[Event]] = STEPS
+) -> AsyncGenerator[Event | None, None]:
     """`events`, with None after each `seconds` of silence."""
-    queue: asyncio.Queue[Event] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def send(event: Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
-            loop.call_soon_threadsafe(queue.put_nowait, event)
-
-    job = worker.submit(ask, send)
+    inbox = Inbox(wakes, seconds)
+    job = worker.submit(ask, inbox.put)
     try:
         event: Event | None = None
         while not isinstance(event, Closed | Failed):
-            event = await _next(queue, seconds)
+            event = await inbox.get()
             yield event
     finally:
         job.cancel()
-
-
-async def _next(queue: asyncio.Queue[Event], seconds: float | None) -> Event | None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            return await queue.get()
-    return None
 
 
 async def collect(request: Request, worker: Works, ask: Ask) -> list[Event]:
@@ -152,7 +144,7 @@ async def _frames(
 
 async def _all(worker: Works, ask: Ask) -> list[Event]:
     found: list[Event] = []
-    async with aclosing(events(worker, ask)) as source:
+    async with aclosing(events(worker, ask, LAST)) as source:
         async for event in source:
             if isinstance(event, Failed):
                 raise event.failure

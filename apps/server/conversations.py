@@ -89,9 +89,15 @@ class Conversations:
         del self._free[: max(count, 0)]
 
     def _best(self, prompt: Sequence[int]) -> Held | None:
-        """The free sequence with the longest prefix of a prompt, if that is much of what it holds."""
+        """The free sequence with the longest prefix of a prompt, if that is much of what it holds.
+
+        Or all of the prompt: then the same is asked again, and nobody goes on from the answer before.
+        """
         found = max(self._free, key=lambda held: held.shared(prompt), default=None)
-        return found if found and found.shared(prompt) >= WORTH * len(found.tokens) else None
+        if found is None or not found.shared(prompt):
+            return None
+        again = found.tokens[: len(prompt)] == list(prompt)
+        return found if again or found.shared(prompt) >= WORTH * len(found.tokens) else None
 
     def _replaceable(self, prompt: Sequence[int]) -> Held | None:
         """The one that would make room for a new sequence, if it shares anything with the prompt."""

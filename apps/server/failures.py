@@ -7,6 +7,8 @@ from typing import Any
 
 from mlx_spec.errors import PromptTooLong, SpecError
 
+LONGEST_NAME = 200  # characters of what a client made up that it is told
+
 _log = logging.getLogger("mlx_spec.server")
 
 
@@ -47,7 +49,8 @@ def unsupported(message: str, param: str) -> Failure:
 
 def no_such_model(name: str, known: str) -> Failure:
     """404, before anything is loaded or unloaded."""
-    message = f"no model {name!r} here: there is {known}"
+    shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+    message = f"no model {shown!r} here: there is {known}"
     return Failure(404, message, param="model", code="model_not_found")
 
 

@@ -29,6 +29,7 @@ def timings_json(timings: Timings) -> dict[str, Any]:
         "accepted_at": list(statistics.accepted_at),
         "draft_length": statistics.draft_length,
         "cache_n": statistics.reused_tokens,
+        "drafter_cold_n": statistics.drafter_cold,
         "prompt_n": read,
         "prompt_ms": _milliseconds(statistics.prefill_seconds),
         "prompt_per_second": _rate(read, statistics.prefill_seconds),

@@ -101,8 +101,11 @@ class Chunks:
         self._piece = piece
 
     def _round(self, event: RoundDone) -> Iterator[str]:
+        if not self._wanted.draft:
+            yield from self._flush()
+            return
         figures = {"statistics": statistics_json(event.index, event.statistics)}
-        if self._wanted.draft and self._piece is None:
+        if self._piece is None:
             yield data({**self._chunk([]), "mlx_spec": figures})
         yield from self._flush(figures)
 

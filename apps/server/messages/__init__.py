@@ -42,7 +42,7 @@ def router(worker: Works, settings: Settings, count: Count | None = None) -> API
         """The tokens of a prompt, without an answer to it."""
         try:
             prompt = await read_body(request, Prompt, settings.limits)
-            ask = Ask(worker.resolve(prompt.model), chat_of(prompt), Sampling())
+            ask = Ask(worker.resolve(prompt.model or None), chat_of(prompt), Sampling())
             check_limits(ask, settings.limits)
             return JSONResponse({"input_tokens": await run_in_threadpool(count, ask)})
         except Failure as failure:
@@ -53,7 +53,7 @@ def router(worker: Works, settings: Settings, count: Count | None = None) -> API
 
 async def _answer(request: Request, worker: Works, settings: Settings) -> Response:
     body = await read_body(request, Body, settings.limits)
-    ask = ask_of(body, worker.resolve(body.model))
+    ask = ask_of(body, worker.resolve(body.model or None))
     check_limits(ask, settings.limits)
     shown = body.thinking is None or body.thinking.display != "omitted"
     answer = Answer(ask, show_thoughts=shown, seconds=settings.keepalive_seconds)

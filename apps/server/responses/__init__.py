@@ -31,7 +31,7 @@ def router(worker: Works, settings: Settings) -> APIRouter:
 
 async def _answer(request: Request, worker: Works, settings: Settings) -> Response:
     body = await read_body(request, Body, settings.limits)
-    ask = ask_of(body, worker.resolve(body.model))
+    ask = ask_of(body, worker.resolve(body.model or None))
     check_limits(ask, settings.limits)
     answer = Answer(body, ask, seconds=settings.keepalive_seconds)
     if body.stream:
