@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from mlx_spec import __version__
+from mlx_spec.apps.command import BAD_OPTION
 from mlx_spec.apps.programs import PROGRAMS, run
 from mlx_spec.errors import SpecError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one program. Returns its exit status; an error of ours is one line on stderr and status 1."""
-    options = parser().parse_args(arguments)
+    """Run one program, or list them all. Returns the exit status; an error of ours is a line and status 1."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser().parse_args(words or ["--help"])
     try:
         return run(options.program, options.arguments)
     except SpecError as error:
@@ -21,9 +24,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Command(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        """All programs, a line each."""
+        from mlx_spec.apps.manual import overview  # which reads the options of them all
+
+        return "\n".join([*overview(), ""])
+
+    def error(self, message: str) -> NoReturn:
+        """Say where help is, and leave."""
+        self.exit(BAD_OPTION, f"mlx-spec: {' '.join(message.split())} (see mlx-spec --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Of the command itself, whose first argument is a program."""
-    parser = argparse.ArgumentParser(
+    parser = _Command(
         prog="mlx-spec",
         description="Lossless speculative decoding on MLX.",
         usage="%(prog)s PROGRAM [options]",

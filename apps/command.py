@@ -11,7 +11,10 @@ from typing import NoReturn
 from mlx_spec.errors import SpecError
 
 ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 128 + SIGINT
-STATUSES = "exit status: 0, 1 on an error, 2 on a bad option, 130 when interrupted"
+STATUSES = (
+    "exit status: 0, also where the reader of a pipe has seen enough; 1 on an error, 2 on a bad option, "
+    "130 when interrupted"
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mlx_spec.apps.cli import parser as command
 from mlx_spec.apps.command import ERROR, Parser, guarded
 from mlx_spec.apps.programs import PROGRAMS, Group, Option, groups, options, parser_of
 from mlx_spec.errors import InvalidValue, NotFound
@@ -111,7 +110,7 @@ def _collapsible() -> Iterator[str]:
 
 def _summary(name: str) -> str:
     """The first sentence of its description."""
-    text = " ".join((parser_of(name).description or command().description or "").split())
+    text = " ".join((parser_of(name).description or "").split())
     first, _, _ = text.partition(". ")
     return first.rstrip(".")
 

@@ -73,6 +73,13 @@ class Screen:
     def text(self) -> str:
         return CODES.sub("", self.raw.replace(EDITING, READY))
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed by itself."""
+        local = termios.tcgetattr(self._end)[3]
+        assert isinstance(local, int)
+        return bool(local & termios.ECHO)
+
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 

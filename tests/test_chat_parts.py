@@ -49,15 +49,15 @@ def texts(session: Session, message: str, max_tokens: int = 12) -> str:
 
 
 def test_help_is_quick():
-    """Under 0.3 s: of three runs the best, as other programs may be running, too."""
-    seconds = []
-    for _ in range(3):
+    """Under 0.3 s in one of ten runs at least: other programs may be running, too."""
+    seconds = [1.0]
+    while min(seconds) >= 0.3:
+        assert len(seconds) < 11, seconds
         start = time.perf_counter()
         subprocess.run(
             [sys.executable, "-m", "mlx_spec.chat", "--help"], check=True, capture_output=True, timeout=LIMIT
         )
         seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.3, seconds
 
 
 # --- conversations on the disk

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from free_port import HOST, free_port
 
 from mlx_spec.apps.menubar.child import recorded
 from mlx_spec.apps.menubar.client import Address, Client
-from mlx_spec.apps.menubar.control import IDLE
 from mlx_spec.apps.menubar.places import Places
 from mlx_spec.apps.menubar.ports import Holder, holder
 
@@ -139,28 +138,64 @@ class Desktop:
         with Image.open(file) as image:
             return image.convert("L")
 
-    def rows(self, menu: Window, file: Path) -> list[int]:
-        """Where the lines of text of an open menu are: y of the middle of each, from the top."""
+    def ink(self, menu: Window, file: Path) -> Any:
+        """Which pixels of an open menu, without its frame of 3, are not paper."""
         box = (menu.x + 3, menu.y + 3, menu.x + menu.width - 3, menu.y + menu.height - 3)
         pixels = np.asarray(self.picture(file).crop(box)).astype(int)
-        inked = (np.abs(pixels - np.median(pixels)) > 40).any(axis=1)
+        return np.abs(pixels - np.median(pixels)) > 40
+
+    def rows(self, menu: Window, file: Path) -> list[int]:
+        """Where the lines of text of an open menu are: y of the middle of each, from the top."""
+        inked = self.ink(menu, file).any(axis=1)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], inked, [False]]).astype(int)))
         runs = zip(edges[::2], edges[1::2], strict=True)
         return [int(menu.y + 3 + (begin + end) // 2) for begin, end in runs if end - begin > 4]
 
-    def open(self) -> Window:
-        """Open the menu with a click on the icon."""
-        eventually(lambda: self.windows(), "there is no icon in the tray")
+    def open(self, file: Path) -> tuple[Window, list[int]]:
+        """Open the menu with a click on the icon. Returns it and its lines, once it is painted."""
+        eventually(self.windows, "there is no icon in the tray")
         icon = self.windows()[0]
         self.press(icon.x + icon.width // 2, icon.y + icon.height // 2, RIGHT)
         eventually(self.menus, "no menu opens")
-        time.sleep(0.5)  # until it is painted
-        return self.menus()[0]
+        return self.painted(0, file)
 
-    def choose(self, line: int, file: Path) -> None:
-        """Open the menu and click on a line, counted from the end."""
-        menu = self.open()
-        self.press(menu.x + 40, self.rows(menu, file)[line])
+    def painted(self, depth: int, file: Path) -> tuple[Window, list[int]]:
+        """An open menu and its lines: two looks at it have found the same ones."""
+        looks: list[tuple[Window, list[int]]] = []
+
+        def is_painted() -> bool:
+            menu = self.menus()[depth]
+            looks.append((menu, self.rows(menu, file)))
+            return len(looks) > 1 and looks[-1] == looks[-2] and len(looks[-1][1]) > 2
+
+        eventually(is_painted, "the menu stays empty")
+        return looks[-1]
+
+    def close(self) -> None:
+        """Close the menu with a click beside it."""
+        if self.menus():
+            self.press(10, HEIGHT - 10)
+            eventually(lambda: not self.menus(), "the menu stays open")
+
+    def shows_figures(self, file: Path) -> bool:
+        """Whether there is more on the second line of the menu than how much memory is taken."""
+        menu, lines = self.open(file)
+        middle = lines[1] - menu.y - 3
+        columns = np.flatnonzero(self.ink(menu, file)[middle - 5 : middle + 5].any(axis=0))
+        self.close()
+        return bool(columns[-1] - columns[0] > 120)
+
+    def choose(self, line: int, file: Path, holds: Callable[[], bool], what: str) -> None:
+        """Click on a line, counted from the end, until that has its effect: menus change a little later."""
+        end = time.monotonic() + LIMIT
+        while not holds():
+            assert time.monotonic() < end, what
+            menu, lines = self.open(file)
+            self.press(menu.x + 40, lines[line])
+            again = time.monotonic() + LIMIT / 6
+            while not holds() and time.monotonic() < again:
+                time.sleep(0.1)
+            self.close()
 
 
 def ended_with(stack: ExitStack, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
@@ -200,9 +235,7 @@ def test_clicks_start_and_stop_the_real_server(tmp_path):
     """The picture in benchmarks/results is menu.png of this test's folder."""
     if reason := problem(borrowed(tmp_path)):
         pytest.skip(reason)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = Address("127.0.0.1", probe.getsockname()[1])
+    address = Address(HOST, free_port())
     client, places = Client(address), Places(tmp_path / "state" / "mlx_spec" / "menubar")
     shot = tmp_path / "shot.png"
     with ExitStack() as stack:
@@ -223,25 +256,23 @@ def test_clicks_start_and_stop_the_real_server(tmp_path):
         eventually(lambda: client.health() == "ok", "the server does not start")
         for _ in range(3):
             ask(address)
-        time.sleep(2 * IDLE)  # until its figures are shown
-        menu = desktop.open()
-        lines = desktop.rows(menu, shot)
+        eventually(lambda: desktop.shows_figures(shot), "the menu shows no figures")
+        menu, lines = desktop.open(shot)
         assert len(lines) >= 12  # two of its status at least, and the ten that never change
         desktop.run("xdotool", "mousemove", str(menu.x + 40), str(lines[DRAFT]))
         eventually(lambda: len(desktop.menus()) == 2, "no submenu opens")
-        time.sleep(0.5)
+        desktop.painted(1, shot)
         desktop.picture(tmp_path / "whole.png")
         desktop.run("convert", str(tmp_path / "whole.png"), "-colors", "64", str(tmp_path / "menu.png"))
         assert 1000 < (tmp_path / "menu.png").stat().st_size < 100_000
-        desktop.press(10, HEIGHT - 10)
-        eventually(lambda: not desktop.menus(), "the menu stays open")
+        desktop.close()
 
-        desktop.choose(STOP, shot)
-        eventually(lambda: not places.server.exists(), "a click on Stop does not stop the server")
+        stopped = "a click on Stop does not stop the server"
+        desktop.choose(STOP, shot, lambda: not places.server.exists(), stopped)
         assert holder(address) is Holder.NOBODY
-        time.sleep(1)  # until the menu says so
-        desktop.choose(START, shot)
-        eventually(lambda: client.health() == "ok", "a click on Start does not start the server")
-        desktop.choose(QUIT, shot)
+        started = "a click on Start does not start the server"
+        desktop.choose(START, shot, lambda: client.health() == "ok", started)
+        menu, lines = desktop.open(shot)
+        desktop.press(menu.x + 40, lines[QUIT])
         assert program.wait(LIMIT) == 0, (tmp_path / "errors").read_text()
     assert holder(address) is Holder.NOBODY and not places.server.exists()

@@ -28,18 +28,22 @@ def test_every_program_and_its_parser_are_there():
         assert parser.description and all(option.help for option in options(parser))
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["chat", "--version"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["chat", "--version"]])
 def test_version_and_help_leave_with_0(capsys, arguments):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 0
-    assert ("doctor" if "--help" in arguments else f"mlx-spec {__version__}") in capsys.readouterr().out
+    said = f"mlx-spec {__version__}" if "--version" in arguments else "  doctor      Check this machine"
+    assert said in capsys.readouterr().out
 
 
-def test_an_unknown_program(capsys):
+@pytest.mark.parametrize("arguments", [["chatt"], ["--frob"]])
+def test_what_is_no_program_is_one_line(capsys, arguments):
     with pytest.raises(SystemExit) as left:
-        main(["chatt"])
-    assert left.value.code == 2 and "chatt" in capsys.readouterr().err
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (left.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("mlx-spec: ") and "mlx-spec --help" in err
 
 
 # --- help

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.origin import BORDER, DIM, Origins
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.apps.chat.trace import Trace
+from mlx_spec.apps.chat.unseen import unseen
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
 
@@ -60,17 +61,18 @@ class Answerer:
     trace: Trace | None = None
     highlights: bool = False
     shows: bool = True  # False: nothing but what comes back
-    renders: bool = False  # Markdown, when the answer is complete
+    talks: bool = False  # in a conversation: Markdown at the end, and keys wait for the next prompt
 
     def answer(self, session: Session, asked: Asked) -> Outcome:
         """Stream one answer. Ctrl-C ends it early. Raises SpecError."""
         mx.reset_peak_memory()
         before, seen = session.statistics, _Seen()
-        with self.interrupts.answering(), suppress(KeyboardInterrupt):
+        keys = unseen() if self.talks else nullcontext()
+        with keys, self.interrupts.answering(), suppress(KeyboardInterrupt):
             self._stream(session, asked, seen)
         if self.shows:
             self.terminal.end(interrupted=self.interrupts.pressed)
-        if self.renders and not self.highlights and not self.interrupts.pressed:
+        if self.talks and not self.highlights and not self.interrupts.pressed:
             self.terminal.render()
         statistics = session.statistics
         if statistics is before:  # stopped before the prompt was ready

@@ -119,12 +119,12 @@ class Commands:
             if not catalog.fetch(wanted):
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
         self._terminal.note(f"loading {wanted.choice.target}")
-        conversation.switch(wanted.choice)
+        conversation.switch(wanted.choice, self._desk.interrupts.loading)
         self._terminal.note(self._desk.drafts())
 
     def _draft(self, word: str) -> None:
         if word:
-            self._desk.conversation.draft(word.lower())
+            self._desk.conversation.draft(word.lower(), self._desk.interrupts.loading)
         self._terminal.note(self._desk.drafts())
 
     def _set(self, text: str) -> None:

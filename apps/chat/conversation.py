@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlx_spec import grammar
 from mlx_spec.apps.chat.answer import Asked
@@ -16,6 +17,8 @@ from mlx_spec.errors import SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.pair import Pair
 from mlx_spec.session import Session
+
+Loading: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 PATIENCE = 10.0  # seconds that a schema may take to compile
 
@@ -75,12 +78,14 @@ class Conversation:
         """Answers match a JSON schema from now on; no more with None. Raises SpecError."""
         self.schema = None if name is None else _schema(self.pair, name, source)
 
-    def draft(self, word: str) -> None:
+    def draft(self, word: str, loading: Loading = nullcontext) -> None:
         """Change what drafts, and go on. Raises SpecError."""
-        self.switch(drafting(self.model.choice, word))
+        self.switch(drafting(self.model.choice, word), loading)
 
-    def switch(self, choice: Choice) -> None:
+    def switch(self, choice: Choice, loading: Loading = nullcontext) -> None:
         """Load another model, or the same one with other drafts, and go on. Raises SpecError.
+
+        Within `loading` a KeyboardInterrupt counts as a model that cannot be loaded.
 
         There may be no memory for two: the old one goes first, and is loaded again if the new one cannot be.
         """
@@ -92,12 +97,10 @@ class Conversation:
             old = before.choice
             del before
             try:
-                found = opened(choice, think=self.settings.think)
-                session = found.pair.session(self.system)
+                found = self._opened(choice, loading)
             except SpecError as error:
                 self._continue(_again(old, error), turns)
                 raise
-            del session
         self._continue(found, turns)
 
     def saved(self) -> Saved:
@@ -113,6 +116,15 @@ class Conversation:
         session = self.pair.session(saved.system)
         session.resume([_message(turn) for turn in saved.turns])
         self.session, self.system, self.settings = session, saved.system, settings
+
+    def _opened(self, choice: Choice, loading: Loading) -> Model:
+        try:
+            with loading():
+                found = opened(choice, think=self.settings.think)
+                found.pair.session(self.system)  # which refuses a target that does not chat
+                return found
+        except KeyboardInterrupt:
+            raise SpecError(f"{choice.target} is not loaded: the conversation goes on as before") from None
 
     def _continue(self, model: Model, turns: Sequence[Mapping[str, Any]]) -> None:
         self.model = model

@@ -90,7 +90,7 @@ class Desk:
         lines.append(f"settings: {', '.join(settings) or 'the usual ones'}")
         lines.append(f"answers: {conversation.schema.name if conversation.schema else 'free'}")
         used = conversation.session.statistics
-        tokens = used.prompt_tokens + used.generated_tokens
+        tokens = used.prompt_tokens + used.generated_tokens if conversation.turns else 0
         context = f" of {facts.context_length}" if facts.context_length else ""
         lines.append(f"turns: {len(conversation.turns) // 2}, at the last answer {tokens}{context} tokens")
         return lines

@@ -16,6 +16,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
@@ -25,6 +26,7 @@ from mlx_spec.apps.chat.completing import Completions
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.multiline import MORE, PROMPT, is_open
 from mlx_spec.apps.chat.terminal import checked
+from mlx_spec.apps.chat.unseen import unseen
 
 
 def is_dumb() -> bool:
@@ -56,8 +58,12 @@ class Editor:
 
     def read(self) -> str:
         """A message as it was typed. Raises EOFError, KeyboardInterrupt, and InvalidValue."""
-        text = self._session.prompt()
-        if _pressed_ahead(self._input):
+        # As a key Ctrl-C is read by the editor. As a signal, before and after, it is our own handler's:
+        # prompt_toolkit's loses those that come while its application starts or ends.
+        text = self._session.prompt(handle_sigint=False)
+        with unseen():  # Ctrl-C is a signal again; as a key it may still be among what was not read
+            behind = self._input.read_keys()
+        if _pressed_ahead(self._input, behind):
             self._interrupts.press()
         return checked(text, "this message")
 
@@ -118,9 +124,9 @@ def _output() -> Vt100_Output:
     return output
 
 
-def _pressed_ahead(input: Input) -> bool:
-    """Whether Ctrl-C was read behind the end of the message. It is taken, and the rest is kept for later."""
-    keys = get_typeahead(input)
+def _pressed_ahead(input: Input, behind: list[KeyPress]) -> bool:
+    """Whether Ctrl-C was pressed behind the end of the message. It is taken, the rest is kept for later."""
+    keys = [*get_typeahead(input), *behind]
     rest = [key for key in keys if key.key is not Keys.ControlC]
     store_typeahead(input, rest)
     return len(rest) < len(keys)

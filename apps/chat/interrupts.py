@@ -12,10 +12,13 @@ from typing import Self
 
 from mlx_spec.apps.command import INTERRUPTED
 
+HEED = 0.1  # seconds
+
 
 class _Mode(enum.Enum):
     START = enum.auto()
     PROMPT = enum.auto()
+    LOADING = enum.auto()
     ANSWER = enum.auto()
     QUIET = enum.auto()
 
@@ -25,7 +28,8 @@ class Interrupts:
 
     At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
     prompt it raises KeyboardInterrupt, and so it does while the prompt of an answer is read. Once the answer
-    has begun, the first one is noted, to be looked at between two rounds; the second one raises.
+    has begun, the first one is noted, to be looked at between two rounds; the second one raises. It raises
+    while another model is loaded; the second one, while the former model comes back, leaves as at the start.
     """
 
     def __init__(self) -> None:
@@ -55,6 +59,18 @@ class Interrupts:
             self.settle()
 
     @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Another model is loaded. Raises KeyboardInterrupt where Ctrl-C came since the line was entered."""
+        self._mode = _Mode.LOADING
+        try:
+            if self._pressed:
+                self._handle(signal.SIGINT, None)
+            yield
+        finally:
+            if self._mode is _Mode.LOADING:
+                self.settle()
+
+    @contextmanager
     def answering(self) -> Iterator[None]:
         """An answer is made. Before `begun`, its prompt is being read, which may take long."""
         self._mode, self._begun = _Mode.ANSWER, False
@@ -77,17 +93,38 @@ class Interrupts:
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self._mode is _Mode.START:
-            newline = "\n" if os.isatty(2) else ""
-            _say(f"{newline}mlx-spec: interrupted\n")
+            _tell()
             os._exit(INTERRUPTED)
         again = self._pressed or not self._begun
         self._pressed = True
+        if self._mode is _Mode.LOADING:
+            self._mode = _Mode.START
+            _tell()
+            raise KeyboardInterrupt
         if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and again):
             self.settle()
             raise KeyboardInterrupt
 
 
-def _say(text: str) -> None:
+@contextmanager
+def heeded() -> Iterator[None]:
+    """A line is read by `input()`, and Ctrl-C ends that within HEED seconds.
+
+    `input()` asks for signals when one interrupts its wait for a key. One that comes between the prompt and
+    the wait interrupts nothing, and would be seen at the next key only (CPython's Modules/readline.c). A
+    timer interrupts the wait soon after.
+    """
+    before = signal.signal(signal.SIGALRM, lambda _signal, _frame: None)
+    signal.setitimer(signal.ITIMER_REAL, HEED, HEED)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _tell() -> None:
+    newline = "\n" if os.isatty(2) else ""
     # Not by sys.stderr: the signal may have come in the middle of a buffered write.
     with suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, f"{newline}mlx-spec: interrupted\n".encode())

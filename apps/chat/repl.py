@@ -32,7 +32,7 @@ def converse(answerer: Answerer, options: Options, settings: Settings, choice: C
     conversation = Conversation(opened(choice, think=settings.think), settings, options.system)
     desk = Desk(conversation, answerer, terminal, interrupts, full_reports=options.stats)
     commands = Commands(desk)
-    answerer.renders = True
+    answerer.talks = True
     desk.lines = open_lines(terminal, interrupts, commands.completions(), history=options.history)
     terminal.note(HELLO)
     while True:

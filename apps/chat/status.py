@@ -44,6 +44,8 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
         f"answer: {wrote} tokens in {statistics.rounds} rounds "
         f"and {statistics.decode_seconds:.2f} s{_rate(wrote, statistics.decode_seconds)}",
     ]
+    if statistics.drafter_cold:
+        lines.append(f"drafter: {statistics.drafter_cold} of the reused tokens are new to it")
     if first_seconds is not None:
         lines.append(f"first token after {first_seconds:.2f} s")
     if statistics.drafted:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from mlx_spec.apps.chat.interrupts import heeded
 from mlx_spec.apps.chat.markdown import rendered, rows
 from mlx_spec.errors import InvalidValue, SpecError
 
@@ -107,7 +108,8 @@ class Terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         try:
-            return checked(input(prompt), "this line")
+            with heeded():
+                return checked(input(prompt), "this line")
         except UnicodeDecodeError as error:
             raise InvalidValue("this line is not UTF-8 text: type it again") from error
 

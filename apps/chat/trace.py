@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,8 @@ class Trace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written was said where it was
+            self._file.close()
 
     def begin(self, origins: Origins) -> None:
         """A new answer."""

@@ -21,6 +21,7 @@ from mlx_spec.apps.menubar.places import read_object, write
 
 MODULE = "mlx_spec"
 TICK = 0.02  # seconds between two looks
+KILLED = 5.0  # seconds within which a killed process is gone
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class Child:
 
     def end(self, patience: float) -> None:
         """Ask it to end, and after `patience` seconds make it."""
-        for way in (signal.SIGTERM, signal.SIGKILL):
+        for way, limit in ((signal.SIGTERM, patience), (signal.SIGKILL, max(patience, KILLED))):
             self._send(way)
-            end = time.monotonic() + patience
+            end = time.monotonic() + limit
             while time.monotonic() < end:
                 if not self.is_alive():
                     return
