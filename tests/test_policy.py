@@ -113,6 +113,15 @@ def test_unmeasured_costs_are_learned_on_the_way(curve: str) -> None:
     assert outcome.speed > 0.94 * best(CURVES[curve], text, 3000)
 
 
+def test_what_can_just_be_afforded_is_drafted_once_the_token_on_its_way_has_landed() -> None:
+    """Where the wait for it took what the draft needed, a draft was wanted every second round and never came."""
+    curve, text = CURVES["M1 Ultra"], Text.make("mixed", 6000 + SLACK, 0)
+    outcome = adaptive(curve, text, 3000, costs=Costs(("drafter",)))
+    landed = [r.reason is Reason.PAYS and not r.drafted for r in outcome.rounds]
+    assert sum(landed) < 0.1 * len(landed)
+    assert outcome.speed > 0.94 * best(curve, text, 3000)
+
+
 @pytest.mark.parametrize("curve", ["M5 Max", "M1 Ultra"])
 @pytest.mark.parametrize("kind", ["noise", "none"])
 def test_useless_confidence_does_no_harm(curve: str, kind: str) -> None:

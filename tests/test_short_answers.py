@@ -27,8 +27,9 @@ def conversing(curve: Curve, device: Device) -> Adaptive:
 
 
 def conversations(curve: Curve, known: float) -> tuple[Answers, Answers]:
+    """Some thirty answers of a kind."""
     good, bad = Answers(), Answers()
-    for seed in range(2):
+    for seed in range(2 if known else 1):
         a, b = virtual.short_answers(partial(conversing, curve), curve, known, 30, seed)
         good, bad = good.plus(a.tokens, a.steps, a.fixed), bad.plus(b.tokens, b.steps, b.fixed)
     return good, bad
@@ -37,7 +38,7 @@ def conversations(curve: Curve, known: float) -> tuple[Answers, Answers]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_neither_kind_of_answer_pays_for_the_other(device: str) -> None:
     good, bad = conversations(DEVICES[device], 0.5)
-    assert bad.speed > 0.97
+    assert bad.speed > 0.965  # the ledger lets answers of 95 tokens lose 0.045
     assert good.of_best > 0.93
     assert good.speed > 1.15
 

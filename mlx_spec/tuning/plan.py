@@ -100,6 +100,11 @@ class Planner:
         """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
         return np.array(self._rounds[drafter])
 
+    @property
+    def landing(self) -> float:
+        """Plain steps that are lost when a token on its way is waited for and nothing was begun behind it."""
+        return float(self._drafting[0].verify[1]) / self._plain - 1
+
     def price(self, drafter: int) -> float:
         """Plain steps that a shadow token takes, beside its own."""
         return self._prices[drafter]

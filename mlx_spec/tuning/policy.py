@@ -9,7 +9,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.costs import CLAMP, MAX_DRAFT_TOKENS, Costs
 from mlx_spec.tuning.hindsight import Hindsight
-from mlx_spec.tuning.ledger import Ledger
+from mlx_spec.tuning.ledger import EPSILON, Ledger
 from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
@@ -17,12 +17,7 @@ from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
-REVIEWS = (
-    2,
-    8,
-    32,
-    128,
-)  # rounds in a row in which a wanted draft did not come, after which the plan is made anew
+REVIEWS = (2, 8, 32, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
@@ -152,7 +147,9 @@ class Adaptive:
         choices += self._planner.untried(d for d in others if d not in probes.refuted)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        afforded = self._planner.afforded(choices, self._ledger.room, probes.proven)
+        # A draft that can just be afforded must be so still when what is on its way has landed.
+        room = self._ledger.room - self._flight * (self._planner.landing + EPSILON)
+        afforded = self._planner.afforded(choices, room, probes.proven)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
             reason = Reason.LEDGER if choices else Reason.ACCEPTANCE
