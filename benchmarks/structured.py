@@ -1,10 +1,11 @@
 """What does an answer under a JSON schema cost, with speculation and without, against a free answer?
 
-A hundred schemas (schemas.py). For each, one block of four arms in the order of a balanced Latin square, as
-often as `--repeats` says, the first block dropped: answers under the schema, drafted (the pair's own drafters
-and what the grammar forces) and plain, and free answers to the same question, drafted and plain. Seconds a
-token are those of decoding, in the engine. Ratios are of seconds a token, paired in a block; below 1 is
-faster. Medians with bootstrap 95 % intervals, schemas drawn first.
+A hundred schemas (schemas.py), or with `--drawn` that many random ones by `--seed` (schema_draws.py). For
+each, one block of four arms in the order of a balanced Latin square, as often as `--repeats` says, the first
+block dropped: answers under the schema, drafted (the pair's own drafters and what the grammar forces) and
+plain, and free answers to the same question, drafted and plain. Seconds a token are those of decoding, in the
+engine. Ratios are of seconds a token, paired in a block; below 1 is faster. Medians with bootstrap 95 %
+intervals, schemas drawn first.
 
 All are greedy. Every drafted answer must be the plain one, and every answer must end and match its schema.
 `--tokens` is the length of free answers; those under a schema end by themselves, or at `--most`.
@@ -21,6 +22,7 @@ from time import time as clock
 from typing import Any
 
 import jsonschema
+from schema_draws import Draws
 from schemas import SCHEMAS, Schema
 from timing import finish, interval, latin_square, parser, table
 
@@ -65,8 +67,9 @@ def main() -> None:
     options.add_argument("--target", default="demo")
     options.add_argument("--drafter")
     options.add_argument("--tokens", type=int, default=48)
-    options.add_argument("--most", type=int, default=400)
+    options.add_argument("--most", type=int, default=1500)
     options.add_argument("--repeats", type=int, default=4, help="blocks a schema; the first is dropped")
+    options.add_argument("--drawn", type=int, help="so many random schemas instead of the hundred")
     settings = options.parse_args()
     if settings.quick:
         settings.repeats, settings.tokens = 2, 8
@@ -75,7 +78,8 @@ def main() -> None:
         True: mlx_spec.load(settings.target, settings.drafter),
         False: mlx_spec.load(settings.target, "none"),
     }
-    schemas = SCHEMAS[::25] if settings.quick else SCHEMAS
+    drawn = Draws(settings.seed).schemas(settings.drawn) if settings.drawn else SCHEMAS
+    schemas = drawn[::25] if settings.quick else drawn
     results = measured(pairs, schemas, settings)
     report(results)
     finish("structured", results, settings, started)

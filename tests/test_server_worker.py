@@ -347,6 +347,11 @@ def test_what_cannot_be_answered(worker: Worker, ask: Any, code: str, message: s
     closed(answer(worker, chat(QUESTION, max_tokens=2)))
 
 
+@pytest.mark.parametrize("prompt", [(), (-1,), (5, 9999)])
+def test_a_prompt_that_cannot_be_is_named(worker: Worker, prompt: tuple[int, ...]) -> None:
+    assert failure(answer(worker, raw(prompt))).param == "prompt"
+
+
 @pytest.mark.parametrize("limit", [None, 7])
 def test_a_limit_beyond_the_context_is_cut(limit: int | None) -> None:
     with working(DEMO, lambda _: make_pair("full", context=64)) as worker:

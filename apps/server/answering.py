@@ -12,10 +12,12 @@ from mlx_spec import engine
 from mlx_spec.answer import Answer
 from mlx_spec.apps.server.ask import Ask, Chat, Closed, Event, Opened, Piece, Raw, Span, Timings, Usage
 from mlx_spec.apps.server.choice import Choice
+from mlx_spec.apps.server.failures import invalid
 from mlx_spec.apps.server.models import Loaded
 from mlx_spec.apps.server.prompts import Prepared
 from mlx_spec.apps.server.tools import Calls
 from mlx_spec.drafters.prediction import prediction_counts
+from mlx_spec.errors import InvalidValue
 from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.reuse import Held
 from mlx_spec.sampling import Law
@@ -46,14 +48,21 @@ class Answering:
         return self._loaded.name
 
     def steps(self, prepared: Prepared) -> Steps:
-        """Do the work; a step is a chunk of a prompt or a round. Raises SpecError."""
-        for prompt in prepared.prompts:  # before anything is generated for the first of them
-            self._loaded.pair.room(prompt, UNLIMITED)
+        """Do the work; a step is a chunk of a prompt or a round. Raises Failure and SpecError."""
+        self._check(prepared.prompts)
         for number in range(len(prepared.prompts)):
             with self._loaded.conversations.using(prepared.prompts[number]) as held:
                 for i in range(self._ask.n):
                     yield from self._choose(prepared, held, number, i)
         self._send(Closed(self._usage(prepared), self._timings()))
+
+    def _check(self, prompts: Sequence[list[int]]) -> None:
+        """Before anything is generated for the first of them. Raises Failure (400) and PromptTooLong."""
+        for prompt in prompts:
+            try:
+                self._loaded.pair.room(prompt, UNLIMITED)
+            except InvalidValue as error:
+                raise invalid(str(error), "prompt" if isinstance(self._ask.prompt, Raw) else None) from error
 
     def _choose(self, prepared: Prepared, held: Held, number: int, i: int) -> Steps:
         """Choice i of a prompt. All but the first find nearly all of the prompt in the cache."""

@@ -1,0 +1,32 @@
+"""LiteLLM against a running server: python litellm_client.py URL MODEL. Prints what it got, as JSON.
+
+A program of its own: LiteLLM makes an event loop and never closes it, which others would have to hear of.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import litellm
+
+
+def main() -> None:
+    url, model = sys.argv[1:]
+    question = [{"role": "user", "content": "What does zip do?"}]
+    ask: dict[str, Any] = {"messages": question, "max_tokens": 40, "temperature": 0, "num_retries": 0}
+    ask |= {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
+    found = litellm.completion(**ask)
+    pieces = litellm.completion(**ask, stream=True)
+    streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    try:
+        litellm.completion(**ask | {"model": "openai/none"})
+        refused = None
+    except litellm.NotFoundError as error:
+        refused = error.status_code
+    print(json.dumps({"whole": found.choices[0].message.content, "streamed": streamed, "refused": refused}))
+
+
+if __name__ == "__main__":
+    main()
