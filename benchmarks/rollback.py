@@ -44,7 +44,6 @@ from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 WRITTEN, KEPT = 8, 3
 CHUNK = 1024
-WARM = 10  # rollbacks on a short context before one is timed: behind a long pass all code is cold
 LAYERS = ("full", "sliding", "full", "sliding", "full")
 CACHES: dict[str, tuple[tuple[str, ...], int | None]] = {  # layers, kv_bits
     "full": (("full", "full"), None),
@@ -59,10 +58,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     options.add_argument("--repeats", type=int, default=50, help="rollbacks measured at each context")
+    options.add_argument(
+        "--warm",
+        type=int,
+        default=10,
+        help="rollbacks on a short context before one is timed: behind a long pass all code is cold",
+    )
     options.add_argument("--rounds", type=int, default=10, help="rounds measured")
     settings = options.parse_args()
     if settings.quick:
-        settings.contexts, settings.repeats, settings.rounds = [256, 512], 3, 1
+        settings.contexts, settings.repeats, settings.warm, settings.rounds = [256, 512], 1, 1, 1
     started = time.time()
     mx.random.seed(settings.seed)
     print(f"rollback: {WRITTEN} rows written, {KEPT} kept; medians of {settings.repeats}, us and bytes\n")
@@ -93,7 +98,7 @@ def measure_rollbacks(kind: str, settings: argparse.Namespace) -> list[dict[str,
     order = list(range(len(settings.contexts)))
     for repeat in range(settings.repeats + 1):
         for i in [*order[repeat % len(order) :], *order[: repeat % len(order)]]:
-            once = {**ours[i].measure(small), **theirs[i].measure()}
+            once = {**ours[i].measure(small, settings.warm), **theirs[i].measure(settings.warm)}
             for what, value in once.items() if repeat else ():  # the first pays for compilation
                 samples[i][what].append(value)
     return [
@@ -130,16 +135,16 @@ class Ours:
         mx.eval([c.arrays() for c in self.model.last.caches])
         mx.synchronize()
 
-    def measure(self, small: Ours) -> dict[str, float]:
+    def measure(self, small: Ours, warm: int) -> dict[str, float]:
         found = {"next pass": rise(self.write)[1]}
-        for _ in range(WARM):
+        for _ in range(warm):
             small.write()
             small.take_back()
             small.target.commit(0)
         found["rewind us"] = rise(self.take_back)[0] * 1e6
         self.target.commit(0)
         self.write()
-        for _ in range(WARM):
+        for _ in range(warm):
             small.write()
             small.target.commit(KEPT)
         seconds, grown = rise(lambda: self.target.commit(KEPT), self.settle)
@@ -162,9 +167,9 @@ class Theirs:
             caches[:-1] = [c.to_quantized(group_size=64, bits=bits) for c in caches[:-1]]
         return list(caches)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, warm: int) -> dict[str, float]:
         found = {"mlx-lm next pass": rise(lambda: mx.eval(self.model(self.block, self.caches)))[1]}
-        for _ in range(WARM):
+        for _ in range(warm):
             mx.eval(self.model(self.block, self.small))
             trim_prompt_cache(self.small, WRITTEN - KEPT)
         first = self.caches[0]

@@ -137,12 +137,14 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
         return convert(asked, Progress(io.StringIO()))
 
 
-def generate_with(folder: Path, limit: int = 3, sampling: Sampling = GREEDY) -> list[Round]:
+def generate_with(
+    folder: Path, limit: int = 3, sampling: Sampling = GREEDY, questions: Sequence[str] = QUESTIONS
+) -> list[Round]:
     """Rounds of a converted pair, with prefixes kept and cut, all checked against plain decoding."""
     pair = mlx_spec.load(folder, num_draft_tokens=limit)
     alone = mlx_spec.load(folder, drafter="none")
     done: list[Round] = []
-    for first, second in zip(QUESTIONS, OTHER * 2, strict=False):
+    for first, second in zip(questions, OTHER * 2, strict=False):
         held, prompt = Held(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
             held.align(prompt)

@@ -249,6 +249,15 @@ def random_rows(count: int, layers: int, width: int = D, seed: int = 21) -> list
     return [mx.random.normal((count, width)) for _ in range(layers)]
 
 
+def layer_outputs(model: nn.Module, tokens: Sequence[int]) -> list[mx.array]:
+    """[S, D] of each decoder layer, by a plain pass without caches."""
+    x, found = model.model.embed_tokens(mx.array(list(tokens))[None]), []
+    for layer in [getattr(layer, "layer", layer) for layer in model.layers]:
+        x = layer(x, mask="causal")
+        found.append(x[0])
+    return found
+
+
 def lossless_rounds(
     source: DrafterSource,
     model: nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -18,36 +19,43 @@ from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Round, 
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
+COUNT = 50  # tokens of an answer
+BITS, SPOILED, LENGTHS = [None, 8, 4], [(1, 2), (4, 3), (16, 2)], [1, 16, 40]
+
+
+@functools.cache
+def said(kind: str, length: int, kv_bits: int | None = None) -> list[int]:
+    """What plain decoding says behind the prompt of that length."""
+    return plain(MODELS[kind], tiny.prompt(length), COUNT, kv_bits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 40])
 def test_plain_decoding_is_that_of_mlx_lm(kind: str, length: int) -> None:
-    prompt = tiny.prompt(length)
-    ours, theirs = plain(MODELS[kind], prompt, 60), mlx_lm_greedy(MODELS[kind], prompt, 60)
+    ours, theirs = said(kind, length), mlx_lm_greedy(MODELS[kind], tiny.prompt(length), COUNT)
     assert ours == theirs, first_difference(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_bits", [None, 8, 4])
-@pytest.mark.parametrize(("K", "spoil"), [(1, 2), (4, 3), (16, 2)])
+@pytest.mark.parametrize("kv_bits", BITS)
+@pytest.mark.parametrize(("K", "spoil"), SPOILED)
 def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None, K: int, spoil: int) -> None:
-    for length in (1, 16, 40):
-        prompt = tiny.prompt(length)
-        truth = plain(MODELS[kind], prompt, 50, kv_bits)
-        drafter = Scripted(prompt + truth, spoil)
-        done = rounds(LMTarget(MODELS[kind], kv_bits=kv_bits), drafter, K, prompt, 50)
-        assert emitted(done) == truth, first_difference(emitted(done), truth)
-        assert len(emitted(done)) == 50
-        accepted, drafted = sum(r.accepted for r in done), sum(r.drafted for r in done)
-        assert 0 < accepted < drafted
+    """With a prompt length by a Latin square: any two of kind, bits and K meet every length."""
+    square = KINDS.index(kind) + BITS.index(kv_bits) + SPOILED.index((K, spoil))
+    length = LENGTHS[square % len(LENGTHS)]
+    prompt, truth = tiny.prompt(length), said(kind, length, kv_bits)
+    drafter = Scripted(prompt + truth, spoil)
+    done = rounds(LMTarget(MODELS[kind], kv_bits=kv_bits), drafter, K, prompt, COUNT)
+    assert emitted(done) == truth, first_difference(emitted(done), truth)
+    assert len(emitted(done)) == COUNT
+    accepted, drafted = sum(r.accepted for r in done), sum(r.drafted for r in done)
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_those_of_one_plain_forward(kind: str) -> None:
     needs = FeatureSpec(hidden_layers=(1, -1), final_hidden=True)
-    prompt = tiny.prompt(20)
-    truth = plain(MODELS[kind], prompt, 40)
+    prompt, truth = tiny.prompt(17), said(kind, 17)[:40]
     drafter = Scripted(prompt + truth, 2, needs)
     rounds(LMTarget(MODELS[kind], needs), drafter, 4, prompt, 40)
     whole = LMTarget(MODELS[kind], needs).prefill((prompt + truth)[:-1])
@@ -85,7 +93,7 @@ def test_shared_kv_holds_committed_rows_only() -> None:
 @pytest.mark.parametrize("K", [0, 4])
 def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K: int) -> None:
     model, prompt = MODELS[kind], tiny.prompt(17)
-    truth = plain(model, prompt, 30)
+    truth = said(kind, 17)[:30]
     stop = next(t for i, t in enumerate(truth) if i > 5 and t not in truth[:i])
     end = truth.index(stop) + 1
     target, drafter = LMTarget(model), Scripted(prompt + truth)
@@ -106,7 +114,7 @@ def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K:
 @pytest.mark.parametrize("K", [0, 3])
 def test_closing_between_rounds_leaves_cache_and_text_equal(kind: str, K: int) -> None:
     model, prompt = MODELS[kind], tiny.prompt(17)
-    truth = plain(model, prompt, 30)
+    truth = said(kind, 17)[:30]
     target = LMTarget(model)
     stream = engine.generate(
         target, [Scripted(prompt + truth, 2)], Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
@@ -131,7 +139,7 @@ def test_max_tokens_is_exact(K: int, count: int) -> None:
 def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
     model, needs = MODELS[kind], FeatureSpec(final_hidden=True)
     prompts = [tiny.prompt(17), tiny.prompt(33, seed=8)]
-    truths = [plain(model, p, 30) for p in prompts]
+    truths = [said(kind, 17)[:30], plain(model, prompts[1], 30)]
     streams = [
         engine.generate(
             LMTarget(model, needs),
@@ -177,12 +185,12 @@ class Alternating:
 @pytest.mark.parametrize("kind", KINDS)
 def test_switching_between_plain_and_speculative_rounds(kind: str) -> None:
     model, prompt = MODELS[kind], tiny.prompt(17)
-    truth = plain(model, prompt, 60)
+    truth = said(kind, 17)
     needs = FeatureSpec(final_hidden=True)
     drafter = Scripted(prompt + truth, 3, needs)
     sampler = GREEDY.sampler(17, 256)
     done = list(
-        engine.generate(LMTarget(model, needs), [drafter], Alternating(), sampler, prompt, max_tokens=60)
+        engine.generate(LMTarget(model, needs), [drafter], Alternating(), sampler, prompt, max_tokens=COUNT)
     )
     assert emitted(done) == truth
     assert any(r.drafted for r in done) and any(not r.drafted for r in done)
@@ -246,13 +254,12 @@ def told(
 ) -> list[int]:
     sampler = GREEDY.sampler(len(prompt), 256)
     target = LMTarget(MODELS[kind], needs)
-    return emitted(list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=50)))
+    return emitted(list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=COUNT)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_may_cut_what_was_drafted(kind: str) -> None:
-    prompt = tiny.prompt(17)
-    truth = plain(MODELS[kind], prompt, 50)
+    prompt, truth = tiny.prompt(17), said(kind, 17)
     selective = Decision((Choice(0, 4, selective=True),), Reason.PAYS, plain_seconds=0.5)
     policy = Told(selective, selective, Decision((), Reason.COST), keep=[4, 0, 2, 1, 3])
     needs = FeatureSpec(final_hidden=True)
@@ -266,8 +273,7 @@ def test_a_policy_may_cut_what_was_drafted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_drafter_is_asked_where_one_has_nothing(kind: str) -> None:
-    prompt = tiny.prompt(17)
-    truth = plain(MODELS[kind], prompt, 50)
+    prompt, truth = tiny.prompt(17), said(kind, 17)
 
     class Seldom(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
@@ -283,8 +289,7 @@ def test_the_next_drafter_is_asked_where_one_has_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unlikely", [False, True])
 def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlikely: bool) -> None:
-    prompt = tiny.prompt(17)
-    truth = plain(MODELS[kind], prompt, 50)
+    prompt, truth = tiny.prompt(17), said(kind, 17)
 
     class Late(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
@@ -293,7 +298,7 @@ def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlik
     policy = Told(Decision((Choice(0, 4),), Reason.PAYS, unlikely=unlikely))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
     ahead, done = [], []
-    for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=50):
+    for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=COUNT):
         done.append(round)
         ahead.append(bool(target._trial))
     assert emitted(done) == truth
@@ -309,7 +314,7 @@ def test_a_shadow_token_is_compared_and_not_verified(kind: str, sampling: Sampli
 
     def run(policy: Told | Fixed, drafter: Scripted) -> list[Round]:
         sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind], needs)
-        return list(engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=50))
+        return list(engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT))
 
     truth = emitted(run(Fixed(0), Scripted([])))
     policy = Told(Decision((), Reason.PROBE, shadow=0))

@@ -150,9 +150,9 @@ def test_rounds_are_those_of_an_exact_engine(pair, case):
 @pytest.mark.parametrize("K", [0, 1, 4, 7])
 @pytest.mark.parametrize("pair", TRAINED)
 def test_same_tokens_as_plain_decoding(pair, K):
-    facts, done = golden(pair, "long")[0], speculate(pair, "long", K)
-    assert lossless.emitted(done) == facts["greedy"][1:]
-    assert not K or sum(round.accepted for round in done) > 60
+    facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 100)
+    assert lossless.emitted(done) == facts["greedy"][1:101]
+    assert not K or sum(round.accepted for round in done) > 30
 
 
 @pytest.mark.parametrize(("K", "count"), [(1, 24), (3, 64), (4, 24), (7, 24)])
@@ -202,8 +202,8 @@ def test_quantized(pair, bits, tmp_path):
     assert isinstance(layers[KEPT], nn.Linear)
     prompt = golden(pair, "long")[0]["ids"]
     target = LMTarget(model, source.needs)
-    done = lossless.rounds(target, source.make(target.parts), 3, prompt, 48, VOCAB)
-    plain = lossless.rounds(LMTarget(model), lossless.Scripted([]), 0, prompt, 48, VOCAB)
+    done = lossless.rounds(target, source.make(target.parts), 3, prompt, 32, VOCAB)
+    plain = lossless.rounds(LMTarget(model), lossless.Scripted([]), 0, prompt, 32, VOCAB)
     assert lossless.emitted(done) == lossless.emitted(plain)
     assert sum(round.accepted for round in done) >= 10
 

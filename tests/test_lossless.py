@@ -1,4 +1,7 @@
-"""The matrix: every kind of cache x every drafter x K x prompt length, over three turns of a conversation."""
+"""The matrix: kinds of cache x drafters x K x prompt lengths, over three turns of a conversation.
+
+Any three of the four meet in every combination; all four do in every third.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,17 @@ from lossless import Scripted, emitted, first_difference, mlx_lm_greedy, plain, 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
 from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import NotRewindable
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, FeatureSpec
 
-TURN = 10  # tokens of an answer; the third turn is past the window of 16 at every prompt length
+TURN = 8  # tokens of an answer; the third turn is past the window of 16 at every prompt length
 KV_BITS = {"quantized KV": 8}
+KINDS = ["full", "window 16", "quantized KV", "recurrent"]
+DRAFTERS = ["gemma4_assistant", "draft_model", "lookup", "scripted"]
+DRAFTS = [0, 1, 2, 4, 7]
+LENGTHS = [(1, 16), (8, 17), (15, 40)]  # of prompts: before the window, and at its end or past it
 
 
 @functools.cache
@@ -74,15 +82,20 @@ def truth(kind: str, length: int) -> list[list[int]]:
     return turns
 
 
-@pytest.mark.parametrize("kind", ["full", "window 16", "quantized KV", "recurrent"])
-@pytest.mark.parametrize("drafter", ["gemma4_assistant", "draft_model", "lookup", "scripted"])
-@pytest.mark.parametrize("K", [0, 1, 2, 4, 7])
+def lengths(kind: str, drafter: str, K: int) -> tuple[int, int]:
+    """A Latin square's: with two of the three fixed, the third runs through all lengths."""
+    return LENGTHS[(KINDS.index(kind) + DRAFTERS.index(drafter) + DRAFTS.index(K)) % len(LENGTHS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("K", DRAFTS)
 def test_equal_to_plain_decoding_over_three_turns(kind: str, drafter: str, K: int) -> None:
     if (kind, drafter) == ("recurrent", "gemma4_assistant"):
         with pytest.raises(NotRewindable, match="reads the target's K/V and this target is recurrent"):
             LMTarget(model(kind), FeatureSpec(shared_kv=True))
         return
-    for length in (1, 8, 15, 16, 17, 40):
+    for length in lengths(kind, drafter, K):
         turns = truth(kind, length)
         needs = FeatureSpec() if drafter == "scripted" else source(kind, drafter).needs
         target = LMTarget(model(kind), needs, kv_bits=KV_BITS.get(kind))
@@ -96,12 +109,13 @@ def test_equal_to_plain_decoding_over_three_turns(kind: str, drafter: str, K: in
             assert got == answer, f"prompt {length}: {first_difference(got, answer)}"
 
 
-@pytest.mark.parametrize("kind", ["full", "window 16", "quantized KV", "recurrent"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "dflash", "peagle", "pard", "medusa"])
-def test_families_over_three_turns(kind: str, family: str) -> None:
-    """Turns that end at the window and past it, behind each other in the same caches."""
+def test_families_over_three_turns(kind: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that end at the window and past it, behind each other in the same caches; prompts in pieces."""
     source = of_family(kind, family)
-    for K, length in ((1, 16), (4, 40)):
+    for K, length, step in ((1, 16, PREFILL_STEP), (4, 40, 7)):
+        monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", step)
         turns = truth(kind, length)
         target = LMTarget(model(kind), source.needs, kv_bits=KV_BITS.get(kind))
         drafter = source.make(target.parts)

@@ -112,8 +112,8 @@ def test_turns_are_those_of_plain_decoding(kind: str, drafter: str) -> None:
     session = pair.session(system="You are tiny.")
     for turn, question in enumerate(QUESTIONS):
         prompt = prompt_of(session, pair, question)
-        pieces = list(session.stream(question, sampling=UNMARKED, max_tokens=16))
-        expected = alone(pair, kind, prompt, 16, UNMARKED)
+        pieces = list(session.stream(question, sampling=UNMARKED, max_tokens=10))
+        expected = alone(pair, kind, prompt, 10, UNMARKED)
         assert tokens_of(pieces) == expected
         assert text_of(pieces) == pair.text.decode(expected)
         assert session.statistics.prompt_tokens == len(prompt)
@@ -129,8 +129,8 @@ def test_seeded_turns_are_those_of_plain_decoding(kind: str) -> None:
     for question in QUESTIONS:
         sampling = Sampling(temperature=0.8, top_k=20, seed=5)
         prompt = prompt_of(session, pair, question)
-        pieces = list(session.stream(question, sampling=sampling, max_tokens=16))
-        assert tokens_of(pieces) == alone(pair, kind, prompt, 16, sampling)
+        pieces = list(session.stream(question, sampling=sampling, max_tokens=10))
+        assert tokens_of(pieces) == alone(pair, kind, prompt, 10, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)

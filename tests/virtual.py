@@ -295,11 +295,13 @@ def fixed(curve: Curve, text: Text, drafted: int, tokens: int) -> float:
     place, steps = 1, 0.0
     if not drafted:
         return tokens / (tokens + curve.host)
+    ends = np.append(np.flatnonzero(~text.right), len(text.right))
+    wrong = ends[np.searchsorted(ends, np.arange(tokens + 1))].tolist()  # by place: the next one that is
+    whole = curve.rows(drafted + 1)
     while place < tokens + 1:
         k = min(drafted, tokens - place)
-        wrong = np.flatnonzero(~text.right[place : place + k])
-        place += (int(wrong[0]) if len(wrong) else k) + 1
-        steps += curve.host + k * curve.drafted + curve.rows(k + 1)
+        place += min(wrong[place] - place, k) + 1
+        steps += curve.host + k * curve.drafted + (whole if k == drafted else curve.rows(k + 1))
     return tokens / steps
 
 
