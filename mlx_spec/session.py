@@ -51,9 +51,7 @@ class Statistics:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
-    drafter_cold: int = (
-        0  # of those reused: what the drafter never saw, less acceptance until it is far behind
-    )
+    drafter_cold: int = 0  # of those reused: what the drafter never saw, so that it is less often right
     generated_tokens: int = 0
     rounds: int = 0
     speculative_rounds: int = 0  # those that drafted
