@@ -67,6 +67,14 @@ def test_six_rounds(chunks, tmp_path):
     assert worst(replay(drafter, history, layers(), begins, 4, chunks)) < TOLERANCE
 
 
+def test_rows_that_are_missing_at_a_border_would_show(tmp_path):
+    history, begins, tensors = golden()
+    drafter, end = made(opened(published(), tmp_path)), begins[0]
+    drafter.observe(history[:5], Features(tuple(layer[:4] for layer in layers())))
+    drafter.observe(history[:end], Features(tuple(layer[5 : end - 1] for layer in layers())))
+    assert largest(fitted.logits_of(drafter, history[:end], 4), tensors["logits.0"]) > 100 * TOLERANCE
+
+
 def test_part_of_a_block_is_the_part_of_the_whole(tmp_path):
     history, begins, tensors = golden()
     found = replay(made(opened(published(), tmp_path)), history, layers(), begins, 2)
@@ -238,7 +246,7 @@ def test_quantized_weights(tmp_path):
 
 
 def test_features_line_up_with_the_target(tmp_path):
-    """Rows from the taps are those of one plain forward pass over the history."""
+    """Rows from the taps are those of one plain forward pass over the history, and of no other layers."""
     model, prompt = tiny.full(), tiny.prompt(20)
     source = opened(small(), tmp_path)
     target = fitted.LMTarget(model, source.needs)
@@ -246,12 +254,10 @@ def test_features_line_up_with_the_target(tmp_path):
     drafter.observe(prompt[:15], target.prefill(prompt[:14]))
     target.verify(mx.array([*prompt[14:19], 7, 7]))
     drafter.observe(prompt, target.commit(5))
-    x, rows = model.model.embed_tokens(mx.array(prompt[:-1])[None]), []
-    for layer in [getattr(layer, "layer", layer) for layer in model.layers]:
-        x = layer(x, mask="causal")
-        rows.append(x[0])
-    fresh = replay(source.make(target.parts), prompt, rows, [20], 4)[0]
-    assert largest(fitted.logits_of(drafter, prompt, 4), fresh) < 1e-4
+    rows, found = fitted.layer_outputs(model, prompt[:-1]), fitted.logits_of(drafter, prompt, 4)
+    for layers, right in ((rows, True), ([*rows[1:], rows[-1]], False), ([rows[0], *rows[:-1]], False)):
+        fresh = replay(source.make(target.parts), prompt, layers, [20], 4)[0]
+        assert (largest(found, fresh) < 1e-4) == right and (right or largest(found, fresh) > 0.01)
 
 
 def test_reduced_vocabulary(tmp_path):

@@ -106,6 +106,13 @@ def test_drafts_of_six_rounds(opened: Open, name: str, chunks: tuple[int, ...]) 
         assert mx.all(found.logits[:, others] == -mx.inf)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_as_mlx_vlm_computes_them(opened: Open, name: str) -> None:
+    theirs = mx.load(str(GOLDEN / "mlx_vlm.safetensors"))
+    for i, seen in enumerate(drafting.in_rounds(target_model(), opened(name), FACTS)):
+        assert largest(seen.logits[:, IDS], theirs[f"{name}.{i}"]) < TOLERANCE
+
+
 WRONG = {
     "a layer too early": {"capture": [0, 2, 3]},
     "a layer too late": {"capture": [2, 4, 5]},
@@ -144,6 +151,13 @@ def test_features_of_the_next_position_change_the_draft(opened: Open) -> None:
     target = LMTarget(target_model(), source.needs)
     drafter = source.make(target.parts)
     drafter.observe(HISTORY[:21], rows(features, 1, 21))
+    assert largest(drafted(drafter, HISTORY[:21]).logits[0][IDS], golden()["official.0"][0]) > 100 * TOLERANCE
+
+
+def test_a_pair_that_is_missing_at_a_border_changes_the_draft(opened: Open) -> None:
+    source, features = opened("official"), seen_by((1, 3, 4))
+    drafter = fresh(source, LMTarget(target_model(), source.needs), HISTORY[:12], features)
+    drafter.observe(HISTORY[:21], rows(features, 12, 20))
     assert largest(drafted(drafter, HISTORY[:21]).logits[0][IDS], golden()["official.0"][0]) > 100 * TOLERANCE
 
 
@@ -298,8 +312,11 @@ def test_seeded_text_is_the_same_without() -> None:
     assert with_drafter == without
 
 
-def test_draws_with_chance_leave_their_law(opened: Open) -> None:
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_draws_with_chance_leave_their_law(opened: Open, dtype: mx.Dtype) -> None:
+    """Also in half precision, where tokens outside the reduced vocabulary have logits of -inf."""
     source, features = opened("official"), seen_by((1, 3, 4))
+    source.network.set_dtype(dtype)
     drafter = fresh(source, LMTarget(target_model(), source.needs), HISTORY, features)
     draft = drafter.draft(HISTORY, 3, Sampling(temperature=1.0).sampler(1, V))
     assert draft.probs is not None and draft.probs.shape == (3, V)

@@ -119,6 +119,27 @@ def test_hidden_and_text_of_the_target(kind: str) -> None:
     assert plain(model_of(kind), history[:prompt], len(history) - prompt) == history[prompt:]
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_rounds_are_those_of_transformers_generate(opened: Open, kind: str) -> None:
+    """Drafts of one token: the same logits, the same acceptance, the same text."""
+    facts = json.loads((GOLDEN / kind / "generated.json").read_text())
+    logits, source = mx.load(str(GOLDEN / kind / "generated.safetensors"))["logits"], opened(kind)
+    history, begins = facts["history"], facts["begins"]
+    target = LMTarget(model_of(kind), source.needs)
+    drafter, start = source.make(target.parts), 0
+    for begin, theirs in zip(begins, logits, strict=True):
+        drafter.observe(history[:begin], target.prefill(history[start : begin - 1]))
+        start = begin - 1
+        assert largest(drafted(drafter, history[:begin], 1).logits[0], theirs) < TOLERANCE
+    target = LMTarget(model_of(kind), source.needs)
+    prompt = history[: facts["prompt"]]
+    done = rounds(target, source.make(target.parts), 1, prompt, len(history) - len(prompt), V)
+    assert prompt + emitted(done) == history
+    ends = [len(prompt) + sum(len(r.tokens) for r in done[: i + 1]) for i in range(len(done))]
+    assert ends[:-1] == begins[: len(ends) - 1]  # transformers has no draft in its first round
+    assert any(r.accepted for r in done) and any(r.drafted > r.accepted for r in done)
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "hidden before the final norm": {"hidden": "pre_norm"},
     "hidden before embedding": {"fc_order": ["hidden", "embedding"]},
@@ -147,6 +168,14 @@ def test_features_of_the_next_position_change_the_draft(opened: Open, kind: str)
     history = facts(kind)["history"][:end]
     drafter.observe(history, rows(features(kind), 1, end))
     assert largest(drafted(drafter, history).logits[0], golden(kind)["draft.0"][0]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_pair_that_is_missing_at_a_border_changes_the_draft(opened: Open, kind: str) -> None:
+    source, history, end = opened(kind), facts(kind)["history"], facts(kind)["prompt"]
+    drafter = fresh(source, LMTarget(model_of(kind), source.needs), history[:6], features(kind))
+    drafter.observe(history[:end], rows(features(kind), 6, end - 1))
+    assert largest(drafted(drafter, history[:end]).logits[0], golden(kind)["draft.0"][0]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -120,7 +120,27 @@ def test_order_of_the_layers(tmp_path):
 
 
 def test_ids_are_inputs_of_layers(tmp_path):
-    assert opened(small(), tmp_path).needs.hidden_layers == CAPTURE
+    """What the taps see is the outputs of the layers before, and not of those before or behind these."""
+    made, model, prompt = small(), tiny.full(), tiny.prompt(12)
+    source = opened(made, tmp_path)
+    assert source.needs.hidden_layers == CAPTURE
+    target = fitted.LMTarget(model, source.needs)
+    drafter = source.make(target.parts)
+    drafter.observe(prompt[:9], target.prefill(prompt[:8]))
+    target.verify(mx.array([*prompt[8:11], 7]))
+    drafter.observe(prompt, target.commit(3))
+    rows, found = fitted.layer_outputs(model, prompt[:-1]), logits_of(drafter, prompt, 4)
+    assert largest(found, in_one_pass(made, prompt, rows, 4)) < 10 * TOLERANCE
+    for wrong in ([*rows[1:], rows[-1]], [rows[0], *rows[:-1]]):
+        assert largest(found, in_one_pass(made, prompt, wrong, 4)) > 0.01
+
+
+def test_pairs_that_are_missing_at_a_border_would_show(tmp_path):
+    made, rows, history = small(), random_rows(20, 3), tiny.prompt(21)
+    drafter = opened(made, tmp_path).make(parts())
+    drafter.observe(history[:9], Features(tuple(r[:8] for r in rows)))
+    drafter.observe(history, Features(tuple(r[9:] for r in rows)))
+    assert largest(logits_of(drafter, history, 4), in_one_pass(made, history, rows, 4)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import tempfile
 from collections.abc import Sequence
@@ -15,10 +16,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from drafting import QUESTIONS
 from fitted import opened
 from likelihood import TEXT, TOP
 from synthetic import Checkpoint
+from test_tree_policy import FLAT, PLAIN, STEEP
+from virtual import Curve
 
+from mlx_spec import load
+from mlx_spec.convert.conversion import Request, convert
+from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
@@ -27,9 +34,12 @@ from mlx_spec.sampling import Law, Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.target import LMTarget
 from mlx_spec.tree import Tree, grown
+from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.policy import Fixed
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
+from mlx_spec.tuning.tuner import Tuner
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Reason, Round, Sampler
 
+GOLDEN = Path(__file__).parent / "golden"
 HEADS, COUNT = 4, 48
 RATES = [[0.6, 0.15, 0.07, 0.04]] * HEADS
 TARGETS = {"full": None, "sliding": None, "shared": None, "quantized": 8}
@@ -236,6 +246,51 @@ def test_no_more_tokens_than_asked_for(count: int) -> None:
     truth, _ = text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)
     emitted, done = text(model, "full", prompt, Scripted([*prompt, *truth]), lossless.GREEDY, 14, count=count)
     assert emitted == truth[:count] and done[-1].finish_reason == "length"
+
+
+# --- heads that were trained, from `load` on
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "pair"
+    target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
+    convert(Request(target, heads, out, "none", None, "none", "float32", False), Progress(io.StringIO()))
+    return out
+
+
+def answered(folder: Path, sampling: Sampling, curve: Curve, patch: pytest.MonkeyPatch) -> list[Round]:
+    """Rounds of a pair whose policy wants three tokens and whose costs are these; all texts are plain's."""
+    patch.setattr(Tuner, "make", lambda *_: Fixed(3, Reason.PAYS))
+    pair, alone = load(folder), load(folder, "none")
+    tuner, one = pair.policies, curve.table(PLAIN)
+    assert isinstance(tuner, Tuner) and pair.drafter_names[0] == "medusa"
+    table = Table(one.plain, one.verify, one.draft * len(tuner.names), one.host)
+    tuner.costs = Costs(tuner.names, {512: table})
+    done: list[Round] = []
+    for question in QUESTIONS:
+        prompt = [2, *pair.text.encode(question)]
+        found = list(pair.generate(prompt, sampling=sampling, max_tokens=COUNT))
+        plain = lossless.emitted(list(alone.generate(prompt, sampling=sampling, max_tokens=COUNT)))
+        assert lossless.emitted(found) == plain, question
+        done += found
+    return done
+
+
+@pytest.mark.parametrize("sampling", [lossless.GREEDY, Sampling(0.8, top_p=0.95, seed=6)])
+def test_trained_heads_draft_trees_where_width_is_free(trained, sampling, monkeypatch) -> None:
+    """Past the target's window of 16."""
+    done = answered(trained, sampling, FLAT, monkeypatch)
+    check(done, 16)
+    trees = [round for round in done if round.nodes]
+    assert len(trees) > 0.8 * sum(round.drafted > 0 for round in done)
+    assert {0, 3} <= {round.accepted for round in trees}
+    assert sum(round.accepted for round in trees) > 1.5 * len(trees)
+
+
+def test_trained_heads_draft_chains_where_rows_are_dear(trained, monkeypatch) -> None:
+    done = answered(trained, lossless.GREEDY, STEEP, monkeypatch)
+    assert any(round.drafted for round in done) and not any(round.nodes for round in done)
 
 
 # --- what is seen of it

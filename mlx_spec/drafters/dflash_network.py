@@ -17,12 +17,11 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.eagle3_network import Rope
-from mlx_spec.drafters.recorded import WHERE
+from mlx_spec.drafters.recorded import WHERE, layer_config
 from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-ACTIVATION = "silu"
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,8 @@ class DFlashConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], captured: int, tensors: Collection[str]) -> DFlashConfig:
         """From config.json, of a drafter that reads `captured` layers. Raises BadCheckpoint."""
-        layer: dict[str, Any] = required(config, "layer_config", dict, WHERE)
+        layer = layer_config(config)
         where = f"layer_config in {WHERE}"
-        activation = layer.get("hidden_act", ACTIVATION)
-        if activation != ACTIVATION:
-            raise BadCheckpoint(
-                f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported"
-            )
         heads = required(layer, "num_attention_heads", int, where)
         hidden = required(layer, "hidden_size", int, where)
         return cls(

@@ -16,11 +16,9 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.checkpoint import one_line
 from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.recorded import POST, WHERE, Recorded, joined
+from mlx_spec.drafters.recorded import POST, WHERE, Recorded, joined, layer_config
 from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
-
-ACTIVATION = "silu"
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,8 @@ class Eagle3Config:
 
         `tensors` are the names in the checkpoint, `max_positions` is the length of the target's context.
         """
-        layer: dict[str, Any] = required(config, "layer_config", dict, WHERE)
+        layer = layer_config(config)
         where = f"layer_config in {WHERE}"
-        activation = layer.get("hidden_act", ACTIVATION)
-        if activation != ACTIVATION:
-            raise BadCheckpoint(
-                f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported"
-            )
         heads = required(layer, "num_attention_heads", int, where)
         hidden = required(layer, "hidden_size", int, where)
         recorded = Recorded.from_config(config)

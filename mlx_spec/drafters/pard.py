@@ -108,7 +108,9 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
     try:
         model, _ = load_model(path, model_config=layers)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
-        raise BadCheckpoint(f"PARD drafter {path} cannot be loaded: {one_line(error)}") from error
+        raise BadCheckpoint(
+            f"PARD drafter {path} cannot be loaded ({one_line(error)}): download or convert it again"
+        ) from error
     shift_norms(model, record.norm_offset)
     LMTarget(model)  # refuses here and not in the middle of a sequence
     return PardSource(model, vocabulary, required(config, "mask_token_id", int, WHERE))

@@ -16,6 +16,7 @@ from mlx_spec.errors import BadCheckpoint, Mismatch
 KEY = "mlx_spec"
 WHERE = "config.json of the drafter"
 POST, PRE, LAYERS = "post_norm", "pre_norm", "layers"
+ACTIVATION = "silu"
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -71,6 +72,15 @@ def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) ->
                 f"drafter expects {key.replace('_', ' ')} {made_for.get(key)}, target has "
                 f"{target.get(key)}: use the drafter made for this target"
             )
+
+
+def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the layers of a drafter are. Raises BadCheckpoint where that is missing, and for an activation."""
+    layer: dict[str, Any] = required(config, "layer_config", dict, WHERE)
+    activation = layer.get("hidden_act", ACTIVATION)
+    if activation != ACTIVATION:
+        raise BadCheckpoint(f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported")
+    return layer
 
 
 def joined(embedded: mx.array, hidden: mx.array, *, hidden_first: bool) -> mx.array:
