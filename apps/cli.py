@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mlx_spec import __version__
-from mlx_spec.apps.command import BAD_OPTION
+from mlx_spec.apps.command import BAD_OPTION, ERROR, INTERRUPTED
 from mlx_spec.apps.programs import PROGRAMS, run
 from mlx_spec.errors import SpecError
 
@@ -16,12 +16,15 @@ from mlx_spec.errors import SpecError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one program, or list them all. Returns the exit status; an error of ours is a line and status 1."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    options = parser().parse_args(words or ["--help"])
     try:
+        options = parser().parse_args(words or ["--help"])
         return run(options.program, options.arguments)
     except SpecError as error:
         print(f"mlx-spec: {error}", file=sys.stderr)
-        return 1
+        return ERROR
+    except KeyboardInterrupt:  # while the program was imported; then it is its own
+        print("mlx-spec: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 class _Command(argparse.ArgumentParser):

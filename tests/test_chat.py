@@ -255,7 +255,7 @@ def test_thoughts_are_dimmed(endless, monkeypatch, capfd, no_color, shown):
         assert answer(monkeypatch, *endless, *THINK) == 0
         seen = b""
         while not re.fullmatch(shown, seen.decode(errors="replace")):
-            assert select.select([screen], [], [], 5)[0], seen
+            assert select.select([screen], [], [], LIMIT)[0], seen
             seen += screen.read(65536)
 
 
@@ -326,6 +326,19 @@ def test_bad_prompt_is_one_line(arguments, stdin, said, monkeypatch, capfd):
     out, err = capfd.readouterr()
     line = only_line(err)
     assert out == "" and line.startswith("mlx-spec: ") and said in line
+
+
+@pytest.mark.parametrize("given", [[], ["-p", "hello", "--max-tokens=4"]])
+def test_closed_stdin(given):
+    """With a prompt it is not needed; without one there is nobody to talk to."""
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh"]  # subprocess itself cannot close it
+    done = subprocess.run([*shell, *COMMAND, *TINY, *given], capture_output=True, timeout=LIMIT)
+    line = only_line(done.stderr.decode())
+    if given:
+        assert done.returncode == 0 and done.stdout and re.fullmatch(STATUS + ".*", line)
+    else:
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert line.startswith("mlx-spec: stdin is closed")
 
 
 def test_reader_that_goes_away():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
+import resource
+import select
 import struct
 import subprocess
 import sys
 import termios
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,15 +51,16 @@ def texts(session: Session, message: str, max_tokens: int = 12) -> str:
 
 
 def test_help_is_quick():
-    """Under 0.3 s in one of ten runs at least: other programs may be running, too."""
-    seconds = [1.0]
-    while min(seconds) >= 0.3:
-        assert len(seconds) < 11, seconds
-        start = time.perf_counter()
+    """Under 0.3 s of processor time in one of ten runs at least: what other programs take is not ours."""
+    seconds: list[float] = []
+    while min(seconds, default=1.0) >= 0.3:
+        assert len(seconds) < 10, seconds
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "mlx_spec.chat", "--help"], check=True, capture_output=True, timeout=LIMIT
         )
-        seconds.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
 # --- conversations on the disk
@@ -127,15 +130,16 @@ def test_names_of_files(tmp_path):
         saved.write(tmp_path / "none" / "talk.json", Saved("demo", None, None, []))
 
 
-def test_what_is_written_is_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_is_written_is_whole(failure, tmp_path, monkeypatch):
     file = tmp_path / "talk.json"
     write_whole(file, "before")
 
     def fail(_number: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise failure
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(type(failure)):
         write_whole(file, "after")
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
@@ -355,10 +359,19 @@ def test_rendered_at_the_end(pieces, columns, again, monkeypatch):
             shown.piece(piece, "answer")
         shown.end()
         streamed = "".join(pieces).removesuffix("\n").replace("\n", "\r\n") + "\r\n"
-        assert screen.read(65536).decode() == streamed
+        assert _read(screen, len(streamed)) == streamed
         shown.render()
         shown.piece("!", "answer")
-        assert screen.read(65536).decode() == again + "!"
+        assert _read(screen, len(again) + 1) == again + "!"
+
+
+def _read(screen: io.FileIO, count: int) -> str:
+    """So many characters of ASCII, and what came with them: a terminal hands them on as it likes."""
+    seen = b""
+    while len(seen) < count:
+        assert select.select([screen], [], [], LIMIT)[0], seen
+        seen += screen.read(65536)
+    return seen.decode()
 
 
 # --- origins

@@ -11,6 +11,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,40 @@ def test_interrupts(endless, tmp_path):
         screen.process.send_signal(signal.SIGINT)  # not as a key
         screen.wait_for(READY)
         assert "Traceback" not in screen.text
+
+
+def test_interrupts_of_commands(tmp_path):
+    """Nobody ever writes into that pipe, and Ctrl-C ends the wait for what it holds."""
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        screen.say("hello")
+        for command in ("load", "save", "json"):
+            screen.type(f"/{command} {pipe}\r")
+            writer = _opened_for_a_reader(pipe)
+            screen.type("\x03")
+            screen.wait_for("interrupted")
+            screen.wait_for(READY)
+            os.close(writer)
+            screen.type(f"/{command} {pipe}\r\x03")  # before it waits
+            screen.wait_for("interrupted")
+            screen.wait_for(READY)
+        assert "turns: 1, " in screen.say("/show")
+        assert "Traceback" not in screen.text
+
+
+def _opened_for_a_reader(pipe: Path) -> int:
+    """A pipe, as soon as somebody reads from it."""
+    opened: list[int] = []
+
+    def opens() -> bool:
+        with suppress(OSError):  # nobody does
+            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    _wait_until(opens)
+    return opened[0]
 
 
 def _wait_after_interrupt(screen: Screen, trace: Path, turn: int, status: str) -> float:

@@ -231,6 +231,30 @@ def ask(address: Address) -> None:
         assert connection.getresponse().status == 200
 
 
+@pytest.mark.parametrize("display", ["", ":99999"], ids=["none", "gone"])
+def test_with_gtk_but_no_display_it_says_so(display, tmp_path):
+    if reason := problem(borrowed(tmp_path)):
+        pytest.skip(reason)
+    done = subprocess.run(
+        ["dbus-run-session", "--", sys.executable, "-m", "mlx_spec.menubar"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "DISPLAY": display,
+            "WAYLAND_DISPLAY": "",
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(ROOT))]),
+            "XDG_STATE_HOME": str(tmp_path / "state"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    ours = [line for line in done.stderr.splitlines() if not line.startswith("dbus-daemon")]
+    assert (done.returncode, done.stdout, len(ours)) == (1, "", 1), done.stderr
+    assert "there is no display" in ours[0]
+
+
 def test_clicks_start_and_stop_the_real_server(tmp_path):
     """The picture in benchmarks/results is menu.png of this test's folder."""
     if reason := problem(borrowed(tmp_path)):

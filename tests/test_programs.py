@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 import pytest
 
 from mlx_spec import __version__
-from mlx_spec.apps import manual
+from mlx_spec.apps import cli, manual
 from mlx_spec.apps.cli import main
 from mlx_spec.apps.completion import SHELLS, script
 from mlx_spec.apps.programs import PROGRAMS, options, parser_of
@@ -44,6 +44,15 @@ def test_what_is_no_program_is_one_line(capsys, arguments):
     out, err = capsys.readouterr()
     assert (left.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("mlx-spec: ") and "mlx-spec --help" in err
+
+
+def test_interrupt_while_a_program_is_imported(capsys, monkeypatch):
+    def interrupted(name: str, arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "mlx-spec: interrupted\n")
 
 
 # --- help

@@ -106,12 +106,16 @@ class Commands:
 
         conversation = self._desk.conversation
         if not name:
-            for line in catalog.listing(conversation.model.choice.target):
+            with self._desk.interrupts.waiting():
+                lines = catalog.listing(conversation.model.choice.target)
+            for line in lines:
                 self._terminal.note(line)
             return
-        wanted = catalog.wanted(name, conversation.model.choice)
+        with self._desk.interrupts.waiting():
+            wanted = catalog.wanted(name, conversation.model.choice)
+            lines = catalog.offer(wanted) if wanted.missing else []
         if wanted.missing:
-            for line in catalog.offer(wanted):
+            for line in lines:
                 self._terminal.note(line)
             if not self._desk.agrees("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
@@ -149,12 +153,14 @@ class Commands:
     def _save(self, name: str) -> None:
         file = saved.place(name)
         conversation = self._desk.conversation
-        saved.write(file, conversation.saved())
+        with self._desk.interrupts.waiting():
+            saved.write(file, conversation.saved())
         self._terminal.note(f"{_turns(len(conversation.turns) // 2)} saved in {file}")
 
     def _load(self, name: str) -> None:
         conversation = self._desk.conversation
-        found = saved.read(saved.place(name))
+        with self._desk.interrupts.waiting():
+            found = saved.read(saved.place(name))
         conversation.load(found)
         self._desk.last = None
         self._terminal.note(f"{_turns(len(conversation.turns) // 2)} loaded")
@@ -199,7 +205,9 @@ class Commands:
         if name == "off":
             conversation.require(None)
         elif name:
-            conversation.require(name, _text(typed(name)))
+            with self._desk.interrupts.waiting():
+                source = _text(typed(name))
+            conversation.require(name, source)
         schema = conversation.schema
         self._terminal.note(f"answers match {schema.name}" if schema else "answers are free")
 
@@ -207,7 +215,7 @@ class Commands:
         answerer = self._desk.answerer
         wanted = _switched(word, answerer.highlights, "/highlight")
         if wanted and not self._terminal.has_styles:
-            raise InvalidValue("there are no colours here: use a terminal, and unset NO_COLOR")
+            raise InvalidValue("there are no colours here: use a terminal that has them, and unset NO_COLOR")
         answerer.highlights = wanted
         if wanted:
             self._terminal.styled(legend())

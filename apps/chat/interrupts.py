@@ -27,9 +27,10 @@ class Interrupts:
     """The SIGINT handler of the program, as a context manager.
 
     At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
-    prompt it raises KeyboardInterrupt, and so it does while the prompt of an answer is read. Once the answer
-    has begun, the first one is noted, to be looked at between two rounds; the second one raises. It raises
-    while another model is loaded; the second one, while the former model comes back, leaves as at the start.
+    prompt it raises KeyboardInterrupt, and so it does while a command waits for a file or the network, and
+    while the prompt of an answer is read. Once the answer has begun, the first one is noted, to be looked at
+    between two rounds; the second one raises. It raises while another model is loaded; the second one, while
+    the former model comes back, leaves as at the start.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,20 @@ class Interrupts:
         """The program waits for a line."""
         self._mode, self._pressed = _Mode.PROMPT, False
         try:
+            yield
+        finally:
+            self.settle()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A command waits for a file or for the network, perhaps for ever.
+
+        Raises KeyboardInterrupt where Ctrl-C came since the line was entered.
+        """
+        self._mode = _Mode.PROMPT
+        try:
+            if self._pressed:
+                raise KeyboardInterrupt
             yield
         finally:
             self.settle()

@@ -15,6 +15,8 @@ def read_prompt(given: str | None, terminal: Terminal) -> str | None:
     """The prompt given, and below it what is piped in; None for a conversation. Raises InvalidValue."""
     piped = _piped_text(terminal)
     if given is None and piped is None:
+        if sys.stdin is None:
+            raise InvalidValue("stdin is closed, so nothing can be asked: leave it open, or use -p TEXT")
         return None
     text = "\n\n".join(part for part in ((given or "").strip(), (piped or "").strip()) if part)
     if not text:

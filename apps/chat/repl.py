@@ -40,6 +40,9 @@ def converse(answerer: Answerer, options: Options, settings: Settings, choice: C
             _take(_read(desk), desk, commands)
         except EOFError:
             return
+        except KeyboardInterrupt:  # a command that waited for something
+            terminal.newline()
+            terminal.note("interrupted")
         except (OutputClosed, Lost):
             raise
         except SpecError as error:  # it does not end the conversation

@@ -55,6 +55,6 @@ def write_whole(file: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
-    except OSError:
+    except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise

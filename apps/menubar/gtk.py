@@ -9,15 +9,25 @@ from typing import Any
 from mlx_spec.apps.menubar.model import Command, Entry, Item, Menu, Separator, Submenu
 from mlx_spec.errors import NotFound
 
+NEEDED = "it needs a display, python3-gi with GTK 3, and pip install 'mlx-spec[menubar]'"
+
+try:
+    import gi
+
+    gi.require_version("Gdk", "3.0")
+    gi.require_version("Gtk", "3.0")
+    from gi.repository import Gdk, Gio, GLib, Gtk
+except (ImportError, ValueError) as error:
+    raise NotFound(f"a tray menu cannot be shown here ({error}): {NEEDED}") from error
+
+if not Gtk.init_check(None)[0]:  # without GTK pystray would look for X11 by itself, and fail as that does
+    raise NotFound(f"a tray menu cannot be shown here (there is no display): {NEEDED}")
+
 try:
     import pystray
-    from gi.repository import Gdk, Gio, GLib, Gtk
     from PIL import Image, ImageDraw
-except (ImportError, ValueError) as error:
-    raise NotFound(
-        f"a tray menu cannot be shown here ({error}): it needs a display, python3-gi with GTK 3, and "
-        "pip install 'mlx-spec[menubar]'"
-    ) from error
+except ImportError as error:
+    raise NotFound(f"a tray menu cannot be shown here ({error}): {NEEDED}") from error
 
 SIDE = 64  # pixels
 INK, PAPER = (255, 255, 255, 255), (38, 92, 166, 255)
