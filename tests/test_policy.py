@@ -114,7 +114,7 @@ def test_unmeasured_costs_are_learned_on_the_way(curve: str) -> None:
 
 
 def test_what_can_just_be_afforded_is_drafted_once_the_token_on_its_way_has_landed() -> None:
-    """Where the wait for it took what the draft needed, a draft was wanted every second round and never came."""
+    """The wait for it took what the draft needed: one was wanted every second round, and never came."""
     curve, text = CURVES["M1 Ultra"], Text.make("mixed", 6000 + SLACK, 0)
     outcome = adaptive(curve, text, 3000, costs=Costs(("drafter",)))
     landed = [r.reason is Reason.PAYS and not r.drafted for r in outcome.rounds]
