@@ -39,7 +39,7 @@ serve: $(READY)-server
 	@exec $(PY) -m mlx_spec.serve $(ARGS)
 
 test: lint
-	$(PY) -m pytest -q -n auto
+	$(PY) -m pytest -q -n auto --dist worksteal
 
 lint: $(READY)-test
 	$(PY) -m ruff check .
