@@ -179,3 +179,17 @@ def test_a_loop_is_woken_once_for_all_that_it_has_not_looked_at(monkeypatch):
     calls, call = list[object](), Waking.call
     monkeypatch.setattr(Waking, "call", lambda self, *args: (calls.append(args), call(self, *args)))
     assert asyncio.run(read()) == [DONE] * 101 and len(calls) == 2
+
+
+def test_being_woken_for_what_was_read_already_is_no_silence():
+    async def read() -> object:
+        inbox = Inbox(STEPS, 60.0)
+        inbox.put(DONE)
+        assert await inbox.get() is DONE  # before the loop was woken for it
+        waiting = asyncio.create_task(inbox.get())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        inbox.put(DONE)
+        return await asyncio.wait_for(waiting, 10)
+
+    assert asyncio.run(read()) is DONE

@@ -88,7 +88,8 @@ class Inbox:
 
     def _look(self) -> None:
         self._called = False
-        self._release()
+        if self._events:  # else they have been read already, and to be woken would be taken for silence
+            self._release()
 
     def _release(self) -> None:
         if self._waiter is not None and not self._waiter.done():
