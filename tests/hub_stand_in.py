@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,12 @@ def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
     hub.breaks.set()
     server.shutdown()
     server.server_close()
+
+
+def sizes_of_incomplete(folder: Path) -> set[int]:
+    """Bytes of each file that is being fetched into `folder`, while other files there come and go."""
+    names = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+    return {os.path.getsize(name) for name in names if name.endswith(".incomplete") and os.path.exists(name)}
 
 
 def _describe(file: Path) -> dict[str, Any]:

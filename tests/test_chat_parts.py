@@ -9,10 +9,14 @@ import pty
 import re
 import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from mlx_spec.answer import Span
 from mlx_spec.apps.chat import saved
 from mlx_spec.apps.chat.completing import Completions
 from mlx_spec.apps.chat.conversation import Conversation
+from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered, rows
 from mlx_spec.apps.chat.models import Choice, Model, drafting, opened, redrafted
 from mlx_spec.apps.chat.multiline import is_open, unquoted
@@ -383,3 +388,15 @@ def test_origins():
     styles = [origins.style(Span("a", *came)) for came in ((None, 0), (0, 1), (0, 99), (1, 2), (2, 1))]
     assert styles == ["", DRAFTED[0], DRAFTED[-1], COPIED, FORCED]
     assert {style for _, style in legend()} >= {*DRAFTED, COPIED, FORCED}
+
+
+def test_an_interrupt_that_comes_while_an_object_is_finalized_is_not_lost():
+    """Python drops what is raised in such a place, and prints it."""
+    with Interrupts() as interrupts:
+        for _ in range(2):
+            thing = threading.Event()
+            last = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt), interrupts.prompting():
+                del thing
+                time.sleep(10)
+            assert last() is None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_stand_in import serving
+from hub_stand_in import serving, sizes_of_incomplete
 from screen import GOLDEN, HAS_DEMO, LIMIT, PAIR, READY, STATUS, TINY, Screen, at_home
 
 HISTORY = Path("xdg_state_home") / "mlx_spec" / "chat_history"
@@ -468,7 +468,7 @@ def test_model_is_downloaded(tmp_path):
             hub.breaks.clear()
             hub.cut_after, hub.cuts = 60_000, 1
             _ask_for(screen, "gemma-4-e2b", "y")
-            _wait_until(lambda: any(f.stat().st_size == 60_000 for f in tmp_path.rglob("*.incomplete")))
+            _wait_until(lambda: 60_000 in sizes_of_incomplete(tmp_path))
             screen.type("\x03")
             screen.wait_for("what has arrived is kept")
             screen.wait_for("mlx-spec: gemma-4-e2b is not here: the conversation goes on as before")

@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 import pytest
 import sparse
-from hub_stand_in import COMMIT, Hub, serving
+from hub_stand_in import COMMIT, Hub, serving, sizes_of_incomplete
 from huggingface_hub import constants
 from mlx_lm.utils import MODEL_REMAPPING
 
@@ -275,7 +275,7 @@ def test_ctrl_c(
     served.cut_after, served.cuts = 60_000, 1
     process = start("pull", "gemma-4-e2b")
     until = time.monotonic() + 30
-    while not any(file.stat().st_size == 60_000 for file in cache.rglob("*.incomplete")):
+    while 60_000 not in sizes_of_incomplete(cache):
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.02)
     before = time.monotonic()

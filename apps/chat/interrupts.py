@@ -5,14 +5,20 @@ from __future__ import annotations
 import enum
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from mlx_spec.apps.command import INTERRUPTED
 
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
 HEED = 0.1  # seconds
+AGAIN = 0.01  # seconds
 
 
 class _Mode(enum.Enum):
@@ -31,18 +37,23 @@ class Interrupts:
     while the prompt of an answer is read. Once the answer has begun, the first one is noted, to be looked at
     between two rounds; the second one raises. It raises while another model is loaded; the second one, while
     the former model comes back, leaves as at the start.
+
+    Python drops what is raised while an object is finalized. A KeyboardInterrupt lost there is raised again
+    AGAIN seconds later.
     """
 
     def __init__(self) -> None:
-        self._mode = _Mode.START
+        self._mode = self._raised_in = _Mode.START
         self._pressed = False
         self._begun = False
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._handle)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._lose
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
         signal.signal(signal.SIGINT, self._previous)
 
     @property
@@ -111,7 +122,7 @@ class Interrupts:
             _tell()
             os._exit(INTERRUPTED)
         again = self._pressed or not self._begun
-        self._pressed = True
+        self._pressed, self._raised_in = True, self._mode
         if self._mode is _Mode.LOADING:
             self._mode = _Mode.START
             _tell()
@@ -119,6 +130,13 @@ class Interrupts:
         if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and again):
             self.settle()
             raise KeyboardInterrupt
+
+    def _lose(self, lost: UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        self._mode = self._raised_in
+        threading.Timer(AGAIN, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
 
 
 @contextmanager
