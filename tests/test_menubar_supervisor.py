@@ -18,6 +18,7 @@ import pytest
 from free_port import HOST, free_port
 
 from mlx_spec.apps.menubar import child as children
+from mlx_spec.apps.menubar import ports
 from mlx_spec.apps.menubar.child import Child, Record, recorded
 from mlx_spec.apps.menubar.client import Address, Client
 from mlx_spec.apps.menubar.places import Places
@@ -168,6 +169,20 @@ def test_a_strangers_port_is_left_to_it(places, kept, port):
         ask(recorded(places.server).address.port)
         one.until(lambda: one.state.figures.reason is not None)
         assert one.state.figures.reason == "disabled by user"  # the choice has come to it
+
+
+def test_a_port_that_was_taken_only_for_a_moment_is_not_given_up(places, kept, port, monkeypatch):
+    addresses = [Address(HOST, port), Address(HOST, free_port())]
+    monkeypatch.setattr(ports, "candidates", lambda wanted: [addresses.pop(0)])
+    monkeypatch.setattr(ports, "is_free", lambda address: True)  # before, and again behind the crash
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind((HOST, port))
+        stranger.listen(1)
+        one = kept(0)
+        one.supervisor.start(Choice(drafter="none"))
+        one.reach(Phase.RUNNING)
+    assert one.told(Crashed) and not one.told(GaveUp)
 
 
 UI = """

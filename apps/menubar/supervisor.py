@@ -26,6 +26,7 @@ from mlx_spec.apps.menubar.state import (
     Named,
     Unanswered,
 )
+from mlx_spec.apps.server.settings import CANNOT_LISTEN
 
 REFUSALS = (1, 2)  # exit statuses of a server that says what is wrong
 
@@ -157,7 +158,9 @@ class Supervisor:
         self._child = self._address = None
         self._places.server.unlink(missing_ok=True)
         words = logs.last_words(self._places.log, self._log_begin)
-        taken = not ports.is_free(gone.record.address)  # since it was found free, perhaps
+        # Since it was found free, somebody may have taken the port, and may have left it again.
+        refused = words if words and CANNOT_LISTEN in words else None
+        taken = bool(refused) or not ports.is_free(gone.record.address)
         if ready_at is None and status in REFUSALS and not taken:
             self._tell(GaveUp(words or f"the server ended with status {status}: the log may say why"))
             return
@@ -166,7 +169,7 @@ class Supervisor:
         delay = min(self._patience.first * 2**self._crashes, self._patience.most)
         self._crashes += 1
         self._due = time.monotonic() + delay
-        self._tell(Crashed(_cause(status), delay))
+        self._tell(Crashed(refused or _cause(status), delay))
 
     def _ask(self, address: Address) -> None:
         client = Client(address, self._wish.key)

@@ -12,7 +12,7 @@ import uvicorn
 
 from mlx_spec.apps.server import log
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.settings import Settings
+from mlx_spec.apps.server.settings import CANNOT_LISTEN, Settings
 from mlx_spec.apps.server.worker import Worker
 from mlx_spec.errors import InvalidValue
 
@@ -97,7 +97,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         problem = (error.strerror or str(error)).lower()
         raise InvalidValue(
-            f"cannot listen on {host}, port {port}: {problem}; choose another --port"
+            f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
         ) from error
     return found
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GB = 10**9
+CANNOT_LISTEN = "cannot listen on"  # so begins what a server says that finds its port taken
 
 
 @dataclass(frozen=True)
