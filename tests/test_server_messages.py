@@ -346,6 +346,11 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"stop_sequences": ["a", "b", "c", "d", "e"]}, ["5 stop", "4 are the most"]),
         ({"stop_sequences": [""]}, ["stop_sequences.0"]),
         ({"thinking": {"type": "between_tools"}}, ["thinking.type", "'between_tools'"]),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, ["thinking.budget_tokens is 0", "1 to"]),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 64}, "max_tokens": 64},
+            ["thinking.budget_tokens is 64", "max_tokens is 64"],
+        ),
         ({"container": "c1"}, ["container"]),
         ({"mcp_servers": [{"url": "https://example.com"}]}, ["mcp_servers"]),
         ({"speed": "fast"}, ["speed", "'fast'"]),

@@ -24,6 +24,10 @@ def ask_of(body: fields.Body, model: str) -> Ask:
             raise unsupported(f"{name}: nothing but the model runs here", name)
     if body.speed not in (None, "standard"):
         raise unsupported(f"speed: {body.speed!r} is not known here, only 'standard'", "speed")
+    budget = body.thinking.budget_tokens if body.thinking else None
+    if budget is not None and not 0 < budget < body.max_tokens:
+        where, most = "thinking.budget_tokens", body.max_tokens - 1
+        raise invalid(f"{where} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", where)
     return Ask(
         model=model,
         prompt=chat_of(body),
