@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_spec.pair import Pair
 from mlx_spec.reuse import Decoding
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Round
 
 BURST = 8  # tokens

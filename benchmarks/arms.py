@@ -19,7 +19,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Decoding
 from mlx_spec.tuning import profile
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.tuner import Tuner
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them

@@ -17,6 +17,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.tree import Tree, tree_of
 from mlx_spec.types import (
     Choice,
+    Decision,
     Draft,
     Drafter,
     DraftLengthPolicy,
@@ -113,7 +114,7 @@ class _Sequence:
         start = time.perf_counter()
         most = self.room - 1
         wanted = [c if c.limit <= most else replace(c, limit=most) for c in decision.choices if most]
-        round = self._round(wanted, decision.shadow, unlikely=decision.unlikely)
+        round = self._round(wanted, decision)
         stopped = round.tokens[-1] in self.stop
         self.room = 0 if stopped else self.room - len(round.tokens)
         if self.room == 0:
@@ -131,7 +132,8 @@ class _Sequence:
         self.policy.observe(done)
         return done
 
-    def _round(self, wanted: list[Choice], shadow: int | None, *, unlikely: bool) -> Round:
+    def _round(self, wanted: list[Choice], decision: Decision) -> Round:
+        shadow, unlikely = decision.shadow, decision.unlikely
         found, ahead = None, self.ahead is not None
         if wanted and (not ahead or unlikely or self.misses >= PATIENCE):
             found = self.draft(wanted)
@@ -140,8 +142,9 @@ class _Sequence:
             return self.verify(found)
         # What is on its way must land before something can be drafted.
         waits = bool(wanted) and not unlikely and self.misses < PATIENCE
-        land = bool(found) or waits or (ahead and shadow is not None)
-        probe = None if ahead or wanted or shadow is None else self.draft([Choice(shadow, 1)])
+        blocked = ahead and not decision.beside
+        land = bool(found) or waits or (blocked and shadow is not None)
+        probe = None if blocked or wanted or shadow is None else self.draft([Choice(shadow, 1)])
         round = self.plain(look_ahead=not land and self.room > 1, probe=probe)
         if found is None or ahead:
             return round
@@ -212,25 +215,20 @@ class _Sequence:
         none = mx.array([], dtype=mx.int32)
         ahead = self.ahead or self._advance(mx.array(self.history[-1:], dtype=mx.int32), none)
         features = self.target.commit(1)
-        self.ahead = None
-        if look_ahead:
-            self.ahead = self._advance(ahead.token, ahead.token)
-            mx.async_eval(ahead.token, self.ahead.token)
-        if probe is None:
-            round = Round(_read(ahead.token), 0, 0)
-        else:
+        self.ahead, said = None, ahead.token
+        if probe is not None:
             agreement = self.sampler.agreement(ahead.logits, self.history, ahead.token, probe.draft)
             confidence = agreement[:0] if probe.draft.confidence is None else probe.draft.confidence
-            token, agreed, *sure = _read(
-                mx.concatenate([ahead.token, _packed(agreement), _packed(confidence)])
-            )
+            said = mx.concatenate([said, _packed(agreement), _packed(confidence)])
+        if look_ahead:
+            self.ahead = self._advance(ahead.token, ahead.token)
+            mx.async_eval(said, self.ahead.token)
+        round = Round(_read(said), 0, 0)
+        if probe is not None:
+            token, agreed, *sure = round.tokens
+            confident = tuple(c / CERTAIN for c in sure)
             round = Round(
-                [token],
-                0,
-                0,
-                drafter=probe.drafter,
-                confidence=tuple(c / CERTAIN for c in sure),
-                agreement=agreed / CERTAIN,
+                [token], 0, 0, drafter=probe.drafter, confidence=confident, agreement=agreed / CERTAIN
             )
         self._observe(round.tokens, features)
         return round

@@ -128,7 +128,7 @@ def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
     if kv_bits is not None and kv_bits not in KV_BITS:
         raise InvalidValue(f"kv_bits is {kv_bits}, it must be 4 or 8, or left out for K/V as computed")
     if num_draft_tokens is not None:
-        from mlx_spec.tuning.policy import Fixed
+        from mlx_spec.tuning.fixed import Fixed
 
         Fixed(num_draft_tokens)
 

@@ -18,7 +18,7 @@ from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.prediction import Prediction
 from mlx_spec.reuse import Decoding
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Choice, Decision, Drafter, DraftLengthPolicy, Reason, Round, Target
 
 KEEP = 0.9  # of what was seen of an extra drafter, a round of it

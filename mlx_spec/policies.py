@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.bandwidth import device_name
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Drafter, DraftLengthPolicy, Reason, Target
 

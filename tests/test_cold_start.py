@@ -19,7 +19,7 @@ from mlx_spec.policies import Always
 from mlx_spec.reuse import Held
 from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 
 TRAINED = Path(__file__).parent / "golden" / "trained"
 MADE = {"dflash": fitted.dflash, "peagle": fitted.peagle}

@@ -14,7 +14,7 @@ from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Round, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
@@ -325,6 +325,28 @@ def test_a_shadow_token_is_compared_and_not_verified(kind: str, sampling: Sampli
     assert all(r.confidence == (0.125,) and r.drafter == 0 and not r.drafted for r in probed)
     misses = [i for i, r in enumerate(probed, 1) if r.agreement == 0]
     assert misses == [i for i in range(1, len(probed) + 1) if i % 3 == 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
+def test_a_shadow_token_beside_the_one_on_its_way(kind: str, sampling: Sampling) -> None:
+    """Compared in every round, with the right token, while plain decoding stays one token ahead."""
+    prompt = tiny.prompt(17)
+
+    def run(policy: Told | Fixed, drafter: Scripted) -> tuple[list[Round], list[bool]]:
+        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind])
+        done, ahead = [], []
+        for round in engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT):
+            done.append(round)
+            ahead.append(bool(target.on_trial))
+        return done, ahead
+
+    truth = emitted(run(Fixed(0), Scripted([]))[0])
+    policy = Told(Decision((), Reason.PROBE, shadow=0, beside=True))
+    done, ahead = run(policy, Sure(prompt + truth, 3))
+    assert emitted(done) == truth and all(ahead[:-1])
+    assert [r.agreement for r in done] == [float(i % 3 != 2) for i in range(COUNT)]
+    assert all(r.confidence == (0.125,) and r.drafter == 0 for r in done)
 
 
 def test_agreement_of_a_sampled_shadow_token_is_what_the_laws_share() -> None:

@@ -150,9 +150,9 @@ def test_rounds_are_those_of_an_exact_engine(pair, case):
 @pytest.mark.parametrize("K", [0, 1, 4, 7])
 @pytest.mark.parametrize("pair", TRAINED)
 def test_same_tokens_as_plain_decoding(pair, K):
-    facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 100)
-    assert lossless.emitted(done) == facts["greedy"][1:101]
-    assert not K or sum(round.accepted for round in done) > 30
+    facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 64)
+    assert lossless.emitted(done) == facts["greedy"][1:65]
+    assert not K or sum(round.accepted for round in done) > 15
 
 
 @pytest.mark.parametrize(("K", "count"), [(1, 24), (3, 64), (4, 24), (7, 24)])

@@ -28,7 +28,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Decoding
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -19,7 +19,7 @@ from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import (
     Choice,
     Decision,

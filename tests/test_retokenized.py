@@ -35,7 +35,7 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.tuning import tuner
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Features, Round
 
 GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)

@@ -22,7 +22,7 @@ from mlx_spec.session import Piece, Session, Statistics
 from mlx_spec.target import LMTarget
 from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Reason
 
 TEMPLATE = (

@@ -14,8 +14,9 @@ import virtual
 from virtual import CURVES, TWO_CORES, Answers, Curve, Device
 
 from mlx_spec.tuning.acceptance import Acceptance, Experience
+from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.opening import LENGTH, RATES, Kinds, Opening
-from mlx_spec.tuning.policy import Adaptive, Fixed
+from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.probes import EAGER, Look, Probes
 from mlx_spec.types import Round
 

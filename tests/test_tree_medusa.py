@@ -35,9 +35,10 @@ from mlx_spec.session import Statistics
 from mlx_spec.target import LMTarget
 from mlx_spec.tree import Tree, grown
 from mlx_spec.tuning.costs import Costs, Table
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import Tuner
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Reason, Round, Sampler
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
 GOLDEN = Path(__file__).parent / "golden"
 HEADS, COUNT = 4, 48
@@ -259,9 +260,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+class Simulated:
+    """The adaptive policy as it is, but for the clock: rounds take what the curve says."""
+
+    def __init__(self, tuner: Tuner, curve: Curve) -> None:
+        self.curve, self.now = curve, 0.0
+        self.policy = Adaptive(tuner.costs, len(tuner.names), lambda: self.now)
+        self.decide, self.cut, self.begin = self.policy.decide, self.policy.cut, self.policy.begin
+
+    def observe(self, round: Round) -> None:
+        """Host time is hidden behind a plain token that was begun ahead."""
+        curve, broken = self.curve, round.drafter is not None
+        drafted = curve.drafted * max(round.proposed if not round.nodes else round.drafted, int(broken))
+        steps = curve.rows(1 + (round.nodes or round.drafted)) + broken * (curve.host + drafted)
+        self.now += PLAIN * steps
+        self.policy.observe(round)
+
+
 def answered(folder: Path, sampling: Sampling, curve: Curve, patch: pytest.MonkeyPatch) -> list[Round]:
-    """Rounds of a pair whose policy wants three tokens and whose costs are these; all texts are plain's."""
-    patch.setattr(Tuner, "make", lambda *_: Fixed(3, Reason.PAYS))
+    """Rounds of a pair whose rounds take what the curve says; all texts are plain's."""
+    patch.setattr(Tuner, "make", lambda tuner, *_: Simulated(tuner, curve))
     pair, alone = load(folder), load(folder, "none")
     tuner, one = pair.policies, curve.table(PLAIN)
     assert isinstance(tuner, Tuner) and pair.drafter_names[0] == "medusa"
@@ -279,11 +297,11 @@ def answered(folder: Path, sampling: Sampling, curve: Curve, patch: pytest.Monke
 
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, Sampling(0.8, top_p=0.95, seed=6)])
 def test_trained_heads_draft_trees_where_width_is_free(trained, sampling, monkeypatch) -> None:
-    """Past the target's window of 16."""
+    """Past the target's window of 16; every answer is the first of its conversation."""
     done = answered(trained, sampling, FLAT, monkeypatch)
     check(done, 16)
     trees = [round for round in done if round.nodes]
-    assert len(trees) > 0.8 * sum(round.drafted > 0 for round in done)
+    assert len(trees) > 0.6 * sum(round.drafted > 0 for round in done)
     assert {0, 3} <= {round.accepted for round in trees}
     assert sum(round.accepted for round in trees) > 1.5 * len(trees)
 

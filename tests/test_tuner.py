@@ -19,7 +19,8 @@ from mlx_spec.target import LMTarget
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.calibrate import measure
 from mlx_spec.tuning.costs import Costs, Table
-from mlx_spec.tuning.policy import Adaptive, Fixed
+from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import YOUNG, Tuner
 from mlx_spec.types import Draft, Drafter, FeatureSpec, Reason, Round, Sampler
 

@@ -17,7 +17,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.reuse import Decoding
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.tuning.policy import Fixed
+from mlx_spec.tuning.fixed import Fixed
 
 K, SCRIPTED_K = 4, 7  # draft tokens
 PLACE = re.compile(r"(/[\w.@+~-]+){2,}")  # not to be shown to others

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from mlx_spec.tuning.acceptance import Acceptance
 from mlx_spec.tuning.plan import Plan, Planner
 
-LOOK = 16  # rounds after which the plan is made anew
+LOOK = 16  # rounds after which the plan is made anew ...
+QUIET = 0.25  # ... of which one counts so much in which no draft token was judged
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
-THINKING = 0.005  # of the time, for plans, and as much again for what confidence is worth
+THINKING = 0.0025  # of the time, for plans, and as much again for what confidence is worth
 
 
 class Allowance:
@@ -41,7 +42,8 @@ class Outlook:
         self.plan: Plan | None = None
         self._planner, self._acceptance = planner, acceptance
         self._planning, self._solving = Allowance(clock), Allowance(clock)
-        self._age, self._since_solve, self._solve_gap = 0, 0, SOLVE // 2
+        self._age = 0.0
+        self._since_solve, self._solve_gap = 0, SOLVE // 2
         self._drift = 0.0  # when the plan was made
         self._judged = False  # a draft token was, since the text was last compared with the plan's
 
@@ -54,7 +56,7 @@ class Outlook:
     def tick(self, *, judged: bool) -> None:
         """A round went by; `judged`: a draft token was compared with the target's."""
         self._judged = self._judged or judged
-        self._age += 1
+        self._age += 1 if judged else QUIET
         self._since_solve += 1
 
     def stale(self) -> None:

@@ -55,6 +55,7 @@ class Planner:
 
     costs: Costs
     acceptance: Sequence[Acceptance]
+    beside: Collection[int] = ()  # drafters whose shadow tokens need not wait for the token on its way
     rules: dict[int, Rule] = field(default_factory=dict)  # by drafter
     _chosen: dict[int, Action] = field(default_factory=dict)  # what to do where confidence is read
     _worth: dict[int, float] = field(default_factory=dict)  # tokens a round that reading it brings
@@ -79,7 +80,11 @@ class Planner:
         self._plain = plain
         self._drafting = [self._priced(d, rows, context) for d in range(len(self.acceptance))]
         self._rounds = [[1.0, *((d.draft[1:] + d.verify[2:]) / plain).tolist()] for d in self._drafting]
-        self._prices = [float(d.verify[1] + d.draft[1]) / plain - 1 for d in self._drafting]
+        broken = self.landing
+        self._prices = [
+            float(priced.draft[1]) / plain + (0.0 if d in self.beside else broken)
+            for d, priced in enumerate(self._drafting)
+        ]
         if again:
             self._solve(max(self._rate, 1 / plain), context)
         return self.adjust()
@@ -109,6 +114,10 @@ class Planner:
         """Plain steps that a shadow token takes, beside its own."""
         return self._prices[drafter]
 
+    def least(self, drafter: int) -> float:
+        """Plain steps that a draft of one token takes beside its own, when that is rejected."""
+        return self._rounds[drafter][1] - 1
+
     def looks(self, drafters: Iterable[int]) -> dict[int, Look]:
         """What a shadow token takes and promises: it is drafted, and the step is not begun ahead."""
         return {d: Look(self._prices[d], self.acceptance[d].first_rate()) for d in drafters}
@@ -126,6 +135,10 @@ class Planner:
         """
         shortened = [self._shortened(choice, room, proven=choice.drafter in proven) for choice in choices]
         return tuple(choice for choice in shortened if choice.limit)
+
+    def risk(self, choices: Sequence[Choice]) -> float:
+        """Plain steps that are lost when nothing is accepted of the longest of these drafts."""
+        return max((self._rounds[choice.drafter][choice.limit] - 1 for choice in choices), default=0.0)
 
     def trial(self, plan: Plan, room: float) -> tuple[Choice, ...]:
         """What comes nearest to paying, a few tokens of it, if that loses no more than `room`."""

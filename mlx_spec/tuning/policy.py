@@ -1,15 +1,16 @@
-"""Draft-length policies: how many tokens to draft in the next round, 0 included."""
+"""The adaptive policy: how many tokens to draft in the next round, 0 included."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
-from mlx_spec.errors import InvalidValue
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
-from mlx_spec.tuning.costs import CLAMP, MAX_DRAFT_TOKENS, Costs
+from mlx_spec.tuning.costs import CLAMP, Costs
 from mlx_spec.tuning.hindsight import Hindsight
 from mlx_spec.tuning.ledger import EPSILON, Ledger
+from mlx_spec.tuning.lull import LONGEST, Lull
 from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
@@ -17,43 +18,17 @@ from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
-REVIEWS = (2, 8, 32, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
+REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
-class Fixed:
-    """Always the same number of draft tokens, from the first drafter that has any."""
-
-    def __init__(self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1) -> None:
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise InvalidValue(
-                f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
-                "0 is plain decoding"
-            )
-        choices = tuple(Choice(drafter, num_draft_tokens) for drafter in range(drafters))
-        self._decision = Decision(choices if num_draft_tokens else (), reason)
-
-    def begin(self) -> None:
-        """Nothing to prepare."""
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        """The fixed number."""
-        return self._decision
-
-    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
-        """All of them."""
-        return len(confidence)
-
-    def observe(self, round: Round) -> None:
-        """Nothing to learn."""
-
-
 class Adaptive:
     """What pays, from measured costs and observed acceptance; plain decoding where nothing does.
 
-    `costs` and `experience` are shared by all sequences of a pair, everything else is of one sequence.
+    `costs` and `experience` are shared by all sequences of a pair, everything else is of one sequence. Of the
+    drafters in `beside`, which read nothing of the target, shadow tokens do not break plain decoding's queue.
     """
 
     def __init__(
@@ -62,13 +37,14 @@ class Adaptive:
         drafters: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         experience: Sequence[Experience] | None = None,
+        beside: Collection[int] = (),
     ) -> None:
         self._costs, self._clock = costs, clock
         self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
-        self._planner = Planner(costs, self._acceptance)
+        self._planner = Planner(costs, self._acceptance, beside)
         self._ledger, self._hindsight = Ledger(), Hindsight()
         self._probes = Probes(len(self._acceptance))
-        self._outlook = Outlook(self._planner, self._acceptance, clock)
+        self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
         self._decision: Decision | None = None  # given, and not yet observed
         self._context = 0
         self._asked = self._done = 0.0  # times of the last decision and the last observation
@@ -92,6 +68,7 @@ class Adaptive:
         self._probes.begin()
         self._hindsight.begin()
         self._outlook.begin()
+        self._lull.end()
         for acceptance in self._acceptance:
             acceptance.begin()
         self._flight, self._missed = False, 0
@@ -110,12 +87,14 @@ class Adaptive:
         assert decision is not None, "a round was observed that was never decided on"
         self._decision = None
         self._outlook.tick(judged=round.drafter is not None)
+        if round.drafter is not None:
+            self._lull.end()
         for acceptance in self._acceptance:
             acceptance.tick()
         if decision.choices and round.drafter is not None:
             self._drafted(round, decision, now - self._asked)
         elif round.agreement is not None:
-            self._shadowed(round, now - self._asked)
+            self._shadowed(round, decision, now - self._asked)
         else:
             self._plainly(round, decision, now)
         self._done = now
@@ -127,13 +106,17 @@ class Adaptive:
             return Decision((), Reason.WARMING_UP if self._acceptance else Reason.NO_DRAFTER, None, plain)
         if probes.timing > 0 or self._costs.timed(context) < WARM_UP:
             return Decision((), Reason.PROBE if self._outlook.plan else Reason.WARMING_UP, None, plain)
-        plan = self._look(context)
-        if plan.choices or self._hindsight.length:
+        plan, held = self._look(context), self._hindsight.length
+        same = None if held else self._lull.decision(plan, self._room)
+        if same is not None:
+            return same
+        if plan.choices or held:
             return self._draft(plan, plain)
-        everyone = self._planner.looks(range(len(self._acceptance)))
-        probes.resting(everyone, hopeful=plan.reason is Reason.ACCEPTANCE)
+        rounds = self._rest(range(len(self._acceptance)), hopeful=plan.reason is Reason.ACCEPTANCE)
         trial = self._planner.trial(plan, self._ledger.room) if probes.trying else ()
-        return Decision(trial, Reason.PROBE, None, plain) if trial else self._aside(plan.reason, plain)
+        if trial:
+            return Decision(trial, Reason.PROBE, None, plain)
+        return self._holding(plan, self._aside(plan.reason, plain), *rounds)
 
     def _draft(self, plan: Plan, plain: float) -> Decision:
         """A draft, if the ledger allows it."""
@@ -147,27 +130,51 @@ class Adaptive:
         choices += self._planner.untried(d for d in others if d not in probes.refuted)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        # A draft that can just be afforded must be so still when what is on its way has landed.
-        room = self._ledger.room - self._flight * (self._planner.landing + EPSILON)
-        afforded = self._planner.afforded(choices, room, probes.proven)
+        afforded = self._planner.afforded(choices, self._room, probes.proven)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
             reason = Reason.LEDGER if choices else Reason.ACCEPTANCE
         if afforded and not (others and self._missed > 1):
             probes.drafting()
-            return Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
+            decision = Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
+            return self._holding(plan, decision, LONGEST, probes.drafting)
         if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
             others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
-        probes.resting(self._planner.looks(others), hopeful=True)
+        rounds = self._rest(others, hopeful=True)
         probes.shadow = probes.shadow if doubted is None or afforded else doubted
-        return self._aside(reason, plain, afforded)
+        return self._holding(plan, self._aside(reason, plain, afforded), *rounds)
+
+    def _rest(self, drafters: Sequence[int], *, hopeful: bool) -> tuple[float, Callable[[], None]]:
+        """A plain round: for how many more nothing is due, and what to do in those."""
+        rounds = self._probes.resting(self._planner.looks(drafters), hopeful=hopeful)
+        return rounds, partial(self._probes.pass_by, drafters, hopeful=hopeful)
+
+    def _holding(
+        self, plan: Plan, decision: Decision, rounds: float, passing: Callable[[], None]
+    ) -> Decision:
+        """The decision, which holds for some rounds if it is one to wait or to decode plainly."""
+        idle = not decision.choices or decision.reason is Reason.WAITING
+        if idle and self._flight and (decision.shadow is None or decision.beside):
+            self._lull.hold(plan, decision, self._planner.risk(decision.choices), rounds, passing)
+        return decision
+
+    @property
+    def _room(self) -> float:
+        """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
+        return self._ledger.room - self._flight * (self._planner.landing + EPSILON)
 
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
-        """A shadow token where one is due and can be afforded, else these choices or plain decoding."""
-        drafter = self._probes.shadow
-        if drafter is None or self._planner.price(drafter) > self._ledger.room:
+        """A shadow token where one is due and can be afforded, else these choices or plain decoding.
+
+        One that takes time is of no use where a draft could not be afforded after it.
+        """
+        drafter, planner = self._probes.shadow, self._planner
+        if drafter is None:
             return Decision(choices, reason, None, plain)
-        return Decision((), Reason.PROBE, drafter, plain)
+        beside = drafter in planner.beside
+        if planner.price(drafter) + (0.0 if beside else planner.least(drafter)) > self._ledger.room:
+            return Decision(choices, reason, None, plain)
+        return Decision((), Reason.PROBE, drafter, plain, beside=beside)
 
     def _look(self, context: int) -> Plan:
         """The plan now."""
@@ -191,15 +198,15 @@ class Adaptive:
         plain, flight = self._costs.plain(self._context), self._flight
         wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
         patient = decision.unlikely or self._missed > 1
-        landing = flight and (shadow is not None or (bool(wanted) and not patient))
-        steady = flight and not wanted and shadow is None
+        landing = flight and ((shadow is not None and not decision.beside) or (bool(wanted) and not patient))
+        steady = flight and not landing
         if wanted and not landing:
             self._missed += 1
             if self._missed in REVIEWS:
                 self._outlook.stale()
         for drafter in () if landing else wanted if shadow is None else [shadow]:
             self._acceptance[drafter].missed()
-        if shadow is not None and not landing:
+        if shadow is not None and not landing and not decision.beside:  # there, it is asked until it has one
             self._looked_aside(shadow, None)
         if steady and not round.finish_reason and (plain is None or self._asked - self._done <= plain / 2):
             self._time_plain(now - self._done)
@@ -223,12 +230,14 @@ class Adaptive:
         if plain is not None and abs(seconds / plain - 1) > UNSURE:
             self._probes.retime()
 
-    def _shadowed(self, round: Round, seconds: float) -> None:
+    def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
         """A token was drafted and not verified."""
         plain = self._costs.plain(self._context)
         assert round.drafter is not None and round.agreement is not None and plain is not None
-        expected = 1 + self._planner.price(round.drafter)
-        self._enter(round, self._ledger.ahead(min(seconds / plain, 2 * PAUSE), expected))
+        steps = expected = 1 + self._planner.price(round.drafter)
+        if not (decision.beside and self._flight):
+            steps = self._ledger.ahead(min(seconds / plain, 2 * PAUSE), expected)
+        self._enter(round, steps)
         self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
         self._looked_aside(round.drafter, round.agreement)
         self._flight = True
@@ -243,8 +252,9 @@ class Adaptive:
         assert drafter is not None
         choice = next(c for c in decision.choices if c.drafter == drafter)
         landed, self._flight, self._missed = self._flight, False, 0
-        self._read[drafter] += choice.selective
-        if not choice.selective:
+        read = choice.selective and not round.nodes
+        self._read[drafter] += read
+        if not read:
             self._unread += 1
         elif self._read[drafter] >= LEARN:
             self._unread = 0
@@ -275,7 +285,8 @@ class Adaptive:
         context, kind = self._context, (choice.drafter, round.proposed, round.nodes or round.drafted)
         plain, expected = self._costs.plain(context), self._costs.round(*kind, context)
         assert plain is not None and expected is not None
-        expected += choice.selective * (self._costs.host(context) or 0.0)
+        read = choice.selective and not round.nodes
+        expected += read * (self._costs.host(context) or 0.0)
         counted = seconds
         if seconds > CLAMP * expected:
             counted = min(seconds, PAUSE * expected) if self._in_line > 1 else seconds
@@ -283,5 +294,5 @@ class Adaptive:
             self._outlook.stale()
         else:
             self._in_line += 1
-        self._costs.saw_round(*kind, context, seconds, selective=choice.selective)
+        self._costs.saw_round(*kind, context, seconds, selective=read)
         self._enter(round, counted / plain)

@@ -6,7 +6,7 @@ first draft in it was rejected whole shows a shadow token before it drafts again
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
@@ -14,7 +14,8 @@ REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
 FIRST_SHARE, LAST_SHARE = 0.02, 0.002  # of the time, for shadow tokens: at first, and after many that failed
 SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
-HURRY = 16  # times as soon in a new answer, at even odds
+HURRY = 16  # times as soon in a new answer, at even odds ...
+DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that failed, in whatever answer
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
 CALM = 4  # times as many where it is acceptance that does not pay: of costs there is less to learn
@@ -56,7 +57,8 @@ class _Shadows:
             return SOON
         first, last = max(look.price / FIRST_SHARE, SHORTEST), max(look.price / LAST_SHARE, LONGER)
         if self._opening:
-            return min(first / HURRY * (1 - look.chance) / look.chance, last, LONGEST)
+            odds = (1 - look.chance) / look.chance
+            return min(first / HURRY * odds * 2 ** (self.failed / DOUBT), last, LONGEST)
         return min(first if self._spell <= 2 * self._usual else min(first * 2**self.failed, last), LONGEST)
 
     def saw(self, agreement: float | None) -> None:
@@ -117,22 +119,29 @@ class Probes:
         if self.timing and self._more:
             self.timing, self._more = self.timing + 1, self._more - 1
 
-    def resting(self, looks: Mapping[int, Look], *, hopeful: bool) -> None:
+    def resting(self, looks: Mapping[int, Look], *, hopeful: bool) -> float:
         """A plain round because nothing pays; hopeful where better acceptance would change that.
 
-        `looks` by drafter.
+        `looks` by drafter. Says for how many more such rounds nothing will be due.
         """
-        self._since_trial += 1 / CALM if hopeful else 1
+        self.pass_by(looks, hopeful=hopeful)
         if self._since_trial > self._trial:
             self.trying, self._since_trial = TRIAL_ROUNDS, 0.0
             self._trial = min(2 * self._trial, LAST_TRIAL)
-        most = 0.0
-        for drafter, look in looks.items():
+        most, early = 0.0, self._trial - self._since_trial
+        for drafter, look in looks.items() if hopeful else ():
             shadows = self._shadows[drafter]
-            shadows.rest()
             late = shadows.since - shadows.gap(look)
-            if hopeful and late > most:
+            early = min(early, -late)
+            if late > most:
                 self.shadow, most = drafter, late
+        return early - 1
+
+    def pass_by(self, drafters: Iterable[int], *, hopeful: bool) -> None:
+        """A plain round in which nothing is due."""
+        self._since_trial += 1 / CALM if hopeful else 1
+        for drafter in drafters:
+            self._shadows[drafter].rest()
 
     def shadowed(self, drafter: int, agreement: float | None) -> None:
         """A shadow token was seen, or the drafter had none."""

@@ -83,8 +83,7 @@ class Branching:
         self._policy, self._target, self._costs, self._guesses = policy, target, costs, guesses
         self._drafter, self._height = drafter, height
         self._tree: Tree | None = None  # asked for in the round decided on last
-        self._limit = 0  # of the chain in whose place it is
-        self._best: tuple[int, Tree | None] = (0, None)  # a chain, and what is better
+        self._best: tuple[Choice, Tree | None] = (Choice(drafter, 0), None)  # a chain, and what is better
         self._age = LOOK
 
     def begin(self) -> None:
@@ -97,11 +96,11 @@ class Branching:
         decision, self._tree = self._policy.decide(history), None
         pays = decision.reason is Reason.PAYS and not self._target.on_trial
         first = decision.choices[0] if pays and decision.choices else None
-        if first is None or first.drafter != self._drafter or first.selective:
+        if first is None or first.drafter != self._drafter:
             return decision
-        if self._age >= LOOK or self._best[0] != first.limit:
-            self._best, self._age = (first.limit, self.better(first.limit, len(history))), 0
-        self._limit, self._tree = self._best
+        if self._age >= LOOK or self._best[0] != first:
+            self._best, self._age = (first, self.better(first, len(history))), 0
+        self._tree = self._best[1]
         if self._tree is None:
             return decision
         return replace(decision, choices=(Choice(self._drafter, len(self._tree.parents)),))
@@ -122,19 +121,25 @@ class Branching:
             self._policy.observe(round)
         elif tree is None or not round.nodes:
             self._guesses.saw([0] * round.accepted, [1] * round.drafted + [0], ended=ended)
-            self._policy.observe(round)
+            # Where there was no room for the tree: its confidence was not read, whatever was decided.
+            self._policy.observe(round if tree is None else replace(round, nodes=round.drafted))
         else:
             self._guesses.saw(round.ranks, tree.widths(round.ranks), ended=ended)
             self._policy.observe(self._as_chain(round, len(tree.segments[0]) - 1))
 
-    def better(self, limit: int, context: int) -> Tree | None:
-        """The tree that brings the most tokens a second, if those are clearly more than a chain brings."""
+    def better(self, chain: Choice, context: int) -> Tree | None:
+        """The tree that brings the most tokens a second, if those are clearly more than a chain brings.
+
+        A chain that confidence is to cut is taken for one that is always cut just behind its last right
+        token: it cannot be better than that.
+        """
         costs, rates = self._costs(), self._guesses.rates(self._height)
         if costs.guessed(context):
             return None
-        chain = grown(min(limit, self._height), [row[:1] for row in rates])
+        firsts = grown(min(chain.limit, self._height), [row[:1] for row in rates])
+        cut = self._cut if chain.selective else self._rate
         wide = grown(MAX_DRAFT_TOKENS, rates)
-        best, most = None, GAIN * self._rate(chain.tree(limit), chain.reach, context)
+        best, most = None, GAIN * cut(firsts.tree(chain.limit), firsts.reach, context)
         for nodes in range(2, len(wide.paths) + 1):
             tree = wide.tree(nodes)
             rate = self._rate(tree, wide.reach[:nodes], context)
@@ -147,7 +152,14 @@ class Branching:
         seconds = self._costs().round(self._drafter, tree.height, len(tree.parents), context)
         return (1 + sum(reach)) / seconds if seconds else 0.0
 
+    def _cut(self, tree: Tree, reach: Sequence[float], context: int) -> float:
+        """Tokens a second of a chain of which no token is verified that is rejected; 0: not known."""
+        at_least, rounds = [1.0, *reach, 0.0], range(tree.height + 1)
+        seconds = [self._costs().round(self._drafter, tree.height, right, context) for right in rounds]
+        expected = sum((at_least[i] - at_least[i + 1]) * (s or 0.0) for i, s in enumerate(seconds))
+        return (1 + sum(reach)) / expected if expected else 0.0
+
     def _as_chain(self, round: Round, length: int) -> Round:
         """What a chain of `length` tokens would have shown, in the time of the tree."""
         firsts = next((i for i, rank in enumerate(round.ranks) if rank), len(round.ranks))
-        return replace(round, proposed=self._limit, drafted=length, accepted=min(firsts, length))
+        return replace(round, proposed=self._best[0].limit, drafted=length, accepted=min(firsts, length))

@@ -53,9 +53,10 @@ class Tuner:
         """The policy of a new sequence."""
         return _Measuring(self, target, drafters)
 
-    def adaptive(self) -> Adaptive:
+    def adaptive(self, drafters: Sequence[Drafter]) -> Adaptive:
         """A policy that learns with the others and does not measure."""
-        return Adaptive(self.costs, len(self.names), experience=self._experience)
+        beside = {i for i, drafter in enumerate(drafters) if drafter.needs == FeatureSpec()}
+        return Adaptive(self.costs, len(self.names), experience=self._experience, beside=beside)
 
     def knows(self, context: int) -> bool:
         """Whether costs were measured about this context length, or cannot be."""
@@ -103,7 +104,7 @@ class _Measuring:
 
     def __init__(self, tuner: Tuner, target: Target, drafters: Sequence[Drafter]) -> None:
         self._tuner, self._target, self._drafters = tuner, target, drafters
-        self._policy = tuner.adaptive()
+        self._policy = tuner.adaptive(drafters)
         self._age = 0  # rounds of this answer
         self._waits = False
 
