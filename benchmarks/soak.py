@@ -29,7 +29,7 @@ from timing import finish, parser, table
 
 WAITING, RUNNING = 3, 3  # of the server under load: eight clients must meet its limits
 FIXED = 40  # requests whose answers are known
-WARM_UP = 0.25  # share of a server's life after which its memory should be flat
+WARM_UP = 120.0  # seconds after which a server's memory should be flat, or half of a shorter life
 MALFORMED = [
     (b"{", {400}),
     (b"[]", {400}),
@@ -150,7 +150,7 @@ def main() -> None:
         client.start()
     lives: list[dict[str, Any]] = []
     parts = 1 if settings.quick else 3
-    shares = [1.0] if settings.quick else [0.1, 0.1, 0.8]  # the last server lives longest
+    shares = [1.0] if settings.quick else [0.2, 0.2, 0.6]  # the last server lives longest
     for part in range(parts):
         lives.append(watch(load, shares[part] * seconds))
         if part < parts - 1:
@@ -176,8 +176,10 @@ def watch(load: Load, seconds: float) -> dict[str, Any]:
         health = load.server.send("/health", timeout=60).json
         queues.append(int(health["waiting"]) + int(health["running"]))
         time.sleep(min(2.0, seconds / 20))
-    warm = [m for age, m in memory if WARM_UP * seconds <= age < 2 * WARM_UP * seconds]
-    late = [m for age, m in memory if age >= seconds * (1 - WARM_UP)]
+    begin = min(WARM_UP, seconds / 2)
+    part = (seconds - begin) / 4
+    warm = [m for age, m in memory if begin <= age < begin + part]
+    late = [m for age, m in memory if age >= seconds - part]
     return {
         "minutes": round(seconds / 60, 2),
         "MB after warm-up": round(statistics.median(warm) / 1e6, 1),

@@ -2,10 +2,11 @@
 
 Three processes decode the demo pair greedily, each with the code of one checkout: the earlier one twice, the
 later one once. They take turns, `--burst` tokens at a time, at the same places of the same texts; nobody's
-turn overlaps another's, and who begins changes from block to block. A block's ratio is the seconds of the
+turn overlaps another's, and who begins changes from turn to turn. The ratio of a turn is the seconds of the
 later checkout over the mean of the two earlier ones; the second earlier one over the first is the null. Each
-repeat has processes of its own, because where a process lies in memory can cost a percent; their first block
-is dropped. Medians of ratios with bootstrap 95 % intervals, prompts drawn first.
+repeat has processes of its own, because where a process lies in memory can cost a percent; their first text
+is dropped. Medians over processes of the medians of their turns, with bootstrap 95 % intervals, processes
+drawn first.
 
 Arms: no drafter, a drafter that is never asked (K = 0), and fixed K = 1 and 4. The adaptive policy is left
 out: it changes on purpose, and decode.py compares it.
@@ -26,8 +27,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,14 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--before", required=True, help="a revision, or a folder")
     options.add_argument("--after", default=str(ROOT), help="a revision, or a folder")
     options.add_argument("--prompts", type=int, default=4)
-    options.add_argument("--tokens", type=int, default=64, help="of a block")
-    options.add_argument("--burst", type=int, default=16)
-    options.add_argument("--repeats", type=int, default=3, help="blocks a prompt")
+    options.add_argument("--tokens", type=int, default=64, help="of a text")
+    options.add_argument("--burst", type=int, default=4, help="tokens of a turn, at least")
+    options.add_argument("--repeats", type=int, default=16, help="sets of processes")
     options.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     settings = options.parse_args()
     if settings.quick:
         settings.arms = ["K=0", "K=4"]
-        settings.prompts, settings.tokens, settings.burst, settings.repeats = 1, 8, 4, 1
+        settings.prompts, settings.tokens, settings.repeats = 1, 8, 1
     return settings
 
 
@@ -140,58 +141,61 @@ def unpacked(name: str, folder: Path) -> Path:
     return place
 
 
-Blocks = list[list[dict[str, float]]]  # by prompt; seconds of each checkout
+Turns = list[dict[str, float]]  # seconds of each checkout
 
 
-def measure(folders: dict[str, Path], settings: argparse.Namespace) -> dict[str, Blocks]:
-    """All blocks, by arm."""
+def measure(folders: dict[str, Path], settings: argparse.Namespace) -> dict[str, list[Turns]]:
+    """All turns, by arm and set of processes."""
     lines = (ROOT / "benchmarks" / "prompts" / "demo.txt").read_text().splitlines()
     prompts = lines[: settings.prompts]
-    found: dict[str, Blocks] = {arm: [[] for _ in prompts] for arm in settings.arms}
+    found: dict[str, list[Turns]] = {arm: [] for arm in settings.arms}
     for repeat in range(settings.repeats):
         with ExitStack() as stack:
             checkouts = {name: Checkout(folder, settings.arms) for name, folder in folders.items()}
             for checkout in checkouts.values():
                 stack.callback(checkout.close)
             for arm in settings.arms:
-                block(checkouts, arm, prompts[0], settings, repeat)
-                for i, prompt in enumerate(prompts):
-                    found[arm][i].append(block(checkouts, arm, prompt, settings, repeat + i))
+                text(checkouts, arm, prompts[0], settings, repeat)
+                turns = [
+                    text(checkouts, arm, prompt, settings, repeat + i) for i, prompt in enumerate(prompts)
+                ]
+                found[arm].append(list(chain(*turns)))
         print(f"repeat {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
     return found
 
 
-def block(
+def text(
     checkouts: dict[str, Checkout], arm: str, prompt: str, settings: argparse.Namespace, first: int
-) -> dict[str, float]:
-    """Seconds of each checkout for the same tokens, behind the first of them."""
+) -> Turns:
+    """The turns of one text, behind its first token."""
     names = list(checkouts)
     for name in names:
         checkouts[name].go(arm, prompt, 1)
-    seconds: dict[str, float] = defaultdict(float)
+    turns: Turns = []
     for turn in range(settings.tokens // settings.burst):
         shift = (first + turn) % len(names)
         order = names[shift:] + names[:shift]
-        texts = set()
-        for name in order[:: 1 if turn % 2 else -1]:
-            took, tokens = checkouts[name].go(arm, None, settings.burst)
-            seconds[name] += took
-            texts.add(tuple(tokens))
+        went = {
+            name: checkouts[name].go(arm, None, settings.burst) for name in order[:: 1 if turn % 2 else -1]
+        }
+        texts = {tuple(tokens) for _, tokens in went.values()}
         if len(texts) > 1:
             sys.exit(f"{arm}: the checkouts say different things behind {prompt!r}: {texts}")
-    return dict(seconds)
+        turns.append({name: seconds for name, (seconds, _) in went.items()})
+    return turns
 
 
-def summary(blocks: Blocks, seed: int) -> dict[str, Any]:
+def summary(sets: list[Turns], seed: int) -> dict[str, Any]:
     """Ratios of seconds, with intervals."""
-    after = [[b[AFTER] / statistics.mean([b[BEFORE], b[AGAIN]]) for b in one] for one in blocks]
-    null = [[b[AGAIN] / b[BEFORE] for b in one] for one in blocks]
+    after = [[t[AFTER] / statistics.mean([t[BEFORE], t[AGAIN]]) for t in turns] for turns in sets]
+    null = [[t[AGAIN] / t[BEFORE] for t in turns] for turns in sets]
     ratio = interval(after, seed)
     return {
         "after to before": ratio,
         "null": interval(null, seed),
         "unchanged": ratio[1] >= 1 - WITHIN and ratio[2] <= 1 + WITHIN,
-        "seconds a block": round(statistics.median(b[BEFORE] for one in blocks for b in one), 4),
+        "seconds a turn": round(statistics.median(t[BEFORE] for turns in sets for t in turns), 4),
+        "turns": sum(map(len, sets)),
     }
 
 
