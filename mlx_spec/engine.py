@@ -144,11 +144,18 @@ class _Sequence:
         waits = bool(wanted) and not unlikely and self.misses < PATIENCE
         blocked = ahead and not decision.beside
         land = bool(found) or waits or (blocked and shadow is not None)
-        probe = None if blocked or wanted or shadow is None else self.draft([Choice(shadow, 1)])
+        probe = found if found and found.draft.tokens.size else None  # what lands tells of it, too
+        if not (blocked or wanted or shadow is None):
+            probe = self.draft([Choice(shadow, 1)])
         round = self.plain(look_ahead=not land and self.room > 1, probe=probe)
-        if found is None or ahead:
+        if found is None:
             return round
-        return replace(round, drafter=found.drafter, proposed=found.proposed, confidence=found.confidence)
+        return replace(
+            round,
+            drafter=found.drafter,
+            proposed=found.proposed,
+            confidence=found.confidence or round.confidence,
+        )
 
     def draft(self, wanted: list[Choice]) -> _Found | None:
         """What the first drafter that has something to draft drafted, cut as the policy will have it."""
@@ -210,7 +217,7 @@ class _Sequence:
     def plain(self, *, look_ahead: bool, probe: _Found | None = None) -> Round:
         """One token without a draft; with `look_ahead` the next one is already on its way.
 
-        A probe is a draft of one token that is not verified, only compared with what comes.
+        A probe is a draft that is not verified: its first token is compared with the one that comes.
         """
         none = mx.array([], dtype=mx.int32)
         ahead = self.ahead or self._advance(mx.array(self.history[-1:], dtype=mx.int32), none)
@@ -218,7 +225,7 @@ class _Sequence:
         self.ahead, said = None, ahead.token
         if probe is not None:
             agreement = self.sampler.agreement(ahead.logits, self.history, ahead.token, probe.draft)
-            confidence = agreement[:0] if probe.draft.confidence is None else probe.draft.confidence
+            confidence = agreement[:0] if probe.draft.confidence is None else probe.draft.confidence[:1]
             said = mx.concatenate([said, _packed(agreement), _packed(confidence)])
         if look_ahead:
             self.ahead = self._advance(ahead.token, ahead.token)

@@ -305,6 +305,9 @@ def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlik
     early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 23]
     assert [ahead[i] for i in early] == [unlikely, *[True] * (len(early) - 1)]
     assert sum(r.drafted for r in done) >= 20
+    found = next(i for i, r in enumerate(done) if r.drafter == 0)
+    assert (done[found].proposed, done[found].drafted, ahead[found]) == (4, 0, False)  # what was ahead lands
+    assert done[found + 1].drafted == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,9 +15,7 @@ import pytest
 import virtual
 from virtual import CURVES, WORKLOADS, Curve, Device, Outcome, Text, VirtualDrafter, VirtualLookup
 
-from mlx_spec.engine import generate
 from mlx_spec.errors import InvalidValue
-from mlx_spec.sampling import Sampling
 from mlx_spec.tuning.acceptance import Experience
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs, Table
 from mlx_spec.tuning.fixed import Fixed
@@ -186,62 +184,6 @@ def pair_of_drafters(ahead: list[Choice]) -> Outcome:
     outcome = virtual.run(policy, device, drafters, tokens)
     ahead += policy.decide([0] * tokens).choices
     return outcome
-
-
-def seldom(every: int, wrong: float) -> Outcome:
-    """Lookup alone, which has two tokens of every so many, on a device that is quicker in one queue."""
-    tokens, curve = 3000, dataclasses.replace(virtual.TWO_CORES, drafted=0.0, host=0.15)
-    device, chance = Device(curve, PLAIN), np.random.default_rng(5)
-    repeats = np.arange(tokens + SLACK) % every < 2
-    drafter = VirtualLookup(repeats, chance.random(tokens + SLACK) < wrong)
-    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, ({1: 1e-6, 16: 2e-6},))})
-    return virtual.run(Adaptive(costs, 1, device.clock), device, [drafter], tokens)
-
-
-@pytest.mark.parametrize("every", [12, 40])
-def test_a_drafter_that_seldom_has_a_draft_takes_nothing_where_it_has_none(every: int) -> None:
-    """While it has none, plain decoding goes on one token ahead, and its reason is that there is none."""
-    assert seldom(every, 1.0).speed > 0.985
-    outcome = seldom(every, 0.0)
-    assert outcome.speed > 1 + 0.3 / every
-    waiting = [r.reason is Reason.WAITING for r in outcome.rounds if not r.drafted]
-    assert sum(waiting) > 0.5 * len(waiting)
-
-
-@pytest.mark.parametrize("factor", [0.6, 1.6])
-def test_what_plain_decoding_takes_is_seen_while_a_draft_is_waited_for(factor: float) -> None:
-    """A machine that became faster would make drafts look cheap, in plain steps that nothing takes now."""
-    tokens, curve, pace = 600, virtual.TWO_CORES, [1.0]
-    device = Device(curve, PLAIN, noise=lambda: pace[0])
-    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, ({1: 1e-6, 16: 2e-6},))})
-    repeats = np.arange(tokens + SLACK) < 12
-    drafter = VirtualLookup(repeats, np.zeros(len(repeats), bool))
-    policy = Adaptive(costs, 1, device.clock)
-    virtual.run(policy, device, [drafter], tokens // 2)
-    assert policy.decide([0] * 300).reason is Reason.WAITING
-    pace[0] = factor
-    target = virtual.VirtualTarget(device)
-    clocked = virtual.Clocked(policy, device, target)
-    sampler = Sampling().sampler(1, virtual.VOCABULARY)
-    for _ in generate(target, [drafter], clocked, sampler, [0] * 300, max_tokens=40):
-        pass
-    assert costs.plain(300) == pytest.approx(factor * PLAIN, rel=0.1)
-
-
-def test_shadow_tokens_that_read_nothing_of_the_target_leave_plain_decoding_in_its_queue() -> None:
-    """Lookup that is always wrong is found out, and each look takes what its draft takes, here nothing."""
-    tokens, curve = 600, dataclasses.replace(virtual.TWO_CORES, drafted=0.0, host=0.15)
-    costs = {512: Table(PLAIN, curve.table(PLAIN).verify, ({1: 1e-6, 16: 2e-6},))}
-    lost, looks = [], []
-    for beside in ((), {0}):
-        device = Device(curve, PLAIN)
-        drafter = VirtualLookup(np.ones(tokens + SLACK, bool), np.ones(tokens + SLACK, bool))
-        policy = Adaptive(Costs(("lookup",), costs), 1, device.clock, beside=beside)
-        done = virtual.run(policy, device, [drafter], tokens)
-        looks.append(sum(r.agreement is not None for r in done.rounds))
-        lost.append(device.now / PLAIN - tokens)
-    assert looks[1] >= looks[0] > 0
-    assert lost[1] < lost[0] and lost[1] < 3, (lost, looks)
 
 
 def test_of_two_drafters_the_one_that_pays_is_asked_first() -> None:

@@ -115,7 +115,7 @@ def test_a_new_answer_is_looked_at_soon_unless_none_was_ever_known() -> None:
     for chance in (0.5, 0.03):
         probes = Probes(1)
         probes.shadowed(0, 0.0)
-        probes.begin()
+        probes.begin(())
         waited.append(spaces(probes, Look(0.5, chance), 600, 0.0)[0])
     assert waited[0] < 4 and waited[1] > 20
 
@@ -128,15 +128,26 @@ def test_one_that_passes_is_followed_by_others() -> None:
 def test_a_draft_rejected_whole_is_doubted_until_a_shadow_token_was_seen() -> None:
     probes = Probes(1)
     probes.drafted(0, accepted=False, often=False)
-    assert not probes.refuted  # its shadow tokens would be long in coming
+    assert not probes.doubted  # its shadow tokens would be long in coming
     probes.drafted(0, accepted=False, often=True)
-    assert probes.refuted == {0}
+    assert probes.doubted == {0}
     probes.shadowed(0, None)
-    assert probes.refuted == {0}
+    assert probes.doubted == {0}
     probes.shadowed(0, 0.1)
-    assert not probes.refuted
+    assert not probes.doubted
     probes.drafted(0, accepted=True, often=True)
     probes.drafted(0, accepted=False, often=True)
-    assert not probes.refuted and probes.proven == {0}
-    probes.begin()
+    assert not probes.doubted and probes.proven == {0}
+    probes.begin(())
     assert not probes.proven
+
+
+def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_one_passes() -> None:
+    probes = Probes(2, beside={1})
+    probes.begin([1])
+    probes.shadowed(1, 0.1)
+    assert probes.doubted == {1}
+    probes.shadowed(1, 0.9)
+    assert not probes.doubted
+    probes.drafted(1, accepted=False, often=False)
+    assert probes.doubted == {1}

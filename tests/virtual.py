@@ -133,6 +133,7 @@ class Device:
     now: float = 0.0
     free: float = 0.0  # when the queue is empty
     noise: Callable[[], float] = lambda: 1.0
+    in_order: bool = False  # a read waits for all that was submitted, as on MLX's CPU backend
 
     def clock(self) -> float:
         """The time."""
@@ -148,7 +149,7 @@ class Device:
 
     def read(self, done: float) -> None:
         """Wait for work."""
-        self.now = max(self.now, done)
+        self.now = max(self.now, self.free if self.in_order else done)
 
 
 VOCABULARY = 4

@@ -124,8 +124,12 @@ class Acceptance:
 
     def saw_shadow(self, agreement: float, confidence: Sequence[float]) -> None:
         """One token was drafted and not verified; `agreement` is the chance that it would have passed."""
-        self._observed()
         self._offered.add(0, 1)
+        self.compared(agreement, confidence)
+
+    def compared(self, agreement: float, confidence: Sequence[float]) -> None:
+        """The same of the first token of a draft that will be made again."""
+        self._observed()
         self._opening.saw(agreement, 1 - agreement)
         self._learn(0, [bin_of(c) for c in confidence[:1]], agreement)
 

@@ -63,6 +63,10 @@ class Outlook:
         """Something was seen that may change the plan."""
         self._age = LOOK
 
+    def reads(self, drafter: int) -> bool:
+        """Whether the plan has the drafter's confidence decide what to verify."""
+        return self.plan is not None and any(c.selective for c in self.plan.choices if c.drafter == drafter)
+
     def now(self, context: int, time: float) -> Plan:
         """The plan for a round that begins now."""
         plan = self.plan

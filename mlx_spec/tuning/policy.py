@@ -18,6 +18,7 @@ from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
+SURE = 0.9  # acceptance from which on a first draft is not preceded by a shadow token
 REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
@@ -43,7 +44,7 @@ class Adaptive:
         self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
         self._planner = Planner(costs, self._acceptance, beside)
         self._ledger, self._hindsight = Ledger(), Hindsight()
-        self._probes = Probes(len(self._acceptance))
+        self._probes = Probes(len(self._acceptance), beside)
         self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
         self._decision: Decision | None = None  # given, and not yet observed
         self._context = 0
@@ -64,19 +65,19 @@ class Adaptive:
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
+        for acceptance in self._acceptance:
+            acceptance.begin()
         self._ledger.begin()
-        self._probes.begin()
+        self._probes.begin(d for d in self._planner.beside if self._acceptance[d].first_rate() < SURE)
         self._hindsight.begin()
         self._outlook.begin()
         self._lull.end()
-        for acceptance in self._acceptance:
-            acceptance.begin()
         self._flight, self._missed = False, 0
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         """How many to verify; token j by `confidence[: j + 1]` alone."""
         rule = self._planner.rules.get(drafter)
-        if rule is None or not self._ruled(drafter):
+        if rule is None or not self._outlook.reads(drafter):
             return len(confidence)
         return rule.cut([bin_of(c) for c in confidence])
 
@@ -122,12 +123,12 @@ class Adaptive:
         """A draft, if the ledger allows it."""
         probes, held = self._probes, self._hindsight.length
         wanted: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
-        choices = tuple(c for c in wanted if c.drafter not in probes.refuted)
-        doubted = next((c.drafter for c in wanted if c.drafter in probes.refuted), None)
+        choices = tuple(c for c in wanted if c.drafter not in probes.doubted)
+        doubted = next((c.drafter for c in wanted if c.drafter in probes.doubted), None)
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
         if not held and self._unread >= RELEARN:
             choices = tuple(map(self._curious, choices))
-        choices += self._planner.untried(d for d in others if d not in probes.refuted)
+        choices += self._planner.untried(d for d in others if d not in probes.doubted)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
         afforded = self._planner.afforded(choices, self._room, probes.proven)
@@ -188,11 +189,6 @@ class Adaptive:
         known = self._acceptance[choice.drafter].told or not self._read[choice.drafter]
         return Choice(choice.drafter, choice.limit, selective=True) if known else choice
 
-    def _ruled(self, drafter: int) -> bool:
-        """Whether the plan has confidence decide."""
-        plan = self._outlook.plan
-        return plan is not None and any(c.selective for c in plan.choices if c.drafter == drafter)
-
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
         plain, flight = self._costs.plain(self._context), self._flight
@@ -252,6 +248,8 @@ class Adaptive:
         assert drafter is not None
         choice = next(c for c in decision.choices if c.drafter == drafter)
         landed, self._flight, self._missed = self._flight, False, 0
+        if landed and not round.drafted:
+            return self._landed(drafter, round, seconds)
         read = choice.selective and not round.nodes
         self._read[drafter] += read
         if not read:
@@ -261,16 +259,20 @@ class Adaptive:
         for other in decision.choices[: decision.choices.index(choice)]:
             self._acceptance[other.drafter].missed()
         self._acceptance[drafter].saw(round, choice.limit)
-        if landed and not round.drafted:  # what was found is drafted again in the next round
-            plain = self._costs.plain(self._context) or seconds
-            self._enter(round, self._ledger.landed(seconds / plain))
-            return
         often = self._acceptance[drafter].had > OFTEN
         self._probes.drafted(drafter, accepted=round.accepted > 0, often=often)
         self._charge(round, choice, seconds)
         if self._probes.trying:
             self._probes.trying -= 1
             self._outlook.stale()
+
+    def _landed(self, drafter: int, round: Round, seconds: float) -> None:
+        """What was found is drafted again in the next round; the token on its way told of it."""
+        self._enter(round, self._ledger.landed(seconds / (self._costs.plain(self._context) or seconds)))
+        if round.agreement is not None:
+            self._acceptance[drafter].compared(round.agreement, round.confidence)
+            if self._probes.compared(drafter, round.agreement):
+                self._outlook.stale()
 
     def _enter(self, round: Round, steps: float) -> None:
         """In the books: what a round brought and took."""

@@ -1,12 +1,13 @@
 """When to look at what is not being done: seldom, and ever more seldom while it does not pay.
 
 A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
-first draft in it was rejected whole shows a shadow token before it drafts again.
+first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens
+break no queue shows one that passes, and so it does before its first draft, where that is not nearly sure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
@@ -86,22 +87,23 @@ class _Shadows:
 class Probes:
     """Counts rounds and says when it is time."""
 
-    def __init__(self, drafters: int) -> None:
+    def __init__(self, drafters: int, beside: Collection[int] = ()) -> None:
+        self._beside = beside  # drafters whose shadow tokens need not wait for the token on its way
         self.shadow: int | None = None  # the drafter whose token is due, or was asked for and has not come
         self.trying = 0  # rounds of a trial still to come
         self.timing = 0  # plain rounds of a timing still to come
         self._more = 0
         self._refresh, self._since_refresh = REFRESH, 0
         self.proven: set[int] = set()  # drafters of which a draft token was accepted in this answer
-        self.refuted: set[int] = set()  # those of which none was: a shadow token comes first
+        self.doubted: set[int] = set()  # those of which none was or is sure to be: a shadow token comes first
         self._shadows = [_Shadows() for _ in range(drafters)]
         self._trial, self._since_trial = float(FIRST_TRIAL), 0.0
 
-    def begin(self) -> None:
-        """An answer begins: what failed before may pass in it."""
+    def begin(self, doubted: Iterable[int]) -> None:
+        """An answer begins: what failed before may pass in it. Some drafters are doubted from the start."""
         self.shadow, self.trying = None, 0
         self.proven.clear()
-        self.refuted.clear()
+        self.doubted = set(doubted)
         for shadows in self._shadows:
             shadows.begin()
 
@@ -147,13 +149,20 @@ class Probes:
         """A shadow token was seen, or the drafter had none."""
         self.shadow = None
         self._shadows[drafter].saw(agreement)
-        if agreement is not None:
-            self.refuted.discard(drafter)
+        if agreement is not None and (agreement > 0.5 or drafter not in self._beside):
+            self.doubted.discard(drafter)
+
+    def compared(self, drafter: int, agreement: float) -> bool:
+        """The first token of a draft was; whether that speaks against the next one."""
+        wrong = agreement <= 0.5
+        if wrong and drafter in self._beside and drafter not in self.proven:
+            self.doubted.add(drafter)
+        return wrong
 
     def drafted(self, drafter: int, *, accepted: bool, often: bool) -> None:
         """A draft was verified, of a drafter that has one often or seldom."""
         self._shadows[drafter].drafted(accepted=accepted)
         if accepted:
             self.proven.add(drafter)
-        elif often and drafter not in self.proven:
-            self.refuted.add(drafter)
+        elif (often or drafter in self._beside) and drafter not in self.proven:
+            self.doubted.add(drafter)

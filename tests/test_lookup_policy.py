@@ -1,0 +1,113 @@
+"""The policy and a drafter that reads nothing of the target and seldom has a draft: lookup (simulated).
+
+The real policy and the real round loop on a virtual clock, see `virtual.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import virtual
+from virtual import TWO_CORES, Device, Outcome, VirtualLookup
+
+from mlx_spec.engine import generate
+from mlx_spec.sampling import Sampling
+from mlx_spec.tuning.costs import Costs, Table
+from mlx_spec.tuning.policy import Adaptive
+from mlx_spec.types import Reason
+
+PLAIN = 0.03  # seconds
+SLACK = 40  # tokens of text behind the last: a drafter looks beyond it
+FREE = {1: 1e-6, 16: 2e-6}  # seconds of drafts
+
+
+def seldom(every: int, wrong: float) -> Outcome:
+    """Lookup alone, which has two tokens of every so many, on a device that is quicker in one queue."""
+    tokens, curve = 3000, dataclasses.replace(TWO_CORES, drafted=0.0, host=0.15)
+    device, chance = Device(curve, PLAIN), np.random.default_rng(5)
+    repeats = np.arange(tokens + SLACK) % every < 2
+    drafter = VirtualLookup(repeats, chance.random(tokens + SLACK) < wrong)
+    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
+    return virtual.run(Adaptive(costs, 1, device.clock), device, [drafter], tokens)
+
+
+@pytest.mark.parametrize("every", [12, 40])
+def test_a_drafter_that_seldom_has_a_draft_takes_nothing_where_it_has_none(every: int) -> None:
+    """While it has none, plain decoding goes on one token ahead, and its reason is that there is none."""
+    assert seldom(every, 1.0).speed > 0.985
+    outcome = seldom(every, 0.0)
+    assert outcome.speed > 1 + 0.3 / every
+    waiting = [r.reason is Reason.WAITING for r in outcome.rounds if not r.drafted]
+    assert sum(waiting) > 0.5 * len(waiting)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+def test_what_plain_decoding_takes_is_seen_while_a_draft_is_waited_for(factor: float) -> None:
+    """A machine that became faster would make drafts look cheap, in plain steps that nothing takes now."""
+    tokens, curve, pace = 600, TWO_CORES, [1.0]
+    device = Device(curve, PLAIN, noise=lambda: pace[0])
+    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
+    repeats = np.arange(tokens + SLACK) < 12
+    drafter = VirtualLookup(repeats, np.zeros(len(repeats), bool))
+    policy = Adaptive(costs, 1, device.clock)
+    virtual.run(policy, device, [drafter], tokens // 2)
+    assert policy.decide([0] * 300).reason is Reason.WAITING
+    pace[0] = factor
+    target = virtual.VirtualTarget(device)
+    clocked = virtual.Clocked(policy, device, target)
+    sampler = Sampling().sampler(1, virtual.VOCABULARY)
+    for _ in generate(target, [drafter], clocked, sampler, [0] * 300, max_tokens=40):
+        pass
+    assert costs.plain(300) == pytest.approx(factor * PLAIN, rel=0.1)
+
+
+def test_shadow_tokens_that_read_nothing_of_the_target_leave_plain_decoding_in_its_queue() -> None:
+    """Lookup that is always wrong is found out, and each look takes what its draft takes, here nothing."""
+    tokens, curve = 600, dataclasses.replace(TWO_CORES, drafted=0.0, host=0.15)
+    costs = {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))}
+    lost, looks = [], []
+    for beside in ((), {0}):
+        device = Device(curve, PLAIN)
+        drafter = VirtualLookup(np.ones(tokens + SLACK, bool), np.ones(tokens + SLACK, bool))
+        policy = Adaptive(Costs(("lookup",), costs), 1, device.clock, beside=beside)
+        done = virtual.run(policy, device, [drafter], tokens)
+        looks.append(sum(r.agreement is not None for r in done.rounds))
+        lost.append(device.now / PLAIN - tokens)
+    assert looks[1] >= looks[0] > 0
+    assert lost[1] < lost[0] and lost[1] < 3, (lost, looks)
+
+
+@pytest.mark.parametrize("beside", [(), {0}])
+def test_a_draft_found_while_a_token_is_on_its_way_does_not_pass_for_a_quick_token(beside: set[int]) -> None:
+    """Some backends give a token only with the next, if that was begun; the next is then there at once."""
+    tokens, curve = 1200, TWO_CORES
+    device = Device(curve, PLAIN, in_order=True)
+    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
+    repeats = np.arange(tokens + SLACK) % 9 < 4
+    drafter = VirtualLookup(repeats, np.arange(tokens + SLACK) % 36 < 9)
+    found = []
+    for _ in range(3):
+        outcome = virtual.run(Adaptive(costs, 1, device.clock, beside=beside), device, [drafter], tokens // 3)
+        found.append(costs.plain(1))
+    assert found == pytest.approx([PLAIN] * 3, rel=0.05)
+    assert sum(r.proposed > r.drafted == 0 for r in outcome.rounds) > 10
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_first_draft_is_preceded_by_a_shadow_token_unless_it_is_nearly_sure(right: bool) -> None:
+    """A free look where many a first draft is wrong, and none where all are right."""
+    tokens, curve = 40, TWO_CORES
+    device = Device(curve, PLAIN)
+    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
+    drafter = VirtualLookup(np.ones(tokens + SLACK, bool), np.full(tokens + SLACK, not right))
+    policy, outcomes = Adaptive(costs, 1, device.clock, beside={0}), []
+    for _ in range(12):
+        outcomes.append(virtual.run(policy, device, [drafter], tokens))
+    looked = [any(r.agreement is not None for r in outcome.rounds) for outcome in outcomes]
+    drafted = [sum(r.drafted for r in outcome.rounds) for outcome in outcomes]
+    assert looked[0] and looked[-1] is not right
+    assert min(drafted) > 0 if right else sum(drafted) <= 2  # those of one trial
+    speed = sum(tokens for _ in outcomes) * PLAIN / sum(outcome.seconds for outcome in outcomes)
+    assert speed > (2 if right else 0.995)
