@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mlx_spec.tuning.acceptance import Acceptance
+from mlx_spec.tuning.costs import bucket
 from mlx_spec.tuning.plan import Plan, Planner
 
 LOOK = 16  # rounds after which the plan is made anew ...
@@ -45,12 +46,14 @@ class Outlook:
         self._age = 0.0
         self._since_solve, self._solve_gap = 0, SOLVE // 2
         self._drift = 0.0  # when the plan was made
+        self._bucket = -1  # of context, when the plan was made
+        self._other = False  # another text has begun since
         self._judged = False  # a draft token was, since the text was last compared with the plan's
 
     def begin(self) -> None:
         """Another text."""
         self._planner.begin()
-        self._age, self._since_solve, self._solve_gap = LOOK, 0, SOLVE // 2
+        self._other, self._since_solve, self._solve_gap = True, 0, SOLVE // 2
         self._planning.forgive()
 
     def tick(self, *, judged: bool) -> None:
@@ -72,13 +75,13 @@ class Outlook:
         plan = self.plan
         if plan is not None and not self._planning.grants(time):
             return plan
-        if plan is None or self._age >= LOOK:
+        if plan is None or self._age >= LOOK or (self._other and bucket(context) != self._bucket):
             return self._look(context, time)
-        if self._judged and plan.choices:
+        if self._other or (self._judged and plan.choices):
             self._judged, drift = False, self._level()
-            if abs(drift - self._drift) > MOVED:
+            if self._other or abs(drift - self._drift) > MOVED:
                 self.plan = plan = self._planner.adjust()
-                self._drift = drift
+                self._other, self._drift = False, drift
                 self._planning.spent(time)
         return plan
 
@@ -89,6 +92,7 @@ class Outlook:
         again = self._since_solve >= self._solve_gap and self._solving.grants(time)
         self.plan = plan = self._planner.look(context, again=again)
         self._drift, self._age = self._level(), 0
+        self._other, self._bucket = False, bucket(context)
         (self._solving if again else self._planning).spent(time)
         if again:
             used = any(choice.selective for choice in plan.choices)

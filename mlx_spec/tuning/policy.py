@@ -44,6 +44,7 @@ class Adaptive:
         self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
         self._planner = Planner(costs, self._acceptance, beside)
         self._ledger, self._hindsight = Ledger(), Hindsight()
+        self._compares = len(self._acceptance) == 1 and not beside  # one drafter that always has a draft
         self._probes = Probes(len(self._acceptance), beside)
         self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
         self._decision: Decision | None = None  # given, and not yet observed
@@ -169,18 +170,16 @@ class Adaptive:
 
         One that takes time is of no use where a draft could not be afforded after it.
         """
-        drafter, planner = self._probes.shadow, self._planner
-        if drafter is None:
-            return Decision(choices, reason, None, plain)
+        drafter, planner, room = self._probes.shadow, self._planner, self._ledger.room
         beside = drafter in planner.beside
-        if planner.price(drafter) + (0.0 if beside else planner.least(drafter)) > self._ledger.room:
+        if drafter is None or planner.price(drafter) + (0.0 if beside else planner.least(drafter)) > room:
             return Decision(choices, reason, None, plain)
         return Decision((), Reason.PROBE, drafter, plain, beside=beside)
 
     def _look(self, context: int) -> Plan:
         """The plan now."""
         before, plan = self._outlook.plan, self._outlook.now(context, self._asked)
-        if plan is not before and len(self._acceptance) == 1:
+        if plan is not before and self._compares:
             self._hindsight.price(self._planner.rounds(0))
         return plan
 
@@ -277,7 +276,7 @@ class Adaptive:
     def _enter(self, round: Round, steps: float) -> None:
         """In the books: what a round brought and took."""
         self._ledger.enter(len(round.tokens), steps)
-        if len(self._acceptance) == 1:
+        if self._compares:
             rejected = round.drafted > 0 and len(round.tokens) > round.accepted < round.drafted
             chance = self._acceptance[0].next(round) if round.agreement is None else round.agreement
             self._hindsight.enter(round.accepted, rejected=rejected, next_right=chance, steps=steps)

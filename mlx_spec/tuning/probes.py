@@ -134,7 +134,8 @@ class Probes:
         for drafter, look in looks.items() if hopeful else ():
             shadows = self._shadows[drafter]
             late = shadows.since - shadows.gap(look)
-            early = min(early, -late)
+            if drafter != self.shadow or drafter not in self._beside:  # that one is being asked
+                early = min(early, -late)
             if late > most:
                 self.shadow, most = drafter, late
         return early - 1
