@@ -227,9 +227,10 @@ class _Sequence:
             agreement = self.sampler.agreement(ahead.logits, self.history, ahead.token, probe.draft)
             confidence = agreement[:0] if probe.draft.confidence is None else probe.draft.confidence[:1]
             said = mx.concatenate([said, _packed(agreement), _packed(confidence)])
+            mx.async_eval(said)  # apart: what is evaluated together is there together
         if look_ahead:
             self.ahead = self._advance(ahead.token, ahead.token)
-            mx.async_eval(said, self.ahead.token)
+            mx.async_eval(ahead.token, self.ahead.token)
         round = Round(_read(said), 0, 0)
         if probe is not None:
             token, agreed, *sure = round.tokens

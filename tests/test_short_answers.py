@@ -150,4 +150,11 @@ def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_one_passes() -> N
     probes.shadowed(1, 0.9)
     assert not probes.doubted
     probes.drafted(1, accepted=False, often=False)
-    assert probes.doubted == {1}
+    for agreement, convinced in ((0.9, False), (0.1, False), (0.9, False), (0.9, True)):
+        assert probes.doubted == {1}
+        probes.shadowed(1, agreement)
+        assert (probes.doubted == set()) is convinced
+    assert probes.compared(1, 0.0) and probes.doubted == {1}
+    probes.begin([])
+    probes.drafted(1, accepted=True, often=False)
+    assert probes.compared(1, 0.0) and not probes.doubted

@@ -2,7 +2,8 @@
 
 A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
 first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens
-break no queue shows one that passes, and so it does before its first draft, where that is not nearly sure.
+break no queue shows as many that pass as its drafts began wrong, and one more, and so it shows one before its
+first draft, where that is not nearly sure.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class _Shadows:
         """An answer begins: what failed before may pass in it."""
         self.eager, self._spell = 0, 0
         self._opening = self._waits = True  # nothing was seen in this answer; and nothing was missed
+        self._faults = self._passes = 0  # drafts of this answer that began wrong; shadow tokens passed since
 
     def rest(self) -> None:
         """A plain round."""
@@ -73,6 +75,15 @@ class _Shadows:
             self.eager = self.eager - 1 if self.eager else EAGER
         else:
             self.eager, self.failed = 0, self.failed + 1
+
+    def begins_wrong(self) -> None:
+        """A draft did."""
+        self._faults, self._passes = self._faults + 1, 0
+
+    def convinces(self, agreement: float) -> bool:
+        """Whether as many shadow tokens have passed in a row as drafts began wrong, and one more."""
+        self._passes = self._passes + 1 if agreement > 0.5 else 0
+        return self._passes > self._faults
 
     def drafted(self, *, accepted: bool) -> None:
         """A draft was judged."""
@@ -150,14 +161,16 @@ class Probes:
         """A shadow token was seen, or the drafter had none."""
         self.shadow = None
         self._shadows[drafter].saw(agreement)
-        if agreement is not None and (agreement > 0.5 or drafter not in self._beside):
+        if agreement is None:
+            return
+        if drafter not in self._beside or self._shadows[drafter].convinces(agreement):
             self.doubted.discard(drafter)
 
     def compared(self, drafter: int, agreement: float) -> bool:
         """The first token of a draft was; whether that speaks against the next one."""
         wrong = agreement <= 0.5
         if wrong and drafter in self._beside and drafter not in self.proven:
-            self.doubted.add(drafter)
+            self._doubt(drafter)
         return wrong
 
     def drafted(self, drafter: int, *, accepted: bool, often: bool) -> None:
@@ -166,4 +179,8 @@ class Probes:
         if accepted:
             self.proven.add(drafter)
         elif (often or drafter in self._beside) and drafter not in self.proven:
-            self.doubted.add(drafter)
+            self._doubt(drafter)
+
+    def _doubt(self, drafter: int) -> None:
+        self.doubted.add(drafter)
+        self._shadows[drafter].begins_wrong()
