@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 import virtual
-from virtual import TWO_CORES, Device, Outcome, VirtualLookup
+from virtual import TWO_CORES, Device, Outcome, Text, VirtualDrafter, VirtualLookup
 
 from mlx_spec.engine import generate
 from mlx_spec.sampling import Sampling
@@ -111,3 +111,19 @@ def test_a_first_draft_is_preceded_by_a_shadow_token_unless_it_is_nearly_sure(ri
     assert min(drafted) > 0 if right else sum(drafted) <= 2  # those of one trial
     speed = sum(tokens for _ in outcomes) * PLAIN / sum(outcome.seconds for outcome in outcomes)
     assert speed > (2 if right else 0.995)
+
+
+def test_lookup_is_not_held_back_where_another_one_drafts() -> None:
+    """It would have no shadow tokens there: those belong to plain rounds."""
+    tokens, curve = 60, TWO_CORES
+    device, chance = Device(curve, PLAIN), np.random.default_rng(3)
+    table = curve.table(PLAIN)
+    costs = Costs(("lookup", "neural"), {512: Table(PLAIN, table.verify, (FREE, *table.draft))})
+    policy, used = Adaptive(costs, 2, device.clock, beside={0}), []
+    for answer in range(12):
+        text = Text.of(np.full(tokens + SLACK, 0.97), chance)
+        wrong = np.full(tokens + SLACK, answer % 2 == 1)
+        drafters = [VirtualLookup(np.arange(tokens + SLACK) > 4, wrong), VirtualDrafter(device, text)]
+        outcome = virtual.run(policy, device, drafters, tokens)
+        used.append(sum(r.accepted for r in outcome.rounds if r.drafter == 0))
+    assert min(used[2::2]) > tokens / 2, used

@@ -124,7 +124,9 @@ class Adaptive:
         """A draft, if the ledger allows it."""
         probes, held = self._probes, self._hindsight.length
         wanted: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
-        choices = tuple(c for c in wanted if c.drafter not in probes.doubted)
+        sure = [c for c in wanted if c.drafter not in probes.doubted]
+        free = self._planner.beside if sure else ()  # no longer, where another one drafts
+        choices = tuple(c for c in wanted if c in sure or c.drafter in free)
         doubted = next((c.drafter for c in wanted if c.drafter in probes.doubted), None)
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
         if not held and self._unread >= RELEARN:
@@ -288,12 +290,10 @@ class Adaptive:
         assert plain is not None and expected is not None
         read = choice.selective and not round.nodes
         expected += read * (self._costs.host(context) or 0.0)
-        counted = seconds
-        if seconds > CLAMP * expected:
+        counted, late = seconds, seconds > CLAMP * expected
+        if late:
             counted = min(seconds, PAUSE * expected) if self._in_line > 1 else seconds
-            self._in_line = 0
             self._outlook.stale()
-        else:
-            self._in_line += 1
+        self._in_line = 0 if late else self._in_line + 1
         self._costs.saw_round(*kind, context, seconds, selective=read)
         self._enter(round, counted / plain)
