@@ -127,3 +127,55 @@ def test_lookup_is_not_held_back_where_another_one_drafts() -> None:
         outcome = virtual.run(policy, device, drafters, tokens)
         used.append(sum(r.accepted for r in outcome.rounds if r.drafter == 0))
     assert min(used[2::2]) > tokens / 2, used
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_it_takes_to_begin_anew_is_learned(in_order: bool) -> None:
+    """A plain token that nothing was begun for takes longer than the table says; a draft costs that, too."""
+    tokens, curve = 900, dataclasses.replace(TWO_CORES, drafted=0.0, host=0.3)
+    device = Device(curve, PLAIN, in_order=in_order)
+    believed = dataclasses.replace(curve, host=0.0).table(PLAIN)
+    costs = Costs(("lookup",), {512: Table(PLAIN, believed.verify, (FREE,))})
+    drafter = VirtualLookup(np.arange(tokens + SLACK) % 9 < 4, np.zeros(tokens + SLACK, bool))
+    virtual.run(Adaptive(costs, 1, device.clock, beside={0}), device, [drafter], tokens)
+    plain, one = costs.plain(1), costs.verify(1, 1)
+    assert plain is not None and one is not None
+    # In order, every plain token waits for the host, and a draft loses nothing by that.
+    assert one == pytest.approx((1.0 if in_order else 1.3) * PLAIN, rel=0.12)
+    assert plain == pytest.approx((1.3 if in_order else 1.0) * PLAIN, rel=0.06)
+
+
+def test_rounds_in_which_nothing_happens_are_all_learned_from() -> None:
+    """They are learned from together; what is then known is what each of them would have taught."""
+    tokens, curve, pace = 64, TWO_CORES, [1.0]
+    device = Device(curve, PLAIN, noise=lambda: pace[0])
+    costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
+    drafter = VirtualLookup(np.zeros(tokens + SLACK, bool), np.zeros(tokens + SLACK, bool))
+    policy = Adaptive(costs, 1, device.clock, beside={0})
+    virtual.run(policy, device, [drafter], tokens)
+    policy.begin()
+    timed = costs.timed(1)
+    assert timed > 0.9 * tokens
+    pace[0] = 1.2
+    virtual.run(policy, device, [drafter], tokens)
+    policy.begin()
+    assert costs.timed(1) > timed + 0.9 * tokens
+    assert costs.plain(1) == pytest.approx(1.2 * PLAIN, rel=0.08)
+
+
+def test_a_drafter_that_takes_time_has_its_turn_in_answers_where_lookup_has_nothing() -> None:
+    """It was not looked at while lookup, which had paid, was asked for a token; so it stayed off for good."""
+    tokens, curve, speeds = 60, TWO_CORES, []
+    device, chance = Device(curve, PLAIN), np.random.default_rng(3)
+    costs = Costs(
+        ("neural", "lookup"),
+        {512: Table(PLAIN, curve.table(PLAIN).verify, (*curve.table(PLAIN).draft, FREE))},
+    )
+    policy = Adaptive(costs, 2, device.clock, beside={1})
+    for answer in range(24):
+        known = answer >= 12
+        text = Text.of(np.full(tokens + SLACK, 0.95 if known else 0.02), chance)
+        repeats, wrong = np.full(tokens + SLACK, not known), np.full(tokens + SLACK, answer % 2 == 1)
+        drafters = [VirtualDrafter(device, text), VirtualLookup(repeats, wrong)]
+        speeds.append(virtual.run(policy, device, drafters, tokens).speed)
+    assert sum(speeds[18:]) / len(speeds[18:]) > 1.1, speeds

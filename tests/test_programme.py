@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_spec.tuning.hindsight import Hindsight
-from mlx_spec.tuning.programme import LIMITS, Chances, Drafting, Rule, fitted, selective, steady
+from mlx_spec.tuning.programme import LIMITS, Chances, Drafting, Rule, brought, fitted, selective, steady
 
 Floats = NDArray[np.float64]
 K, BINS = 16, 10
@@ -29,14 +29,15 @@ def test_the_best_length_is_that_of_the_formula(a: float, verify: Floats) -> Non
         return sum(a**i for i in range(k + 1)) / float(0.05 * k + verify[k + 1])
 
     best = max(range(1, K + 1), key=rate)
-    found = steady(drafting(verify), np.full(K, a), rate(best))
+    found = steady(drafting(verify), brought(drafting(verify), np.full(K, a)), rate(best))
     assert found.limit == best
     assert found.tokens / found.seconds == pytest.approx(rate(best))
 
 
 def test_drafts_shorter_than_asked_for_cost_and_bring_less() -> None:
     offered = np.array([1.0, 0.5, *([0.0] * 14)])
-    found = steady(drafting(STAIRS, offered=offered), np.full(K, 0.9), 0.1)
+    stairs = drafting(STAIRS, offered=offered)
+    found = steady(stairs, brought(stairs, np.full(K, 0.9)), 0.1)
     assert found.tokens == pytest.approx(1 + 0.9 + 0.5 * 0.81)
     assert found.seconds == pytest.approx((0.05 + 1.05 + 0.10 + 1.1) / 2)
 

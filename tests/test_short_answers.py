@@ -96,6 +96,7 @@ def spaces(probes: Probes, look: Look, rounds: int, agreement: float) -> list[in
     """The plain rounds at which a shadow token was asked for."""
     asked = []
     for at in range(rounds):
+        probes.pass_by([0], hopeful=True)
         probes.resting({0: look}, hopeful=True)
         if probes.shadow is not None:
             probes.shadowed(0, agreement)
@@ -142,15 +143,16 @@ def test_a_draft_rejected_whole_is_doubted_until_a_shadow_token_was_seen() -> No
     assert not probes.proven
 
 
-def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_one_passes() -> None:
+def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_two_pass() -> None:
     probes = Probes(2, beside={1})
     probes.begin([1])
-    probes.shadowed(1, 0.1)
-    assert probes.doubted == {1}
+    for agreement in (0.1, 0.9, 0.1, 0.9):
+        probes.shadowed(1, agreement)
+        assert probes.doubted == {1}
     probes.shadowed(1, 0.9)
     assert not probes.doubted
     probes.drafted(1, accepted=False, often=False)
-    for agreement, convinced in ((0.9, False), (0.1, False), (0.9, False), (0.9, True)):
+    for agreement, convinced in ((0.9, False), (0.9, False), (0.1, False), *((0.9, i > 1) for i in range(3))):
         assert probes.doubted == {1}
         probes.shadowed(1, agreement)
         assert (probes.doubted == set()) is convinced
@@ -158,3 +160,19 @@ def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_one_passes() -> N
     probes.begin([])
     probes.drafted(1, accepted=True, often=False)
     assert probes.compared(1, 0.0) and not probes.doubted
+
+
+def test_one_that_takes_time_has_its_turn_while_a_free_one_is_asked() -> None:
+    """The free one is asked until it has a token, which may be never."""
+    probes, looks = Probes(2, beside={1}), {0: Look(0.3, 0.5), 1: Look(0.0, 0.5)}
+    probes.begin([])
+    asked = []
+    for _ in range(200):
+        probes.pass_by([0, 1], hopeful=True)
+        probes.resting(looks, hopeful=True, first=1)
+        asked.append(probes.shadow)
+        if probes.shadow == 0:
+            probes.shadowed(0, 0.0)
+    assert 2 < asked.count(0) < 20 and asked.count(1) + asked.count(0) == 200
+    probes.resting({1: looks[1]}, hopeful=True)  # there is no room for the other one
+    assert probes.shadow == 1

@@ -67,7 +67,7 @@ class Costs:
     def __init__(self, drafters: Sequence[str] = (), tables: Mapping[int, Table] | None = None) -> None:
         self.drafters = tuple(drafters)
         self._buckets: dict[int, _Bucket] = {}
-        self._surprises: dict[tuple[int, ...], list[float]] = {}  # (bucket, drafter) -> ratios in a row
+        self._surprises: dict[tuple[int, ...], list[float]] = {}  # (bucket, drafter or -1) -> ratios in a row
         self._used: set[tuple[int, ...]] = set()  # rounds that were run before: their code is compiled
         for context, table in (tables or {}).items():
             self.measured(context, table)
@@ -162,6 +162,15 @@ class Costs:
         found.verify.learn(rows, passing + (1 - share) * step * expected, *now)
         if proposed:
             draft.learn(proposed, drafting + share * step * expected, *now)
+
+    def saw_begin(self, context: int, seconds: float) -> None:
+        """A pass of one row took so long, when nothing had been begun for it."""
+        found = self._bucket(context)
+        if found is not None:
+            now = (found.ticks, found.rounds)
+            passing = found.verify.at(1, *now)
+            step = self._step((bucket(context), -1), seconds / passing, GAIN, 2)
+            found.verify.learn(1, passing * (1 + step), *now)
 
     def table(self) -> dict[str, Any]:
         """What is believed now, for saving: milliseconds, drafters by name."""

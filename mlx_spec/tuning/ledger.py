@@ -11,15 +11,19 @@ pause of the machine and not entered.
 
 from __future__ import annotations
 
+from mlx_spec.tuning.costs import CLAMP
+
 EPSILON = 0.01
 FIRST, GROWTH, BUFFER = 2.5, 0.01, 8.0  # plain steps, at once, more with each token, and at most
 KEPT = 32.0  # plain steps
+PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
 class Ledger:
     """The lead over plain decoding, in plain steps."""
 
     def __init__(self) -> None:
+        self._in_line = 0  # speculative rounds in a row that took the expected time
         self.begin()
 
     def begin(self) -> None:
@@ -37,6 +41,13 @@ class Ledger:
         """A round emitted tokens in so many plain steps."""
         self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, KEPT)
         self._buffer = min(self._buffer + GROWTH * tokens, BUFFER)
+
+    def counted(self, seconds: float, expected: float) -> tuple[float, bool]:
+        """What to count of the seconds of a speculative round, and whether it was late."""
+        late = seconds > CLAMP * expected
+        paused = late and self._in_line > 1
+        self._in_line = 0 if late else self._in_line + 1
+        return min(seconds, PAUSE * expected) if paused else seconds, late
 
     def ahead(self, steps: float, expected: float) -> float:
         """What to enter of a round that has begun the next token, too.

@@ -11,13 +11,16 @@ import numpy as np
 from mlx_spec.tuning.acceptance import Acceptance
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.probes import Look
-from mlx_spec.tuning.programme import Action, Drafting, Floats, Rule, fitted, selective, steady
+from mlx_spec.tuning.programme import Action, Drafting, Floats, Rule, brought, fitted, selective, steady
 from mlx_spec.types import Choice, Reason
 
 BEGIN, STAY = 1.01, 0.99  # of plain decoding's rate: what speculation must promise to begin, and to go on
 STEPS, CLOSE = 3, 0.01  # towards the best rate: at most so many, or until one changes it by less than this
 FIRST_LENGTH = 2  # tokens drafted first where little is known: a wrong guess costs little
-UNPROVEN = 0.75  # plain steps that a longer first draft of an answer may lose
+UNPROVEN, PROVEN = (
+    0.75,
+    1.5,
+)  # plain steps beyond those gained that a longer draft may lose: first, later
 TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it ...
 HOPE = 0.3  # ... unless fewer first tokens of this answer are expected to pass
 LIKELY = 0.5  # chance of no draft at all, above which plain decoding goes on one token ahead
@@ -122,23 +125,30 @@ class Planner:
         """What a shadow token takes and promises: it is drafted, and the step is not begun ahead."""
         return {d: Look(self._prices[d], self.acceptance[d].first_rate()) for d in drafters}
 
-    def untried(self, drafters: Iterable[int]) -> tuple[Choice, ...]:
-        """Drafters that have been judged too seldom to be believed not to pay."""
+    def untried(self, drafters: Iterable[int], room: float) -> tuple[Choice, ...]:
+        """Drafters that have been judged too seldom to be believed not to pay; they may lose `room`."""
         acceptance = self.acceptance
         few = [d for d in drafters if acceptance[d].tries < TRIES and acceptance[d].first_rate() > HOPE]
-        return tuple(Choice(d, FIRST_LENGTH) for d in few)
+        limits = [_affordable(self._rounds[d][: FIRST_LENGTH + 1], room) for d in few]
+        return tuple(Choice(d, limit) for d, limit in zip(few, limits, strict=True) if limit)
 
-    def afforded(self, choices: Sequence[Choice], room: float, proven: Collection[int]) -> tuple[Choice, ...]:
+    def afforded(
+        self, choices: Sequence[Choice], room: float, lead: float, proven: Collection[int]
+    ) -> tuple[Choice, ...]:
         """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay.
 
-        Of a drafter that was not `proven` right in this answer no more than a few tokens.
+        More than a few tokens must be paid for by the answer's `lead` over plain decoding, and the fewer of a
+        drafter that was not `proven` right in it.
         """
-        shortened = [self._shortened(choice, room, proven=choice.drafter in proven) for choice in choices]
-        return tuple(choice for choice in shortened if choice.limit)
-
-    def risk(self, choices: Sequence[Choice]) -> float:
-        """Plain steps that are lost when nothing is accepted of the longest of these drafts."""
-        return max((self._rounds[choice.drafter][choice.limit] - 1 for choice in choices), default=0.0)
+        found = []
+        for choice in choices:
+            known = choice.drafter in proven
+            most = min(max(lead, 0.0) + (PROVEN if known else UNPROVEN), room)
+            shorter = self._shortened(choice, room, most)
+            if known and not shorter.limit:  # fewer tokens do not pay
+                shorter = self._shortened(choice, room, room)
+            found.append(shorter)
+        return tuple(choice for choice in found if choice.limit)
 
     def trial(self, plan: Plan, room: float) -> tuple[Choice, ...]:
         """What comes nearest to paying, a few tokens of it, if that loses no more than `room`."""
@@ -147,9 +157,10 @@ class Planner:
         limit = _affordable(steps, room)
         return (replace(best, limit=limit),) if limit else ()
 
-    def _shortened(self, choice: Choice, room: float, *, proven: bool) -> Choice:
+    def _shortened(self, choice: Choice, room: float, most: float) -> Choice:
+        """A draft that may lose `most`, or one token if that loses no more than `room`."""
         steps = self._rounds[choice.drafter][: choice.limit + 1]
-        most = room if proven else min(room, max(UNPROVEN, steps[: FIRST_LENGTH + 1][-1] - 1))
+        most = max(most, min(steps[1] - 1, room))
         if steps[-1] - 1 <= most:
             return choice
         if choice.selective:  # what is not sure of itself is not verified
@@ -178,15 +189,17 @@ class Planner:
             now = np.array(acceptance.rates())
             chances = fitted(np.array(acceptance.by_confidence()), np.array(first), np.array(later), now)
             action, rule = selective(self._drafting[drafter], chances, host, rate)
-            fixed = steady(self._drafting[drafter], chances.blind(), rate)
+            fixed = steady(self._drafting[drafter], brought(self._drafting[drafter], chances.blind()), rate)
             self._worth[drafter] = action.value(rate) - fixed.value(rate)
             self._chosen[drafter], self.rules[drafter] = action, rule
 
     def _option(self) -> Option:
         plain, rate = self._plain, max(self._rate, 1 / self._plain)
-        rates = [np.array(a.rates()) for a in self.acceptance]
+        tokens = [
+            brought(d, np.array(a.rates())) for d, a in zip(self._drafting, self.acceptance, strict=True)
+        ]
         for _ in range(STEPS):
-            actions = [self._best(d, rates[d], rate) for d in range(len(rates))]
+            actions = [self._best(d, expected, rate) for d, expected in enumerate(tokens)]
             order, best = self._order(actions, rate)
             last, rate = rate, max(best, 1 / plain)
             if abs(rate / last - 1) < CLOSE:
@@ -194,8 +207,8 @@ class Planner:
         pays = best * plain > (STAY if self._on else BEGIN)
         return Option(best, tuple(order) if pays else (), tuple(actions))
 
-    def _best(self, drafter: int, rates: Floats, rate: float) -> Action:
-        fixed = steady(self._drafting[drafter], rates, rate)
+    def _best(self, drafter: int, tokens: Floats, rate: float) -> Action:
+        fixed = steady(self._drafting[drafter], tokens, rate)
         worth = self._worth.get(drafter, 0.0)
         if worth < WORTH + WORTH_SHARE * fixed.tokens:
             return fixed
@@ -226,7 +239,8 @@ class Planner:
     def _why_not(self) -> Reason:
         """COST when even drafts that are all accepted would not pay, else ACCEPTANCE."""
         rate = 1 / self._plain
-        perfect = [steady(d, np.full(len(d.offered), PERFECT), rate).value(rate) for d in self._drafting]
+        tokens = [brought(d, np.full(len(d.offered), PERFECT)) for d in self._drafting]
+        perfect = [steady(d, t, rate).value(rate) for d, t in zip(self._drafting, tokens, strict=True)]
         return Reason.ACCEPTANCE if max(perfect, default=0.0) > BEGIN - 1 else Reason.COST
 
 

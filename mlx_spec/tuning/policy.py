@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
-from mlx_spec.tuning.costs import CLAMP, Costs
-from mlx_spec.tuning.hindsight import Hindsight
-from mlx_spec.tuning.ledger import EPSILON, Ledger
-from mlx_spec.tuning.lull import LONGEST, Lull
+from mlx_spec.tuning.books import Books
+from mlx_spec.tuning.costs import Costs
+from mlx_spec.tuning.ledger import EPSILON
+from mlx_spec.tuning.lull import LONGEST, Lull, Passed
 from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
@@ -22,7 +22,6 @@ SURE = 0.9  # acceptance from which on a first draft is not preceded by a shadow
 REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
-PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
 class Adaptive:
@@ -43,37 +42,39 @@ class Adaptive:
         self._costs, self._clock = costs, clock
         self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
         self._planner = Planner(costs, self._acceptance, beside)
-        self._ledger, self._hindsight = Ledger(), Hindsight()
-        self._compares = len(self._acceptance) == 1 and not beside  # one drafter that always has a draft
+        compares = len(self._acceptance) == 1 and not beside  # one drafter that always has a draft
+        self._books = Books(costs, self._acceptance[0] if compares else None)
         self._probes = Probes(len(self._acceptance), beside)
         self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
         self._decision: Decision | None = None  # given, and not yet observed
+        self._held = False  # it was one of a lull
         self._context = 0
         self._asked = self._done = 0.0  # times of the last decision and the last observation
-        self._flight = False  # a token is on its way
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
         self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
-        self._in_line = 0  # speculative rounds in a row that took the expected time
 
     def decide(self, history: Sequence[int]) -> Decision:
         """What to draft now. The same answer until the round is observed."""
-        self._asked = self._clock()
-        if self._decision is None or self._context != len(history):
+        self._asked, held = self._clock(), self._lull.decision
+        self._held = held is not None
+        if held is not None:
+            self._context, self._decision = len(history), held
+        elif self._decision is None or self._context != len(history):
+            self._settle()
             self._context = len(history)
             self._decision = self._next()
         return self._decision
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
+        self._settle()
         for acceptance in self._acceptance:
             acceptance.begin()
-        self._ledger.begin()
+        self._books.begin()
         self._probes.begin(d for d in self._planner.beside if self._acceptance[d].first_rate() < SURE)
-        self._hindsight.begin()
         self._outlook.begin()
-        self._lull.end()
-        self._flight, self._missed = False, 0
+        self._missed = 0
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         """How many to verify; token j by `confidence[: j + 1]` alone."""
@@ -84,13 +85,27 @@ class Adaptive:
 
     def observe(self, round: Round) -> None:
         """Learn what the round took and what was accepted."""
-        now = self._clock()
-        decision = self._decision
+        now, decision = self._clock(), self._decision
         assert decision is not None, "a round was observed that was never decided on"
         self._decision = None
+        if self._held and round.drafter is None and not round.finish_reason:
+            self._lull.pass_by(Passed(round, decision, self._context, self._asked, now))
+            return
+        if self._held or round.drafter is not None:
+            self._settle()
+        self._learn(round, decision, now)
+
+    def _settle(self) -> None:
+        """Learn from the rounds of a lull, which is over."""
+        now = self._context, self._asked
+        for one in self._lull.end():
+            self._context, self._asked = one.context, one.asked
+            self._learn(one.round, one.decision, one.done)
+        self._context, self._asked = now
+
+    def _learn(self, round: Round, decision: Decision, now: float) -> None:
+        """From a round that is over."""
         self._outlook.tick(judged=round.drafter is not None)
-        if round.drafter is not None:
-            self._lull.end()
         for acceptance in self._acceptance:
             acceptance.tick()
         if decision.choices and round.drafter is not None:
@@ -108,21 +123,18 @@ class Adaptive:
             return Decision((), Reason.WARMING_UP if self._acceptance else Reason.NO_DRAFTER, None, plain)
         if probes.timing > 0 or self._costs.timed(context) < WARM_UP:
             return Decision((), Reason.PROBE if self._outlook.plan else Reason.WARMING_UP, None, plain)
-        plan, held = self._look(context), self._hindsight.length
-        same = None if held else self._lull.decision(plan, self._room)
-        if same is not None:
-            return same
+        plan, held = self._look(context), self._books.hindsight.length
         if plan.choices or held:
             return self._draft(plan, plain)
         rounds = self._rest(range(len(self._acceptance)), hopeful=plan.reason is Reason.ACCEPTANCE)
-        trial = self._planner.trial(plan, self._ledger.room) if probes.trying else ()
+        trial = self._planner.trial(plan, self._books.ledger.room) if probes.trying else ()
         if trial:
             return Decision(trial, Reason.PROBE, None, plain)
-        return self._holding(plan, self._aside(plan.reason, plain), *rounds)
+        return self._holding(self._aside(plan.reason, plain), *rounds)
 
     def _draft(self, plan: Plan, plain: float) -> Decision:
         """A draft, if the ledger allows it."""
-        probes, held = self._probes, self._hindsight.length
+        probes, held = self._probes, self._books.hindsight.length
         wanted: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
         sure = [c for c in wanted if c.drafter not in probes.doubted]
         free = self._planner.beside if sure else ()  # no longer, where another one drafts
@@ -131,58 +143,63 @@ class Adaptive:
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
         if not held and self._unread >= RELEARN:
             choices = tuple(map(self._curious, choices))
-        choices += self._planner.untried(d for d in others if d not in probes.doubted)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        afforded = self._planner.afforded(choices, self._room, probes.proven)
+        lead = self._books.ledger.lead
+        afforded = self._planner.afforded(choices, self._room, lead, probes.proven)
+        afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
             reason = Reason.LEDGER if choices else Reason.ACCEPTANCE
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             decision = Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
-            return self._holding(plan, decision, LONGEST, probes.drafting)
+            return self._holding(decision, LONGEST, probes.drafting)
         if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
             others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
-        rounds = self._rest(others, hopeful=True)
-        probes.shadow = probes.shadow if doubted is None or afforded else doubted
-        return self._holding(plan, self._aside(reason, plain, afforded), *rounds)
+        rounds = self._rest(others, hopeful=True, first=None if afforded else doubted)
+        return self._holding(self._aside(reason, plain, afforded), *rounds)
 
-    def _rest(self, drafters: Sequence[int], *, hopeful: bool) -> tuple[float, Callable[[], None]]:
+    def _rest(
+        self, drafters: Sequence[int], *, hopeful: bool, first: int | None = None
+    ) -> tuple[float, Callable[[], None]]:
         """A plain round: for how many more nothing is due, and what to do in those."""
-        rounds = self._probes.resting(self._planner.looks(drafters), hopeful=hopeful)
+        looks = self._planner.looks(d for d in drafters if self._affords(d))
+        self._probes.pass_by(drafters, hopeful=hopeful)
+        rounds = self._probes.resting(looks, hopeful=hopeful, first=first if first in looks else None)
         return rounds, partial(self._probes.pass_by, drafters, hopeful=hopeful)
 
-    def _holding(
-        self, plan: Plan, decision: Decision, rounds: float, passing: Callable[[], None]
-    ) -> Decision:
+    def _affords(self, drafter: int) -> bool:
+        """A shadow token; one that takes time is of no use where a draft could not be afforded after it."""
+        price = self._planner.price(drafter)
+        if drafter in self._planner.beside:
+            return price <= self._books.ledger.room
+        return price + self._planner.least(drafter) <= self._room
+
+    def _holding(self, decision: Decision, rounds: float, passing: Callable[[], None]) -> Decision:
         """The decision, which holds for some rounds if it is one to wait or to decode plainly."""
         idle = not decision.choices or decision.reason is Reason.WAITING
-        if idle and self._flight and (decision.shadow is None or decision.beside):
-            self._lull.hold(plan, decision, self._planner.risk(decision.choices), rounds, passing)
+        if idle and self._books.flight and (decision.shadow is None or decision.beside):
+            self._lull.hold(decision, rounds, passing)
         return decision
 
     @property
     def _room(self) -> float:
         """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
-        return self._ledger.room - self._flight * (self._planner.landing + EPSILON)
+        return self._books.ledger.room - self._books.flight * (self._planner.landing + EPSILON)
 
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
-        """A shadow token where one is due and can be afforded, else these choices or plain decoding.
-
-        One that takes time is of no use where a draft could not be afforded after it.
-        """
-        drafter, planner, room = self._probes.shadow, self._planner, self._ledger.room
-        beside = drafter in planner.beside
-        if drafter is None or planner.price(drafter) + (0.0 if beside else planner.least(drafter)) > room:
+        """A shadow token where one is due, else these choices or plain decoding."""
+        drafter = self._probes.shadow
+        if drafter is None:
             return Decision(choices, reason, None, plain)
-        return Decision((), Reason.PROBE, drafter, plain, beside=beside)
+        return Decision((), Reason.PROBE, drafter, plain, beside=drafter in self._planner.beside)
 
     def _look(self, context: int) -> Plan:
         """The plan now."""
         before, plan = self._outlook.plan, self._outlook.now(context, self._asked)
-        if plan is not before and self._compares:
-            self._hindsight.price(self._planner.rounds(0))
+        if plan is not before:
+            self._books.price(self._planner.rounds(0))
         return plan
 
     def _curious(self, choice: Choice) -> Choice:
@@ -192,11 +209,10 @@ class Adaptive:
 
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
-        plain, flight = self._costs.plain(self._context), self._flight
+        books, flight = self._books, self._books.flight
         wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
         patient = decision.unlikely or self._missed > 1
         landing = flight and ((shadow is not None and not decision.beside) or (bool(wanted) and not patient))
-        steady = flight and not landing
         if wanted and not landing:
             self._missed += 1
             if self._missed in REVIEWS:
@@ -205,39 +221,35 @@ class Adaptive:
             self._acceptance[drafter].missed()
         if shadow is not None and not landing and not decision.beside:  # there, it is asked until it has one
             self._looked_aside(shadow, None)
-        if steady and not round.finish_reason and (plain is None or self._asked - self._done <= plain / 2):
-            self._time_plain(now - self._done)
-        if self._probes.timing and not wanted:
-            self._probes.timing -= steady or decision.reason is not Reason.PROBE
-        self._flight = not landing and (not wanted or decision.unlikely or self._missed > 1)
-        if plain is None:
-            return
-        if steady or landing:
-            steps = 1.0 if steady else self._ledger.landed((now - self._done) / plain)
+        goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
+        if landing:
+            books.landed(round, self._context, now - self._done)
+        elif not flight:
+            books.plainly(round, self._context, now - self._asked, goes_on=goes_on)
         else:
-            one = max(self._costs.verify(1, self._context) or plain, plain)
-            steps = min(now - self._asked, PAUSE * one) / plain
-            if self._flight and not flight:
-                steps = self._ledger.ahead(steps, one / plain)
-        self._enter(round, steps)
+            if not round.finish_reason:
+                self._time_plain(now - self._done)
+            books.flight = goes_on
+            books.steadily(round, self._context)
+        if self._probes.timing and not wanted:
+            self._probes.timing -= (flight and not landing) or decision.reason is not Reason.PROBE
 
     def _time_plain(self, seconds: float) -> None:
+        """A plain token took so long, if it was not another sequence that did."""
         plain = self._costs.plain(self._context)
+        if plain is not None and self._asked - self._done > plain / 2:
+            return
         self._costs.saw_plain(self._context, seconds)
         if plain is not None and abs(seconds / plain - 1) > UNSURE:
             self._probes.retime()
 
     def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
         """A token was drafted and not verified."""
-        plain = self._costs.plain(self._context)
-        assert round.drafter is not None and round.agreement is not None and plain is not None
-        steps = expected = 1 + self._planner.price(round.drafter)
-        if not (decision.beside and self._flight):
-            steps = self._ledger.ahead(min(seconds / plain, 2 * PAUSE), expected)
-        self._enter(round, steps)
-        self._acceptance[round.drafter].saw_shadow(round.agreement, round.confidence)
-        self._looked_aside(round.drafter, round.agreement)
-        self._flight = True
+        drafter, free = round.drafter, decision.beside and self._books.flight
+        assert drafter is not None and round.agreement is not None
+        self._books.shadowed(round, self._context, seconds, self._planner.price(drafter), free=free)
+        self._acceptance[drafter].saw_shadow(round.agreement, round.confidence)
+        self._looked_aside(drafter, round.agreement)
 
     def _looked_aside(self, drafter: int, agreement: float | None) -> None:
         self._probes.shadowed(drafter, agreement)
@@ -248,7 +260,7 @@ class Adaptive:
         drafter = round.drafter
         assert drafter is not None
         choice = next(c for c in decision.choices if c.drafter == drafter)
-        landed, self._flight, self._missed = self._flight, False, 0
+        landed, self._books.flight, self._missed = self._books.flight, False, 0
         if landed and not round.drafted:
             return self._landed(drafter, round, seconds)
         read = choice.selective and not round.nodes
@@ -262,38 +274,16 @@ class Adaptive:
         self._acceptance[drafter].saw(round, choice.limit)
         often = self._acceptance[drafter].had > OFTEN
         self._probes.drafted(drafter, accepted=round.accepted > 0, often=often)
-        self._charge(round, choice, seconds)
+        if self._books.drafted(round, choice, self._context, seconds):
+            self._outlook.stale()
         if self._probes.trying:
             self._probes.trying -= 1
             self._outlook.stale()
 
     def _landed(self, drafter: int, round: Round, seconds: float) -> None:
         """What was found is drafted again in the next round; the token on its way told of it."""
-        self._enter(round, self._ledger.landed(seconds / (self._costs.plain(self._context) or seconds)))
+        self._books.landed(round, self._context, seconds)
         if round.agreement is not None:
             self._acceptance[drafter].compared(round.agreement, round.confidence)
             if self._probes.compared(drafter, round.agreement):
                 self._outlook.stale()
-
-    def _enter(self, round: Round, steps: float) -> None:
-        """In the books: what a round brought and took."""
-        self._ledger.enter(len(round.tokens), steps)
-        if self._compares:
-            rejected = round.drafted > 0 and len(round.tokens) > round.accepted < round.drafted
-            chance = self._acceptance[0].next(round) if round.agreement is None else round.agreement
-            self._hindsight.enter(round.accepted, rejected=rejected, next_right=chance, steps=steps)
-
-    def _charge(self, round: Round, choice: Choice, seconds: float) -> None:
-        """Learn what the round took, and enter it in the ledger."""
-        context, kind = self._context, (choice.drafter, round.proposed, round.nodes or round.drafted)
-        plain, expected = self._costs.plain(context), self._costs.round(*kind, context)
-        assert plain is not None and expected is not None
-        read = choice.selective and not round.nodes
-        expected += read * (self._costs.host(context) or 0.0)
-        counted, late = seconds, seconds > CLAMP * expected
-        if late:
-            counted = min(seconds, PAUSE * expected) if self._in_line > 1 else seconds
-            self._outlook.stale()
-        self._in_line = 0 if late else self._in_line + 1
-        self._costs.saw_round(*kind, context, seconds, selective=read)
-        self._enter(round, counted / plain)

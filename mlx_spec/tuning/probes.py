@@ -2,7 +2,7 @@
 
 A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
 first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens
-break no queue shows as many that pass as its drafts began wrong, and one more, and so it shows one before its
+break no queue shows as many that pass as its drafts began wrong, and two more, and so it shows two before its
 first draft, where that is not nearly sure.
 """
 
@@ -81,9 +81,9 @@ class _Shadows:
         self._faults, self._passes = self._faults + 1, 0
 
     def convinces(self, agreement: float) -> bool:
-        """Whether as many shadow tokens have passed in a row as drafts began wrong, and one more."""
+        """Whether as many shadow tokens have passed in a row as drafts began wrong, and two more."""
         self._passes = self._passes + 1 if agreement > 0.5 else 0
-        return self._passes > self._faults
+        return self._passes > self._faults + 1
 
     def drafted(self, *, accepted: bool) -> None:
         """A draft was judged."""
@@ -132,24 +132,29 @@ class Probes:
         if self.timing and self._more:
             self.timing, self._more = self.timing + 1, self._more - 1
 
-    def resting(self, looks: Mapping[int, Look], *, hopeful: bool) -> float:
+    def resting(self, looks: Mapping[int, Look], *, hopeful: bool, first: int | None = None) -> float:
         """A plain round because nothing pays; hopeful where better acceptance would change that.
 
-        `looks` by drafter. Says for how many more such rounds nothing will be due.
+        `looks` of those that may be looked at; the shadow token of the `first` is due at once. Says for how
+        many more such rounds nothing else will be due.
         """
-        self.pass_by(looks, hopeful=hopeful)
         if self._since_trial > self._trial:
             self.trying, self._since_trial = TRIAL_ROUNDS, 0.0
             self._trial = min(2 * self._trial, LAST_TRIAL)
-        most, early = 0.0, self._trial - self._since_trial
-        for drafter, look in looks.items() if hopeful else ():
-            shadows = self._shadows[drafter]
-            late = shadows.since - shadows.gap(look)
-            if drafter != self.shadow or drafter not in self._beside:  # that one is being asked
-                early = min(early, -late)
-            if late > most:
-                self.shadow, most = drafter, late
-        return early - 1
+        trial = self._trial - self._since_trial
+        late = {
+            d: self._shadows[d].since - self._shadows[d].gap(look) for d, look in looks.items() if hopeful
+        }
+        if first is not None:
+            late[first] = LONGEST + max(late.values(), default=0.0)
+        # One whose token is free is asked whenever it is not another one's turn.
+        dear = {d: rounds for d, rounds in late.items() if d not in self._beside}
+        due = {d: rounds for d, rounds in dear.items() if rounds > 0} or late
+        latest = max(due, key=lambda d: due[d], default=None)
+        if latest is not None and due[latest] > 0:
+            self.shadow = latest
+        coming = dear if self.shadow in self._beside else late
+        return min([trial, *(-rounds for rounds in coming.values())]) - 1
 
     def pass_by(self, drafters: Iterable[int], *, hopeful: bool) -> None:
         """A plain round in which nothing is due."""

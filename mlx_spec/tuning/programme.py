@@ -77,10 +77,13 @@ class Rule:
         return len(bins)
 
 
-def steady(drafting: Drafting, rates: Floats, rate: float) -> Action:
-    """The best length without looking at confidence, at a rate of tokens a second. `rates` [K]."""
-    reach = np.cumprod(rates)
-    tokens = 1 + np.cumsum(reach * drafting.offered)
+def brought(drafting: Drafting, rates: Floats) -> Floats:
+    """Expected tokens [K] of rounds that may draft 1 .. K tokens; acceptance `rates` [K]."""
+    return 1 + np.cumsum(np.cumprod(rates) * drafting.offered)
+
+
+def steady(drafting: Drafting, tokens: Floats, rate: float) -> Action:
+    """The best length without looking at confidence, at a rate of tokens a second. `tokens` as `brought`."""
     seconds = drafting.rounds
     best = int((tokens - rate * seconds).argmax())
     return Action(best + 1, float(tokens[best]), float(seconds[best]))
