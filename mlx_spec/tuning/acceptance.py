@@ -85,6 +85,11 @@ class Acceptance:
         return self.drift + (share * logit(self._opening.rates()[0]) if share else 0.0)
 
     @property
+    def opening(self) -> bool:
+        """Whether what this answer is expected to be like is mostly its kind."""
+        return self._opening.share > 0.5
+
+    @property
     def tries(self) -> float:
         """Rounds of this pair in which a token of this drafter was judged, old ones discounted."""
         return self._pair.positions.count(0)

@@ -47,7 +47,7 @@ class Outlook:
         self._since_solve, self._solve_gap = 0, SOLVE // 2
         self._drift = 0.0  # when the plan was made
         self._bucket = -1  # of context, when the plan was made
-        self._other = False  # another text has begun since
+        self._other = False  # another text has begun since, or is seen to be another
         self._judged = False  # a draft token was, since the text was last compared with the plan's
 
     def begin(self) -> None:
@@ -65,6 +65,10 @@ class Outlook:
     def stale(self) -> None:
         """Something was seen that may change the plan."""
         self._age = LOOK
+
+    def moved(self) -> None:
+        """Something was seen that changes what is expected of this answer, and nothing else."""
+        self._other = True
 
     def reads(self, drafter: int) -> bool:
         """Whether the plan has the drafter's confidence decide what to verify."""

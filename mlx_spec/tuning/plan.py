@@ -17,10 +17,7 @@ from mlx_spec.types import Choice, Reason
 BEGIN, STAY = 1.01, 0.99  # of plain decoding's rate: what speculation must promise to begin, and to go on
 STEPS, CLOSE = 3, 0.01  # towards the best rate: at most so many, or until one changes it by less than this
 FIRST_LENGTH = 2  # tokens drafted first where little is known: a wrong guess costs little
-UNPROVEN, PROVEN = (
-    0.75,
-    1.5,
-)  # plain steps beyond those gained that a longer draft may lose: first, later
+UNPROVEN = 0.75  # plain steps that a longer first draft of an answer may lose
 TRIES = 8  # rounds that a drafter gets behind another that pays, whatever is believed of it ...
 HOPE = 0.3  # ... unless fewer first tokens of this answer are expected to pass
 LIKELY = 0.5  # chance of no draft at all, above which plain decoding goes on one token ahead
@@ -132,23 +129,13 @@ class Planner:
         limits = [_affordable(self._rounds[d][: FIRST_LENGTH + 1], room) for d in few]
         return tuple(Choice(d, limit) for d, limit in zip(few, limits, strict=True) if limit)
 
-    def afforded(
-        self, choices: Sequence[Choice], room: float, lead: float, proven: Collection[int]
-    ) -> tuple[Choice, ...]:
+    def afforded(self, choices: Sequence[Choice], room: float, proven: Collection[int]) -> tuple[Choice, ...]:
         """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay.
 
-        More than a few tokens must be paid for by the answer's `lead` over plain decoding, and the fewer of a
-        drafter that was not `proven` right in it.
+        Of a drafter that was not `proven` right in this answer no more than a few tokens.
         """
-        found = []
-        for choice in choices:
-            known = choice.drafter in proven
-            most = min(max(lead, 0.0) + (PROVEN if known else UNPROVEN), room)
-            shorter = self._shortened(choice, room, most)
-            if known and not shorter.limit:  # fewer tokens do not pay
-                shorter = self._shortened(choice, room, room)
-            found.append(shorter)
-        return tuple(choice for choice in found if choice.limit)
+        shortened = [self._shortened(choice, room, proven=choice.drafter in proven) for choice in choices]
+        return tuple(choice for choice in shortened if choice.limit)
 
     def trial(self, plan: Plan, room: float) -> tuple[Choice, ...]:
         """What comes nearest to paying, a few tokens of it, if that loses no more than `room`."""
@@ -157,10 +144,9 @@ class Planner:
         limit = _affordable(steps, room)
         return (replace(best, limit=limit),) if limit else ()
 
-    def _shortened(self, choice: Choice, room: float, most: float) -> Choice:
-        """A draft that may lose `most`, or one token if that loses no more than `room`."""
+    def _shortened(self, choice: Choice, room: float, *, proven: bool) -> Choice:
         steps = self._rounds[choice.drafter][: choice.limit + 1]
-        most = max(most, min(steps[1] - 1, room))
+        most = room if proven else min(room, max(UNPROVEN, steps[: FIRST_LENGTH + 1][-1] - 1))
         if steps[-1] - 1 <= most:
             return choice
         if choice.selective:  # what is not sure of itself is not verified

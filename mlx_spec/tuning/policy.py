@@ -145,8 +145,7 @@ class Adaptive:
             choices = tuple(map(self._curious, choices))
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        lead = self._books.ledger.lead
-        afforded = self._planner.afforded(choices, self._room, lead, probes.proven)
+        afforded = self._planner.afforded(choices, self._room, probes.proven)
         afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
@@ -253,7 +252,10 @@ class Adaptive:
 
     def _looked_aside(self, drafter: int, agreement: float | None) -> None:
         self._probes.shadowed(drafter, agreement)
-        self._outlook.stale()
+        if self._acceptance[drafter].opening:
+            self._outlook.moved()
+        else:
+            self._outlook.stale()
 
     def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
         """A round with a draft."""

@@ -2,7 +2,7 @@
 
 A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
 first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens
-break no queue shows as many that pass as its drafts began wrong, and two more, and so it shows two before its
+break no queue shows as many that pass as its drafts began wrong, and one more, and so it shows one before its
 first draft, where that is not nearly sure.
 """
 
@@ -81,9 +81,9 @@ class _Shadows:
         self._faults, self._passes = self._faults + 1, 0
 
     def convinces(self, agreement: float) -> bool:
-        """Whether as many shadow tokens have passed in a row as drafts began wrong, and two more."""
+        """Whether as many shadow tokens have passed in a row as drafts began wrong, and one more."""
         self._passes = self._passes + 1 if agreement > 0.5 else 0
-        return self._passes > self._faults + 1
+        return self._passes > self._faults
 
     def drafted(self, *, accepted: bool) -> None:
         """A draft was judged."""
