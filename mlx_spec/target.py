@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec import rope
+from mlx_spec.anatomy import decoder_of, parts_of
 from mlx_spec.cache import (
     MAX_TRIAL,
     AttentionCache,
@@ -22,9 +23,9 @@ from mlx_spec.cache import (
     view,
 )
 from mlx_spec.errors import NotRewindable
-from mlx_spec.taps import tap
+from mlx_spec.taps import begin_early, tap
 from mlx_spec.tree import tree_of
-from mlx_spec.types import Features, FeatureSpec, KVRows, TargetParts
+from mlx_spec.types import Features, FeatureSpec, KVRows
 
 MARK_BEFORE = 32  # tokens before the end of a prompt where the state of a recurrent target is kept, too:
 # what a chat template puts there to begin an answer is often left out when the next turn repeats it
@@ -61,11 +62,12 @@ class LMTarget:
         self._model = model
         self._kv_bits = kv_bits
         self._needs = needs or FeatureSpec()
-        decoder = _decoder(model)
+        decoder = decoder_of(model)
         self._taps = [tap(decoder["layers"], i) for i in self._needs.hidden_layers]
         if self._needs.final_hidden:
             self._taps.append(tap(decoder, "norm"))
-        self.parts = _parts(model)
+        self._gate = begin_early(decoder["layers"])
+        self.parts = parts_of(model)
         self._reset()
         self._recurrent = any(isinstance(c, RecurrentCache) for c in self._caches)
         self._by_row = False  # whether the model's positions may be those of a tree
@@ -124,7 +126,8 @@ class LMTarget:
             if self._owed.size > MAX_REPLAY:
                 self._write(self._owed[:0])
             self._begin()
-        logits = self._write(tokens)
+        with self._gate.opened():
+            logits = self._write(tokens)
         self._trial.append(tokens)
         return logits
 
@@ -144,7 +147,7 @@ class LMTarget:
 
     def refuses_trees(self) -> str | None:
         """Why a tree of draft tokens cannot be verified exactly; None where it can."""
-        layers = _decoder(self._model)["layers"]
+        layers = decoder_of(self._model)["layers"]
         if self._recurrent:
             return "its state is recurrent and follows one path"
         if (reason := rope.unknown(layers)) or rope.is_by_row(layers):
@@ -170,7 +173,8 @@ class LMTarget:
             self._by_row = True
         self._begin()
         tree = tree_of(parents)
-        logits = self._write(tokens, [view(cache, tree) for cache in self._attention_caches()])
+        with self._gate.opened():
+            logits = self._write(tokens, [view(cache, tree) for cache in self._attention_caches()])
         self._trial.append(tokens)
         return logits
 
@@ -266,33 +270,3 @@ class LMTarget:
 
 def _attention(caches: list[LayerCache]) -> list[AttentionCache]:
     return [cache for cache in caches if not isinstance(cache, RecurrentCache)]
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The module that holds the list of decoder layers."""
-    decoder: nn.Module = _outer(model)["model"]
-    return decoder
-
-
-def _outer(model: nn.Module) -> nn.Module:
-    """The module that holds the decoder and the LM head."""
-    while "model" not in model or "layers" not in model["model"]:
-        model = model["language_model"] if "language_model" in model else model["model"]
-    return model
-
-
-def _parts(model: nn.Module) -> TargetParts:
-    outer = _outer(model)
-    table = outer["model"]["embed_tokens"]
-    scale = vars(outer["model"]).get("embed_scale", 1.0)
-    softcap = vars(outer).get("final_logit_softcapping")
-
-    def embed(tokens: mx.array) -> mx.array:
-        embedded: mx.array = table(tokens)
-        return embedded if scale == 1.0 else embedded * scale
-
-    def unembed(hidden: mx.array) -> mx.array:
-        logits: mx.array = outer["lm_head"](hidden) if "lm_head" in outer else table.as_linear(hidden)
-        return logits if softcap is None else mx.tanh(logits / softcap) * softcap
-
-    return TargetParts(embed, unembed)

@@ -45,7 +45,7 @@ LAYERS = (
     ("types",),
     ("errors", "tree"),
     ("backend", "checkpoint", "transfer"),
-    ("cache", "taps", "rope", "noise", "filters", "constraint"),
+    ("anatomy", "cache", "taps", "rope", "noise", "filters", "constraint"),
     ("verify", "verify_tree", "sampling", "tuning", "demo"),
     ("target", "drafters"),
     ("engine", "reuse"),

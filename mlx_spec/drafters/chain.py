@@ -10,7 +10,10 @@ from mlx_spec.types import Draft, Sampler
 
 
 class Chain:
-    """Collects tokens, the laws they were drawn from and the drafter's confidence. Lazy."""
+    """Collects tokens, the laws they were drawn from and the drafter's confidence.
+
+    The device begins with a token while the host puts together what follows; nothing is waited for.
+    """
 
     def __init__(self, history: Sequence[int], sampler: Sampler) -> None:
         self._history = history
@@ -22,6 +25,7 @@ class Chain:
     def extend(self, logits: mx.array) -> mx.array:
         """Draw the next token from logits [1, V]. Returns it, [1] int32."""
         token, law = self._sampler.draw(logits, self._history, self._tokens)
+        mx.async_eval(token)
         self._tokens = mx.concatenate([self._tokens, token])
         self._laws += [] if law is None else [law]
         self._confidence.append(largest_probability(logits))
