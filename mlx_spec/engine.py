@@ -142,10 +142,9 @@ class _Sequence:
             return self.verify(found)
         # What is on its way must land before something can be drafted.
         waits = bool(wanted) and not unlikely and self.misses < PATIENCE
-        blocked = ahead and not decision.beside
-        land = bool(found) or waits or (blocked and shadow is not None)
+        land = bool(found) or waits
         probe = found if found and found.draft.tokens.size else None  # what lands tells of it, too
-        if not (blocked or wanted or shadow is None):
+        if shadow is not None and not wanted:
             probe = self.draft([Choice(shadow, 1)])
         round = self.plain(look_ahead=not land and self.room > 1, probe=probe)
         if found is None:

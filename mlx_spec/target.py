@@ -262,7 +262,9 @@ class LMTarget:
         )
 
     def _shared_kv(self) -> Mapping[str, KVRows]:
-        return {c.attention_type: c.rows() for c in self._caches if isinstance(c, FullCache | SlidingCache)}
+        """Of committed rows, also while others are on trial."""
+        own = [c for c in self._caches if isinstance(c, FullCache | SlidingCache)]
+        return {c.attention_type: c.rows(self._size) for c in own}
 
     def _attention_caches(self) -> list[AttentionCache]:
         return _attention(self._caches)

@@ -110,7 +110,6 @@ class Decision:
     shadow: int | None = None  # plain decoding, but this drafter drafts one token that is not verified
     plain_seconds: float | None = None  # measured time of one plain token here; None: not known
     unlikely: bool = False  # none is expected to have a draft: plain decoding goes on one token ahead
-    beside: bool = False  # so it does beside the shadow token, whose drafter reads nothing of the target
 
 
 @dataclass(frozen=True)

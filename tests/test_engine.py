@@ -311,33 +311,16 @@ def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlik
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("needs", [FeatureSpec(), FeatureSpec(final_hidden=True)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_a_shadow_token_is_compared_and_not_verified(kind: str, sampling: Sampling) -> None:
-    prompt, needs = tiny.prompt(17), FeatureSpec(final_hidden=True)
-
-    def run(policy: Told | Fixed, drafter: Scripted) -> list[Round]:
-        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind], needs)
-        return list(engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT))
-
-    truth = emitted(run(Fixed(0), Scripted([])))
-    policy = Told(Decision((), Reason.PROBE, shadow=0))
-    assert emitted(run(policy, Sure(prompt + truth, 3, needs))) == truth
-    probed = [r for r in policy.rounds if r.agreement is not None]
-    assert len(probed) >= 24  # a token on its way lands first: every second round
-    assert {r.agreement for r in probed} == {0.0, 1.0}
-    assert all(r.confidence == (0.125,) and r.drafter == 0 and not r.drafted for r in probed)
-    misses = [i for i, r in enumerate(probed, 1) if r.agreement == 0]
-    assert misses == [i for i in range(1, len(probed) + 1) if i % 3 == 0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_a_shadow_token_beside_the_one_on_its_way(kind: str, sampling: Sampling) -> None:
-    """Compared in every round, with the right token, while plain decoding stays one token ahead."""
+def test_a_shadow_token_is_compared_and_not_verified(
+    kind: str, needs: FeatureSpec, sampling: Sampling
+) -> None:
+    """In every round, with the right token, while plain decoding stays one token ahead."""
     prompt = tiny.prompt(17)
 
     def run(policy: Told | Fixed, drafter: Scripted) -> tuple[list[Round], list[bool]]:
-        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind])
+        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind], needs)
         done, ahead = [], []
         for round in engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT):
             done.append(round)
@@ -345,11 +328,11 @@ def test_a_shadow_token_beside_the_one_on_its_way(kind: str, sampling: Sampling)
         return done, ahead
 
     truth = emitted(run(Fixed(0), Scripted([]))[0])
-    policy = Told(Decision((), Reason.PROBE, shadow=0, beside=True))
-    done, ahead = run(policy, Sure(prompt + truth, 3))
+    policy = Told(Decision((), Reason.PROBE, shadow=0))
+    done, ahead = run(policy, Sure(prompt + truth, 3, needs))
     assert emitted(done) == truth and all(ahead[:-1])
     assert [r.agreement for r in done] == [float(i % 3 != 2) for i in range(COUNT)]
-    assert all(r.confidence == (0.125,) and r.drafter == 0 for r in done)
+    assert all(r.confidence == (0.125,) and r.drafter == 0 and not r.drafted for r in done)
 
 
 def test_agreement_of_a_sampled_shadow_token_is_what_the_laws_share() -> None:

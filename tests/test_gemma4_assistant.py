@@ -18,8 +18,9 @@ from mlx_lm.utils import load_model
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.gemma4_assistant import AssistantSource, Gemma4Assistant, visible
+from mlx_spec.engine import generate
 from mlx_spec.target import LMTarget
-from mlx_spec.types import Features, TargetParts
+from mlx_spec.types import Decision, Features, Reason, TargetParts
 
 GOLDEN = Path(__file__).parent / "golden"
 VARIANTS = ("e2b", "e4b", "26b", "31b", "12b")
@@ -285,6 +286,41 @@ def test_after_any_round_it_is_as_good_as_new(pair):
         other.observe(truth[:end], write_whole(fresh, truth[: end - 1]))
         ours, theirs = (d.draft(truth[:end], 4, sampler).tokens for d in (drafter, other))
         assert ours.tolist() == theirs.tolist()
+
+
+class Shadows:
+    """Decodes plainly and asks for a shadow token in every round."""
+
+    def begin(self):
+        pass
+
+    def decide(self, history):
+        return Decision((), Reason.PROBE, shadow=0)
+
+    def observe(self, round):
+        pass
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pair", ["e2b-trained", "31b-trained"])
+def test_a_shadow_token_is_what_would_be_drafted(pair, case):
+    """A token is on its way then, whose row is in the caches: the drafter does not see it."""
+    facts = golden(pair, case)[0]
+    model, source = load(pair)
+    truth, end = facts["ids"] + facts["greedy"], facts["length"]
+    target, sampler = LMTarget(model, source.needs), lossless.GREEDY.sampler(end, VOCAB)
+    count, drafter = len(facts["greedy"]), source.make(target.parts)
+    rounds = list(generate(target, [drafter], Shadows(), sampler, facts["ids"], max_tokens=count))
+    assert lossless.emitted(rounds) == facts["greedy"]
+    other, target = source.make(target.parts), LMTarget(model, source.needs)
+    other.observe(truth[:end], target.prefill(truth[: end - 1]))
+    right = []
+    for place in range(end, len(truth)):
+        right += [float(t == truth[place]) for t in other.draft(truth[:place], 1, sampler).tokens.tolist()]
+        target.verify(mx.array(truth[place - 1 : place]))
+        other.observe(truth[: place + 1], target.commit(1))
+    assert [round.agreement for round in rounds] == [None, *right]
+    assert 0 < sum(right) < len(right)
 
 
 def test_no_draft_without_the_features_of_this_history():

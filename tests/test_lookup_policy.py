@@ -68,10 +68,10 @@ def test_shadow_tokens_that_read_nothing_of_the_target_leave_plain_decoding_in_i
     tokens, curve = 600, dataclasses.replace(TWO_CORES, drafted=0.0, host=0.15)
     costs = {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))}
     lost, looks = [], []
-    for beside in ((), {0}):
+    for free in ((), {0}):
         device = Device(curve, PLAIN)
         drafter = VirtualLookup(np.ones(tokens + SLACK, bool), np.ones(tokens + SLACK, bool))
-        policy = Adaptive(Costs(("lookup",), costs), 1, device.clock, beside=beside)
+        policy = Adaptive(Costs(("lookup",), costs), 1, device.clock, free=free)
         done = virtual.run(policy, device, [drafter], tokens)
         looks.append(sum(r.agreement is not None for r in done.rounds))
         lost.append(device.now / PLAIN - tokens)
@@ -79,8 +79,8 @@ def test_shadow_tokens_that_read_nothing_of_the_target_leave_plain_decoding_in_i
     assert lost[1] < lost[0] and lost[1] < 3, (lost, looks)
 
 
-@pytest.mark.parametrize("beside", [(), {0}])
-def test_a_draft_found_while_a_token_is_on_its_way_does_not_pass_for_a_quick_token(beside: set[int]) -> None:
+@pytest.mark.parametrize("free", [(), {0}])
+def test_a_draft_found_while_a_token_is_on_its_way_does_not_pass_for_a_quick_token(free: set[int]) -> None:
     """Some backends give a token only with the next, if that was begun; the next is then there at once."""
     tokens, curve = 1200, TWO_CORES
     device = Device(curve, PLAIN, in_order=True)
@@ -89,7 +89,7 @@ def test_a_draft_found_while_a_token_is_on_its_way_does_not_pass_for_a_quick_tok
     drafter = VirtualLookup(repeats, np.arange(tokens + SLACK) % 36 < 9)
     found = []
     for _ in range(3):
-        outcome = virtual.run(Adaptive(costs, 1, device.clock, beside=beside), device, [drafter], tokens // 3)
+        outcome = virtual.run(Adaptive(costs, 1, device.clock, free=free), device, [drafter], tokens // 3)
         found.append(costs.plain(1))
     assert found == pytest.approx([PLAIN] * 3, rel=0.05)
     assert sum(r.proposed > r.drafted == 0 for r in outcome.rounds) > 10
@@ -102,7 +102,7 @@ def test_a_first_draft_is_preceded_by_a_shadow_token_unless_it_is_nearly_sure(ri
     device = Device(curve, PLAIN)
     costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
     drafter = VirtualLookup(np.ones(tokens + SLACK, bool), np.full(tokens + SLACK, not right))
-    policy, outcomes = Adaptive(costs, 1, device.clock, beside={0}), []
+    policy, outcomes = Adaptive(costs, 1, device.clock, free={0}), []
     for _ in range(12):
         outcomes.append(virtual.run(policy, device, [drafter], tokens))
     looked = [any(r.agreement is not None for r in outcome.rounds) for outcome in outcomes]
@@ -119,7 +119,7 @@ def test_lookup_is_not_held_back_where_another_one_drafts() -> None:
     device, chance = Device(curve, PLAIN), np.random.default_rng(3)
     table = curve.table(PLAIN)
     costs = Costs(("lookup", "neural"), {512: Table(PLAIN, table.verify, (FREE, *table.draft))})
-    policy, used = Adaptive(costs, 2, device.clock, beside={0}), []
+    policy, used = Adaptive(costs, 2, device.clock, free={0}), []
     for answer in range(16):
         text = Text.of(np.full(tokens + SLACK, 0.97), chance)
         wrong = np.full(tokens + SLACK, answer % 2 == 1)
@@ -137,7 +137,7 @@ def test_what_it_takes_to_begin_anew_is_learned(in_order: bool) -> None:
     believed = dataclasses.replace(curve, host=0.0).table(PLAIN)
     costs = Costs(("lookup",), {512: Table(PLAIN, believed.verify, (FREE,))})
     drafter = VirtualLookup(np.arange(tokens + SLACK) % 9 < 4, np.zeros(tokens + SLACK, bool))
-    virtual.run(Adaptive(costs, 1, device.clock, beside={0}), device, [drafter], tokens)
+    virtual.run(Adaptive(costs, 1, device.clock, free={0}), device, [drafter], tokens)
     plain, one = costs.plain(1), costs.verify(1, 1)
     assert plain is not None and one is not None
     # In order, every plain token waits for the host, and a draft loses nothing by that.
@@ -151,7 +151,7 @@ def test_rounds_in_which_nothing_happens_are_all_learned_from() -> None:
     device = Device(curve, PLAIN, noise=lambda: pace[0])
     costs = Costs(("lookup",), {512: Table(PLAIN, curve.table(PLAIN).verify, (FREE,))})
     drafter = VirtualLookup(np.zeros(tokens + SLACK, bool), np.zeros(tokens + SLACK, bool))
-    policy = Adaptive(costs, 1, device.clock, beside={0})
+    policy = Adaptive(costs, 1, device.clock, free={0})
     virtual.run(policy, device, [drafter], tokens)
     policy.begin()
     timed = costs.timed(1)
@@ -171,7 +171,7 @@ def test_a_drafter_that_takes_time_has_its_turn_in_answers_where_lookup_has_noth
         ("neural", "lookup"),
         {512: Table(PLAIN, curve.table(PLAIN).verify, (*curve.table(PLAIN).draft, FREE))},
     )
-    policy = Adaptive(costs, 2, device.clock, beside={1})
+    policy = Adaptive(costs, 2, device.clock, free={1})
     for answer in range(24):
         known = answer >= 12
         text = Text.of(np.full(tokens + SLACK, 0.95 if known else 0.02), chance)

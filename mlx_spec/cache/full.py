@@ -47,9 +47,10 @@ class FullCache:
         mask: mx.array | str | None = create_attention_mask(N, self.offset, return_array, window_size)
         return mask
 
-    def rows(self) -> KVRows:
-        """All committed rows."""
-        return KVRows(*self.keys_and_values())
+    def rows(self, size: int) -> KVRows:
+        """The first `size` rows, all of those committed."""
+        assert self.keys is not None and self.values is not None
+        return KVRows(self.keys[..., :size, :], self.values[..., :size, :])
 
     def rewinds(self, size: int) -> bool:
         """Whether `rewind(size)` is exact."""

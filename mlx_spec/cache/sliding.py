@@ -54,7 +54,7 @@ class SlidingCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last `update_and_fetch` returned; mlx-lm's KV-shared layers ask for it."""
-        return self._slice(self._seen)
+        return self._slice(self._seen, self.offset)
 
     def _moved(self, buffer: mx.array | None, rows: mx.array, first: int) -> mx.array:
         """A new buffer that begins at position `first` and ends with `rows`, with room for SLACK more."""
@@ -80,13 +80,13 @@ class SlidingCache:
             return mask
         return "causal"
 
-    def rows(self) -> KVRows:
-        """The committed rows that a query at position `offset` may see: the last window - 1."""
-        return KVRows(*self._slice(max(self.offset - self.window + 1, 0)))
+    def rows(self, size: int) -> KVRows:
+        """The committed rows, of which there are `size`, that a query behind them may see: window - 1."""
+        return KVRows(*self._slice(max(size - self.window + 1, 0), size))
 
-    def _slice(self, low: int) -> tuple[mx.array, mx.array]:
+    def _slice(self, low: int, high: int) -> tuple[mx.array, mx.array]:
         assert self._keys is not None and self._values is not None
-        rows = slice(low - self._first, self.offset - self._first)
+        rows = slice(low - self._first, high - self._first)
         return self._keys[..., rows, :], self._values[..., rows, :]
 
     def rewinds(self, size: int) -> bool:

@@ -65,7 +65,7 @@ class Books:
         self._enter(round, self.ledger.landed(waited / plain))
 
     def shadowed(self, round: Round, context: int, took: float, price: float, *, free: bool) -> None:
-        """A round with a shadow token, which takes `price` plain steps; `free`: the queue was not broken."""
+        """A round with a shadow token, which takes `price` plain steps; `free`: it was one ahead."""
         plain = self._costs.plain(context)
         assert plain is not None
         steps = 1 + price

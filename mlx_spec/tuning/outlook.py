@@ -74,6 +74,10 @@ class Outlook:
         """Whether the plan has the drafter's confidence decide what to verify."""
         return self.plan is not None and any(c.selective for c in self.plan.choices if c.drafter == drafter)
 
+    def wants(self, drafter: int) -> bool:
+        """Whether the drafter pays by the plan."""
+        return self.plan is not None and any(c.drafter == drafter for c in self.plan.choices)
+
     def now(self, context: int, time: float) -> Plan:
         """The plan for a round that begins now."""
         plan = self.plan

@@ -55,7 +55,6 @@ class Planner:
 
     costs: Costs
     acceptance: Sequence[Acceptance]
-    beside: Collection[int] = ()  # drafters whose shadow tokens need not wait for the token on its way
     rules: dict[int, Rule] = field(default_factory=dict)  # by drafter
     _chosen: dict[int, Action] = field(default_factory=dict)  # what to do where confidence is read
     _worth: dict[int, float] = field(default_factory=dict)  # tokens a round that reading it brings
@@ -80,11 +79,7 @@ class Planner:
         self._plain = plain
         self._drafting = [self._priced(d, rows, context) for d in range(len(self.acceptance))]
         self._rounds = [[1.0, *((d.draft[1:] + d.verify[2:]) / plain).tolist()] for d in self._drafting]
-        broken = self.landing
-        self._prices = [
-            float(priced.draft[1]) / plain + (0.0 if d in self.beside else broken)
-            for d, priced in enumerate(self._drafting)
-        ]
+        self._prices = [float(priced.draft[1]) / plain for priced in self._drafting]
         if again:
             self._solve(max(self._rate, 1 / plain), context)
         return self.adjust()
@@ -119,7 +114,7 @@ class Planner:
         return self._rounds[drafter][1] - 1
 
     def looks(self, drafters: Iterable[int]) -> dict[int, Look]:
-        """What a shadow token takes and promises: it is drafted, and the step is not begun ahead."""
+        """What a shadow token takes and promises."""
         return {d: Look(self._prices[d], self.acceptance[d].first_rate()) for d in drafters}
 
     def untried(self, drafters: Iterable[int], room: float) -> tuple[Choice, ...]:

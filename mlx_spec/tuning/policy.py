@@ -10,7 +10,7 @@ from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.books import Books
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.ledger import EPSILON
-from mlx_spec.tuning.lull import LONGEST, Lull, Passed
+from mlx_spec.tuning.lull import LONGEST, Lull
 from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
@@ -27,8 +27,8 @@ LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: t
 class Adaptive:
     """What pays, from measured costs and observed acceptance; plain decoding where nothing does.
 
-    `costs` and `experience` are shared by all sequences of a pair, everything else is of one sequence. Of the
-    drafters in `beside`, which read nothing of the target, shadow tokens do not break plain decoding's queue.
+    `costs` and `experience` are shared by all sequences of a pair, everything else is of one sequence. The
+    drafters in `free` take no time worth a mention and have a draft now and then, as lookup does.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Adaptive:
         drafters: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         experience: Sequence[Experience] | None = None,
-        beside: Collection[int] = (),
+        free: Collection[int] = (),
     ) -> None:
         self._costs, self._clock = costs, clock
         self._acceptance = [Acceptance(e) for e in experience or [Experience() for _ in range(drafters)]]
-        self._planner = Planner(costs, self._acceptance, beside)
-        compares = len(self._acceptance) == 1 and not beside  # one drafter that always has a draft
+        self._planner = Planner(costs, self._acceptance)
+        compares = len(self._acceptance) == 1 and not free  # one drafter that always has a draft
         self._books = Books(costs, self._acceptance[0] if compares else None)
-        self._probes = Probes(len(self._acceptance), beside)
+        self._probes = Probes(len(self._acceptance), free)
         self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
         self._decision: Decision | None = None  # given, and not yet observed
         self._held = False  # it was one of a lull
@@ -61,18 +61,18 @@ class Adaptive:
         if held is not None:
             self._context, self._decision = len(history), held
         elif self._decision is None or self._context != len(history):
-            self._settle()
+            self._lull.end()
             self._context = len(history)
             self._decision = self._next()
         return self._decision
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
-        self._settle()
+        self._lull.end()
         for acceptance in self._acceptance:
             acceptance.begin()
         self._books.begin()
-        self._probes.begin(d for d in self._planner.beside if self._acceptance[d].first_rate() < SURE)
+        self._probes.begin(d for d in self._probes.free if self._acceptance[d].first_rate() < SURE)
         self._outlook.begin()
         self._missed = 0
 
@@ -88,23 +88,10 @@ class Adaptive:
         now, decision = self._clock(), self._decision
         assert decision is not None, "a round was observed that was never decided on"
         self._decision = None
-        if self._held and round.drafter is None and not round.finish_reason:
-            self._lull.pass_by(Passed(round, decision, self._context, self._asked, now))
-            return
-        if self._held or round.drafter is not None:
-            self._settle()
-        self._learn(round, decision, now)
-
-    def _settle(self) -> None:
-        """Learn from the rounds of a lull, which is over."""
-        now = self._context, self._asked
-        for one in self._lull.end():
-            self._context, self._asked = one.context, one.asked
-            self._learn(one.round, one.decision, one.done)
-        self._context, self._asked = now
-
-    def _learn(self, round: Round, decision: Decision, now: float) -> None:
-        """From a round that is over."""
+        if round.drafter is not None or round.finish_reason:
+            self._lull.end()
+        elif self._held:
+            self._lull.pass_by()
         self._outlook.tick(judged=round.drafter is not None)
         for acceptance in self._acceptance:
             acceptance.tick()
@@ -137,7 +124,7 @@ class Adaptive:
         probes, held = self._probes, self._books.hindsight.length
         wanted: tuple[Choice, ...] = (Choice(0, held),) if held else plan.choices
         sure = [c for c in wanted if c.drafter not in probes.doubted]
-        free = self._planner.beside if sure else ()  # no longer, where another one drafts
+        free = self._probes.free if sure else ()  # no longer, where another one drafts
         choices = tuple(c for c in wanted if c in sure or c.drafter in free)
         doubted = next((c.drafter for c in wanted if c.drafter in probes.doubted), None)
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
@@ -171,14 +158,14 @@ class Adaptive:
     def _affords(self, drafter: int) -> bool:
         """A shadow token; one that takes time is of no use where a draft could not be afforded after it."""
         price = self._planner.price(drafter)
-        if drafter in self._planner.beside:
+        if drafter in self._probes.free:
             return price <= self._books.ledger.room
         return price + self._planner.least(drafter) <= self._room
 
     def _holding(self, decision: Decision, rounds: float, passing: Callable[[], None]) -> Decision:
         """The decision, which holds for some rounds if it is one to wait or to decode plainly."""
         idle = not decision.choices or decision.reason is Reason.WAITING
-        if idle and self._books.flight and (decision.shadow is None or decision.beside):
+        if idle and self._books.flight and (decision.shadow is None or decision.shadow in self._probes.free):
             self._lull.hold(decision, rounds, passing)
         return decision
 
@@ -192,7 +179,7 @@ class Adaptive:
         drafter = self._probes.shadow
         if drafter is None:
             return Decision(choices, reason, None, plain)
-        return Decision((), Reason.PROBE, drafter, plain, beside=drafter in self._planner.beside)
+        return Decision((), Reason.PROBE, drafter, plain)
 
     def _look(self, context: int) -> Plan:
         """The plan now."""
@@ -211,14 +198,14 @@ class Adaptive:
         books, flight = self._books, self._books.flight
         wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
         patient = decision.unlikely or self._missed > 1
-        landing = flight and ((shadow is not None and not decision.beside) or (bool(wanted) and not patient))
+        landing = flight and bool(wanted) and not patient
         if wanted and not landing:
             self._missed += 1
             if self._missed in REVIEWS:
                 self._outlook.stale()
         for drafter in () if landing else wanted if shadow is None else [shadow]:
             self._acceptance[drafter].missed()
-        if shadow is not None and not landing and not decision.beside:  # there, it is asked until it has one
+        if shadow is not None and shadow not in self._probes.free:  # a free one is asked until it has one
             self._looked_aside(shadow, None)
         goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
         if landing:
@@ -244,14 +231,17 @@ class Adaptive:
 
     def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
         """A token was drafted and not verified."""
-        drafter, free = round.drafter, decision.beside and self._books.flight
+        drafter, free = round.drafter, self._books.flight
         assert drafter is not None and round.agreement is not None
         self._books.shadowed(round, self._context, seconds, self._planner.price(drafter), free=free)
         self._acceptance[drafter].saw_shadow(round.agreement, round.confidence)
         self._looked_aside(drafter, round.agreement)
 
     def _looked_aside(self, drafter: int, agreement: float | None) -> None:
+        """A shadow token was seen, or the drafter had none: one that does not pay does not pay for that."""
         self._probes.shadowed(drafter, agreement)
+        if (agreement or 0.0) <= 0.5 and not self._outlook.wants(drafter):
+            return
         if self._acceptance[drafter].opening:
             self._outlook.moved()
         else:

@@ -1,9 +1,9 @@
 """When to look at what is not being done: seldom, and ever more seldom while it does not pay.
 
 A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
-first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens
-break no queue shows as many that pass as its drafts began wrong, and one more, and so it shows one before its
-first draft, where that is not nearly sure.
+first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens are
+free shows as many that pass as its drafts began wrong, and one more, and so it shows one before its first
+draft, where that is not nearly sure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
 REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
-FIRST_SHARE, LAST_SHARE = 0.02, 0.002  # of the time, for shadow tokens: at first, and after many that failed
+FIRST_SHARE, LAST_SHARE = 0.01, 0.001  # of the time, for shadow tokens: at first, and after many that failed
 SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
 HURRY = 16  # times as soon in a new answer, at even odds ...
 DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that failed, in whatever answer
@@ -98,8 +98,8 @@ class _Shadows:
 class Probes:
     """Counts rounds and says when it is time."""
 
-    def __init__(self, drafters: int, beside: Collection[int] = ()) -> None:
-        self._beside = beside  # drafters whose shadow tokens need not wait for the token on its way
+    def __init__(self, drafters: int, free: Collection[int] = ()) -> None:
+        self.free = free  # drafters that take no time worth a mention
         self.shadow: int | None = None  # the drafter whose token is due, or was asked for and has not come
         self.trying = 0  # rounds of a trial still to come
         self.timing = 0  # plain rounds of a timing still to come
@@ -148,12 +148,12 @@ class Probes:
         if first is not None:
             late[first] = LONGEST + max(late.values(), default=0.0)
         # One whose token is free is asked whenever it is not another one's turn.
-        dear = {d: rounds for d, rounds in late.items() if d not in self._beside}
+        dear = {d: rounds for d, rounds in late.items() if d not in self.free}
         due = {d: rounds for d, rounds in dear.items() if rounds > 0} or late
         latest = max(due, key=lambda d: due[d], default=None)
         if latest is not None and due[latest] > 0:
             self.shadow = latest
-        coming = dear if self.shadow in self._beside else late
+        coming = dear if self.shadow in self.free else late
         return min([trial, *(-rounds for rounds in coming.values())]) - 1
 
     def pass_by(self, drafters: Iterable[int], *, hopeful: bool) -> None:
@@ -168,13 +168,13 @@ class Probes:
         self._shadows[drafter].saw(agreement)
         if agreement is None:
             return
-        if drafter not in self._beside or self._shadows[drafter].convinces(agreement):
+        if drafter not in self.free or self._shadows[drafter].convinces(agreement):
             self.doubted.discard(drafter)
 
     def compared(self, drafter: int, agreement: float) -> bool:
         """The first token of a draft was; whether that speaks against the next one."""
         wrong = agreement <= 0.5
-        if wrong and drafter in self._beside and drafter not in self.proven:
+        if wrong and drafter in self.free and drafter not in self.proven:
             self._doubt(drafter)
         return wrong
 
@@ -183,7 +183,7 @@ class Probes:
         self._shadows[drafter].drafted(accepted=accepted)
         if accepted:
             self.proven.add(drafter)
-        elif (often or drafter in self._beside) and drafter not in self.proven:
+        elif (often or drafter in self.free) and drafter not in self.proven:
             self._doubt(drafter)
 
     def _doubt(self, drafter: int) -> None:

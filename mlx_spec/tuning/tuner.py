@@ -55,8 +55,8 @@ class Tuner:
 
     def adaptive(self, drafters: Sequence[Drafter]) -> Adaptive:
         """A policy that learns with the others and does not measure."""
-        beside = {i for i, drafter in enumerate(drafters) if drafter.needs == FeatureSpec()}
-        return Adaptive(self.costs, len(self.names), experience=self._experience, beside=beside)
+        free = {i for i, drafter in enumerate(drafters) if drafter.needs == FeatureSpec()}
+        return Adaptive(self.costs, len(self.names), experience=self._experience, free=free)
 
     def knows(self, context: int) -> bool:
         """Whether costs were measured about this context length, or cannot be."""
