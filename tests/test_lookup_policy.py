@@ -126,7 +126,7 @@ def test_lookup_is_not_held_back_where_another_one_drafts() -> None:
         drafters = [VirtualLookup(np.arange(tokens + SLACK) > 4, wrong), VirtualDrafter(device, text)]
         outcome = virtual.run(policy, device, drafters, tokens)
         used.append(sum(r.accepted for r in outcome.rounds if r.drafter == 0))
-    assert min(used[8::2]) > tokens / 2, used
+    assert min(used[8::2]) > tokens / 3, used
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -10,7 +10,17 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_spec.tuning.hindsight import Hindsight
-from mlx_spec.tuning.programme import LIMITS, Chances, Drafting, Rule, brought, fitted, selective, steady
+from mlx_spec.tuning.programme import (
+    LIMITS,
+    Chances,
+    Drafting,
+    Rule,
+    brought,
+    fitted,
+    hopeless,
+    selective,
+    steady,
+)
 
 Floats = NDArray[np.float64]
 K, BINS = 16, 10
@@ -46,6 +56,21 @@ def test_what_is_seen_of_confidence_fits_the_acceptance_now() -> None:
     rates = np.tile(np.linspace(0.05, 0.95, BINS), (K, 1))
     chances = fitted(rates, np.full(BINS, 0.1), np.full(BINS, 0.1), np.array([0.8, *([0.6] * 15)]))
     assert chances.blind()[:2] == pytest.approx([0.8, 0.6], abs=0.03)
+
+
+def test_what_is_hopeless_is_not_saved_by_any_confidence() -> None:
+    """Not by one that is all but certain, and there is little that is not hopeless and is not saved by it."""
+    told = np.tile(np.array([0.002, 0.998]), (K, 1))
+    found = []
+    for first, c, verify in itertools.product((0.02, 0.1, 0.3, 0.8), (0.02, 0.1, 0.3), (STAIRS, LINEAR)):
+        now = np.array([first, *([0.6] * 15)])
+        shares = [np.array([1 - a, a]) for a in (first, 0.6)]
+        action, _ = selective(drafting(verify, c), Chances(told, *shares), 0.05, 1.0)
+        gained = action.value(1.0) - (1 - verify[1])
+        lost = hopeless(drafting(verify, c), now, 0.05, 1.0)
+        assert not lost or gained < 0.01
+        found.append((lost, gained > 0))
+    assert len(set(found)) > 1 and found.count((False, False)) <= 2, found
 
 
 def brute_force(verify: Floats, q: tuple[float, float], share: float, host: float, rho: float) -> float:

@@ -143,15 +143,15 @@ def test_a_draft_rejected_whole_is_doubted_until_a_shadow_token_was_seen() -> No
     assert not probes.proven
 
 
-def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_one_passes() -> None:
+def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_some_pass() -> None:
+    """With one that passed, lookup began wrong in every other list, which took 0.98 of plain decoding."""
     probes = Probes(2, free={1})
     probes.begin([1])
-    probes.shadowed(1, 0.1)
-    assert probes.doubted == {1}
-    probes.shadowed(1, 0.9)
-    assert not probes.doubted
+    for agreement, doubted in ((0.1, {1}), (0.9, {1}), (0.1, {1}), (0.9, {1}), (0.9, set())):
+        probes.shadowed(1, agreement)
+        assert probes.doubted == doubted
     probes.drafted(1, accepted=False, often=False)
-    for agreement, convinced in ((0.9, False), (0.1, False), (0.9, False), (0.9, True)):
+    for agreement, convinced in ((0.9, False), (0.1, False), (0.9, False), (0.9, False), (0.9, True)):
         assert probes.doubted == {1}
         probes.shadowed(1, agreement)
         assert (probes.doubted == set()) is convinced

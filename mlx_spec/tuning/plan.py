@@ -11,7 +11,17 @@ import numpy as np
 from mlx_spec.tuning.acceptance import Acceptance
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.probes import Look
-from mlx_spec.tuning.programme import Action, Drafting, Floats, Rule, brought, fitted, selective, steady
+from mlx_spec.tuning.programme import (
+    Action,
+    Drafting,
+    Floats,
+    Rule,
+    brought,
+    fitted,
+    hopeless,
+    selective,
+    steady,
+)
 from mlx_spec.types import Choice, Reason
 
 BEGIN, STAY = 1.01, 0.99  # of plain decoding's rate: what speculation must promise to begin, and to go on
@@ -164,10 +174,11 @@ class Planner:
         """What the confidence of each drafter is worth now, over the best length without it."""
         host = self.costs.host(context) or 0.0
         for drafter, acceptance in enumerate(self.acceptance):
-            if not acceptance.told:
+            now = np.array(acceptance.rates())
+            if not acceptance.told or hopeless(self._drafting[drafter], now, host, rate):
+                self._worth.pop(drafter, None)
                 continue
             first, later = acceptance.histograms()
-            now = np.array(acceptance.rates())
             chances = fitted(np.array(acceptance.by_confidence()), np.array(first), np.array(later), now)
             action, rule = selective(self._drafting[drafter], chances, host, rate)
             fixed = steady(self._drafting[drafter], brought(self._drafting[drafter], chances.blind()), rate)

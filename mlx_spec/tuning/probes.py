@@ -1,9 +1,9 @@
 """When to look at what is not being done: seldom, and ever more seldom while it does not pay.
 
 A new answer is looked at soon, if answers before have shown that it may be of another kind. A drafter whose
-first draft in it was rejected whole shows a shadow token before it drafts again; one whose shadow tokens are
-free shows as many that pass as its drafts began wrong, and one more, and so it shows one before its first
-draft, where that is not nearly sure.
+first draft in it was rejected whole shows a shadow token before it drafts again. One whose shadow tokens are
+free shows some that pass before its first draft, where that is not nearly sure, and one more for every draft
+that began wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that 
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
 CALM = 4  # times as many where it is acceptance that does not pay: of costs there is less to learn
+CONVINCING = 2  # free shadow tokens in a row, and one more for every draft that began wrong in the answer
 TRIAL_ROUNDS = 2  # drafted and verified in earnest, because only that shows what it costs
 MEMORY = 0.7  # of the usual length of a spell of plain decoding
 
@@ -81,9 +82,9 @@ class _Shadows:
         self._faults, self._passes = self._faults + 1, 0
 
     def convinces(self, agreement: float) -> bool:
-        """Whether as many shadow tokens have passed in a row as drafts began wrong, and one more."""
+        """Whether enough shadow tokens have passed in a row."""
         self._passes = self._passes + 1 if agreement > 0.5 else 0
-        return self._passes > self._faults
+        return self._passes >= self._faults + CONVINCING
 
     def drafted(self, *, accepted: bool) -> None:
         """A draft was judged."""

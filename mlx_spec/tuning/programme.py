@@ -119,6 +119,16 @@ def _tilted(shares: Floats, rates: Floats, mean: float) -> Floats:
     return weights
 
 
+def hopeless(drafting: Drafting, rates: Floats, host: float, rate: float) -> bool:
+    """Whether a draft loses even if its confidence tells exactly what is accepted; acceptance `rates` [K].
+
+    No more than that is verified then, and one read of the confidence is paid for it.
+    """
+    gained = np.cumprod(rates) * drafting.offered * (1 - rate * np.diff(drafting.verify)[1:])
+    best = (np.cumsum(gained) - rate * (drafting.draft[1:] + host)).max()
+    return bool(best <= 0)
+
+
 def selective(drafting: Drafting, chances: Chances, host: float, rate: float) -> tuple[Action, Rule]:
     """The best length to draft when what is verified is chosen by confidence, and that choice."""
     reach = GRID[:, None] * chances.rates[:, None, :]  # [K, LEVELS, BINS] after one more token
