@@ -82,7 +82,7 @@ class Acceptance:
     def level(self) -> float:
         """What moves all rates together: it changes when they do. In logits."""
         share = self._opening.share
-        return self.drift + (share * logit(self._opening.rates()[0]) if share else 0.0)
+        return self.drift + (share * logit(self._opening.first) if share else 0.0)
 
     @property
     def opening(self) -> bool:
@@ -153,7 +153,8 @@ class Acceptance:
     def first_rate(self) -> float:
         """The rate of the first position now."""
         if self._first is None:
-            self._first = self.rates()[0]
+            share, rate = self._opening.share, 1 / (1 + math.exp(-self._base[0] - self.drift))
+            self._first = share * self._opening.first + (1 - share) * rate
         return self._first
 
     def next(self, round: Round) -> float:

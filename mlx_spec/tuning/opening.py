@@ -9,6 +9,7 @@ judged is weighed by Bayes' rule: one rejected draft says nearly all there is to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 
@@ -71,6 +72,11 @@ class Opening:
         self._chances = [o / total for o in odds]
         self._kinds.move(self._counted, self._chances)
         self._counted, self._cached = self._chances, None
+
+    @property
+    def first(self) -> float:
+        """The rate of the first position."""
+        return sum(map(mul, self._chances, RATES))
 
     def rates(self) -> list[float]:
         """The rate of every position, given that those before were accepted."""
