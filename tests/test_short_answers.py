@@ -105,7 +105,7 @@ def spaces(probes: Probes, look: Look, rounds: int, agreement: float) -> list[in
 
 
 def test_shadow_tokens_that_fail_are_asked_for_ever_more_seldom_and_dear_ones_more_so() -> None:
-    cheap, dear = (spaces(Probes(1), Look(price, 0.5), 1200, 0.0) for price in (0.08, 0.5))
+    cheap, dear = (spaces(Probes(1), Look(price, 0.5), 1200, 0.0) for price in (0.04, 0.25))
     gaps = [b - a for a, b in itertools.pairwise(dear)]
     assert gaps == sorted(gaps) and gaps[-1] > 3 * gaps[0]
     assert len(dear) < 8 and len(cheap) > len(dear)
@@ -117,7 +117,7 @@ def test_a_new_answer_is_looked_at_soon_unless_none_was_ever_known() -> None:
         probes = Probes(1)
         probes.shadowed(0, 0.0)
         probes.begin(())
-        waited.append(spaces(probes, Look(0.5, chance), 600, 0.0)[0])
+        waited.append(spaces(probes, Look(0.25, chance), 600, 0.0)[0])
     assert waited[0] < 4 and waited[1] > 20
 
 
@@ -163,7 +163,7 @@ def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_some_pass() -> No
 
 def test_one_that_takes_time_has_its_turn_while_a_free_one_is_asked() -> None:
     """The free one is asked until it has a token, which may be never."""
-    probes, looks = Probes(2, free={1}), {0: Look(0.3, 0.5), 1: Look(0.0, 0.5)}
+    probes, looks = Probes(2, free={1}), {0: Look(0.15, 0.5), 1: Look(0.0, 0.5)}
     probes.begin([])
     asked = []
     for _ in range(200):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 REFRESH, LAST_REFRESH = 256, 1024  # speculative rounds between two timings of plain decoding
 REFRESH_ROUNDS = 2  # of one timing; the first is not pipelined
 MORE_ROUNDS = 4  # added to it where the first ones differ from what was expected
-FIRST_SHARE, LAST_SHARE = 0.01, 0.001  # of the time, for shadow tokens: at first, and after many that failed
+FIRST_SHARE, LAST_SHARE = 0.005, 0.0005  # of the time, for shadow tokens: at first, after many that failed
 SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
 HURRY = 16  # times as soon in a new answer, at even odds ...
 DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that failed, in whatever answer
