@@ -9,7 +9,6 @@ judged is weighed by Bayes' rule: one rejected draft says nearly all there is to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import mul
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 
@@ -76,7 +75,7 @@ class Opening:
     @property
     def first(self) -> float:
         """The rate of the first position."""
-        return sum(map(mul, self._chances, RATES))
+        return sum(c * r for c, r in zip(self._chances, RATES, strict=True))
 
     def rates(self) -> list[float]:
         """The rate of every position, given that those before were accepted."""
