@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,16 +57,14 @@ class Gate:
             self.open = False
 
 
-class Begun(InPlace):
-    """A layer that the device begins with while the host is still putting together those behind it."""
+class Begun(nn.Module):
+    """What makes the device begin with a layer while the host is still putting together those behind it."""
 
-    def __init__(self, layer: nn.Module, gate: Gate) -> None:
-        super().__init__(layer)
-        self.gate = gate
+    gate: Gate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns."""
-        out = self.layer(*args, **kwargs)
+        out = super().__call__(*args, **kwargs)
         if self.gate.open:
             mx.async_eval(out[0] if isinstance(out, tuple) else out)
         return out
@@ -74,33 +72,36 @@ class Begun(InPlace):
 
 def tap(owner: Any, key: Any) -> Tap:
     """The tap on `owner[key]`, put there if it is not yet: targets of one model share it."""
-    found = _around(owner[key], Tap)
-    if not isinstance(found, Tap):
-        found = owner[key] = Tap(owner[key])
+    if not isinstance(owner[key], Tap):
+        owner[key] = Tap(owner[key])
+    found = owner[key]
+    assert isinstance(found, Tap)
     return found
 
 
-def begin_early(layers: list[Any]) -> Gate:
+def begin_early(layers: Sequence[Any]) -> Gate:
     """Let decoder layers be begun early, where they are not yet. Returns the gate, which is closed.
 
     A pass whose result is waited for would else begin when all of it has been put together, which takes the
     host 1 to 2 us an operation. On a GPU a part is some layers, since every part ends a command buffer.
     """
     every = LAYERS_A_PART if mx.default_device().type == mx.gpu else 1
-    places = range(every - 1, len(layers) - 1, every)
-    begun = [_around(layers[i], Begun) for i in places]
-    gates = [layer.gate for layer in begun if isinstance(layer, Begun)]
-    gate: Gate = gates[0] if gates else Gate()
-    for i, found in zip(places, begun, strict=True):
-        if found is None:
-            layers[i] = Begun(layers[i], gate)
+    inner = [_inner(layer) for layer in layers[every - 1 : -1 : every]]
+    gate: Gate = next((layer.gate for layer in inner if isinstance(layer, Begun)), Gate())
+    for layer in inner:
+        if not isinstance(layer, Begun):
+            layer.__class__ = _begun(type(layer))  # in its place, or its weights would have other names
+            layer.gate = gate
     return gate
 
 
-def _around(layer: Any, kind: type[InPlace]) -> InPlace | None:
-    """The module of this kind among those that stand for a layer."""
+def _begun(kind: type[nn.Module]) -> type[nn.Module]:
+    """The same kind of layer, begun early."""
+    return type(kind.__name__, (Begun, kind), {"__module__": kind.__module__})
+
+
+def _inner(layer: Any) -> Any:
+    """The layer that others may stand for."""
     while isinstance(layer, InPlace):
-        if isinstance(layer, kind):
-            return layer
         layer = layer.layer
-    return None
+    return layer

@@ -8,9 +8,10 @@ from contextlib import nullcontext
 import mlx.core as mx
 import pytest
 import tiny
+from mlx.utils import tree_flatten
 
 from mlx_spec import taps
-from mlx_spec.taps import InPlace
+from mlx_spec.taps import Begun, Tap
 from mlx_spec.target import LMTarget
 from mlx_spec.types import FeatureSpec
 
@@ -71,19 +72,24 @@ def test_on_a_gpu_several_layers_are_one_part(monkeypatch: pytest.MonkeyPatch) -
     layers = [tiny.full().layers[0] for _ in range(20)]
     monkeypatch.setattr(taps.mx, "default_device", lambda: mx.Device(mx.gpu))
     taps.begin_early(layers)
-    assert [i for i, layer in enumerate(layers) if isinstance(layer, InPlace)] == [7, 15]
+    assert [i for i, layer in enumerate(layers) if isinstance(layer, Begun)] == [7, 15]
 
 
-def test_targets_of_one_model_put_nothing_around_a_layer_twice() -> None:
-    model, needs = tiny.full(), FeatureSpec(hidden_layers=(0, -1), final_hidden=True)
+def test_targets_of_one_model_share_what_begins_and_weights_keep_their_names() -> None:
+    """A model is saved, and loaded into, under the names of its own, also after it was a target's."""
+    model = tiny.full()
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    kinds = [type(layer).__name__ for layer in model.layers]
     for _ in range(2):
-        LMTarget(model), LMTarget(model, needs), LMTarget(model)
-    for layer in model.layers:
-        around = []
-        while isinstance(layer, InPlace):
-            around.append(type(layer))
-            layer = layer.layer
-        assert len(around) == len(set(around))
+        LMTarget(model)
+    assert len({layer.gate for layer in model.layers[:-1]}) == 1
+    assert [type(layer).__mro__.count(Begun) for layer in model.layers] == [*[1] * (len(kinds) - 1), 0]
+    assert [type(layer).__name__ for layer in model.layers] == kinds
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+    tapped = LMTarget(model, FeatureSpec(hidden_layers=(0,)))
+    LMTarget(model)
+    assert isinstance(model.layers[0], Tap) and type(model.layers[0].layer).__mro__.count(Begun) == 1
+    assert mx.array_equal(logits(tapped, [1, 2, 3], [[4]]), logits(LMTarget(tiny.full()), [1, 2, 3], [[4]]))
 
 
 def test_an_interrupted_pass_closes_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
