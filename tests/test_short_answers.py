@@ -116,7 +116,7 @@ def test_a_new_answer_is_looked_at_soon_unless_none_was_ever_known() -> None:
     for chance in (0.5, 0.03):
         probes = Probes(1)
         probes.shadowed(0, 0.0)
-        probes.begin(())
+        probes.begin({})
         waited.append(spaces(probes, Look(0.25, chance), 600, 0.0)[0])
     assert waited[0] < 4 and waited[1] > 20
 
@@ -139,24 +139,28 @@ def test_a_draft_rejected_whole_is_doubted_until_a_shadow_token_was_seen() -> No
     probes.drafted(0, accepted=True, often=True)
     probes.drafted(0, accepted=False, often=True)
     assert not probes.doubted and probes.proven == {0}
-    probes.begin(())
+    probes.begin({})
     assert not probes.proven
 
 
 def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_some_pass() -> None:
     """With one that passed, lookup began wrong in every other list, which took 0.98 of plain decoding."""
     probes = Probes(2, free={1})
-    probes.begin([1])
+    probes.begin({1: 0.6})
     for agreement, doubted in ((0.1, {1}), (0.9, {1}), (0.1, {1}), (0.9, {1}), (0.9, set())):
         probes.shadowed(1, agreement)
         assert probes.doubted == doubted
+    other = Probes(1, free={0})
+    other.begin({0: 0.8})  # the second one would be missed as a draft
+    other.shadowed(0, 0.9)
+    assert not other.doubted
     probes.drafted(1, accepted=False, often=False)
     for agreement, convinced in ((0.9, False), (0.1, False), (0.9, False), (0.9, False), (0.9, True)):
         assert probes.doubted == {1}
         probes.shadowed(1, agreement)
         assert (probes.doubted == set()) is convinced
     assert probes.compared(1, 0.0) and probes.doubted == {1}
-    probes.begin([])
+    probes.begin({})
     probes.drafted(1, accepted=True, often=False)
     assert probes.compared(1, 0.0) and not probes.doubted
 
@@ -164,7 +168,7 @@ def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_some_pass() -> No
 def test_one_that_takes_time_has_its_turn_while_a_free_one_is_asked() -> None:
     """The free one is asked until it has a token, which may be never."""
     probes, looks = Probes(2, free={1}), {0: Look(0.15, 0.5), 1: Look(0.0, 0.5)}
-    probes.begin([])
+    probes.begin({})
     asked = []
     for _ in range(200):
         probes.pass_by([0, 1], hopeful=True)

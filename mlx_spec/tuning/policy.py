@@ -72,7 +72,8 @@ class Adaptive:
         for acceptance in self._acceptance:
             acceptance.begin()
         self._books.begin()
-        self._probes.begin(d for d in self._probes.free if self._acceptance[d].first_rate() < SURE)
+        rates = {d: self._acceptance[d].first_rate() for d in self._probes.free}
+        self._probes.begin({d: rate for d, rate in rates.items() if rate < SURE})
         self._outlook.begin()
         self._missed = 0
 

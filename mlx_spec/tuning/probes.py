@@ -21,7 +21,7 @@ DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that 
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
 CALM = 4  # times as many where it is acceptance that does not pay: of costs there is less to learn
-CONVINCING = 2  # free shadow tokens in a row, and one more for every draft that began wrong in the answer
+OFTEN_RIGHT = 0.75  # first tokens; where fewer were, two free shadow tokens are to pass, not one
 TRIAL_ROUNDS = 2  # drafted and verified in earnest, because only that shows what it costs
 MEMORY = 0.7  # of the usual length of a spell of plain decoding
 
@@ -48,7 +48,8 @@ class _Shadows:
         """An answer begins: what failed before may pass in it."""
         self.eager, self._spell = 0, 0
         self._opening = self._waits = True  # nothing was seen in this answer; and nothing was missed
-        self._faults = self._passes = 0  # drafts of this answer that began wrong; shadow tokens passed since
+        self._faults = 1  # shadow tokens that are to pass; one more for every draft that begins wrong
+        self._passes = 0  # those that have, in a row
 
     def rest(self) -> None:
         """A plain round."""
@@ -77,6 +78,10 @@ class _Shadows:
         else:
             self.eager, self.failed = 0, self.failed + 1
 
+    def distrust(self) -> None:
+        """One more is to pass."""
+        self._faults += 1
+
     def begins_wrong(self) -> None:
         """A draft did."""
         self._faults, self._passes = self._faults + 1, 0
@@ -84,7 +89,7 @@ class _Shadows:
     def convinces(self, agreement: float) -> bool:
         """Whether enough shadow tokens have passed in a row."""
         self._passes = self._passes + 1 if agreement > 0.5 else 0
-        return self._passes >= self._faults + CONVINCING
+        return self._passes >= self._faults
 
     def drafted(self, *, accepted: bool) -> None:
         """A draft was judged."""
@@ -111,13 +116,18 @@ class Probes:
         self._shadows = [_Shadows() for _ in range(drafters)]
         self._trial, self._since_trial = float(FIRST_TRIAL), 0.0
 
-    def begin(self, doubted: Iterable[int]) -> None:
-        """An answer begins: what failed before may pass in it. Some drafters are doubted from the start."""
+    def begin(self, doubted: Mapping[int, float]) -> None:
+        """An answer begins: what failed before may pass in it.
+
+        Some drafters are doubted from the start, by how often their first token was right.
+        """
         self.shadow, self.trying = None, 0
         self.proven.clear()
         self.doubted = set(doubted)
-        for shadows in self._shadows:
+        for drafter, shadows in enumerate(self._shadows):
             shadows.begin()
+            if doubted.get(drafter, 1.0) < OFTEN_RIGHT:
+                shadows.distrust()
 
     def drafting(self) -> None:
         """A round that drafts because it pays."""
