@@ -22,7 +22,7 @@ def _outer(model: nn.Module) -> nn.Module:
 
 
 def parts_of(model: nn.Module) -> TargetParts:
-    """What a drafter may use of it."""
+    """Its embedding, [T] to [T, D], and LM head, [T, D] to logits [T, V], scale and cap included."""
     outer = _outer(model)
     table = outer["model"]["embed_tokens"]
     scale = vars(outer["model"]).get("embed_scale", 1.0)

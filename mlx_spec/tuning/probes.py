@@ -48,7 +48,7 @@ class _Shadows:
         """An answer begins: what failed before may pass in it."""
         self.eager, self._spell = 0, 0
         self._opening = self._waits = True  # nothing was seen in this answer; and nothing was missed
-        self._faults = 1  # shadow tokens that are to pass; one more for every draft that begins wrong
+        self._required = 1  # shadow tokens that are to pass; one more for every draft that begins wrong
         self._passes = 0  # those that have, in a row
 
     def rest(self) -> None:
@@ -80,16 +80,16 @@ class _Shadows:
 
     def distrust(self) -> None:
         """One more is to pass."""
-        self._faults += 1
+        self._required += 1
 
     def begins_wrong(self) -> None:
         """A draft did."""
-        self._faults, self._passes = self._faults + 1, 0
+        self._required, self._passes = self._required + 1, 0
 
     def convinces(self, agreement: float) -> bool:
         """Whether enough shadow tokens have passed in a row."""
         self._passes = self._passes + 1 if agreement > 0.5 else 0
-        return self._passes >= self._faults
+        return self._passes >= self._required
 
     def drafted(self, *, accepted: bool) -> None:
         """A draft was judged."""
