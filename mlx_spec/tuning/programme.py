@@ -122,8 +122,8 @@ def _tilted(shares: Floats, rates: Floats, mean: float) -> Floats:
 def hopeless(drafting: Drafting, rates: Floats, host: float, rate: float) -> bool:
     """Whether a draft loses even if its confidence tells exactly what is accepted; acceptance `rates` [K].
 
-    No more than that is verified then, and one read of the confidence, `host` seconds, is paid for it. The rate
-    is in tokens a second.
+    No more than that is verified then, and one read of the confidence, `host` seconds, is paid for it.
+    The rate is in tokens a second.
     """
     gained = np.cumprod(rates) * drafting.offered * (1 - rate * np.diff(drafting.verify)[1:])
     best = (np.cumsum(gained) - rate * (drafting.draft[1:] + host)).max()
