@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 
 RATES = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)
 PRIOR = (0.2, 0.16, 0.16, 0.2, 0.32, 0.4, 0.24)  # answers of each rate that are assumed before any was seen
 MEMORY = 32  # answers; a long one counts once for every so many tokens as here:
 LENGTH = 32  # tokens judged, from none to all of which the answer's own rates by position take over
+POWERS = np.power.outer(RATES, np.arange(MAX_DRAFT_TOKENS + 1))  # [rates, K + 1]
 CHANGE = 0.04  # chance that the text has become one of another kind, a token judged
 
 
@@ -80,10 +83,6 @@ class Opening:
     def rates(self) -> list[float]:
         """The rate of every position, given that those before were accepted."""
         if self._cached is None:
-            chances, before, self._cached = self._chances, 1.0, []
-            for _ in range(MAX_DRAFT_TOKENS):
-                chances = [c * r for c, r in zip(chances, RATES, strict=True)]
-                reach = sum(chances)
-                self._cached.append(reach / before)
-                before = reach
+            reach = np.array(self._chances) @ POWERS
+            self._cached = (reach[1:] / reach[:-1]).tolist()
         return self._cached

@@ -81,16 +81,14 @@ class Outlook:
     def now(self, context: int, time: float) -> Plan:
         """The plan for a round that begins now."""
         plan = self.plan
-        if plan is not None and not self._planning.grants(time):
-            return plan
-        if plan is None or self._age >= LOOK or (self._other and bucket(context) != self._bucket):
+        old = plan is None or self._age >= LOOK or (self._other and bucket(context) != self._bucket)
+        if plan is None or (old and self._planning.grants(time)):
             return self._look(context, time)
         if self._other or (self._judged and plan.choices):
             self._judged, drift = False, self._level()
             if self._other or abs(drift - self._drift) > MOVED:
                 self.plan = plan = self._planner.adjust()
                 self._other, self._drift = False, drift
-                self._planning.spent(time)
         return plan
 
     def _level(self) -> float:

@@ -194,6 +194,7 @@ class Probes:
         self._shadows[drafter].drafted(accepted=accepted)
         if accepted:
             self.proven.add(drafter)
+            self.doubted.discard(drafter)
         elif (often or drafter in self.free) and drafter not in self.proven:
             self._doubt(drafter)
 
