@@ -8,7 +8,7 @@ token costs 0.06 plain steps, a round that was not begun ahead 0.02 more, one mo
   best fixed    the fixed number of draft tokens, 0 to 16, that was the fastest on these texts in hindsight
   of best       adaptive over best fixed, all texts together; then the worst single text
   deficit       largest loss against plain decoding at any moment, in plain steps; the ledger's bound is
-                1 % of the tokens, and 2.5 + another 1 % up to 8, where rounds take what they are thought to
+                1 % of the tokens and 1.6, where rounds take what they are thought to
   no drafts     share of rounds without a verified draft token
 
 Many short answers (40 to 150 tokens) in one conversation, some of which the drafter knows (0.93 of its tokens

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from mlx_spec.tuning.ledger import BUFFER, EPSILON, FIRST, GROWTH, KEPT, Ledger
+from mlx_spec.tuning.ledger import BUFFER, EPSILON, KEPT, Ledger
 
 
 def allowed(tokens: int) -> float:
     """Plain steps that an answer of so many tokens may lose."""
-    return EPSILON * tokens + min(FIRST + GROWTH * tokens, BUFFER)
+    return EPSILON * tokens + BUFFER
 
 
 def spend(ledger: Ledger, rounds: int, tokens: int, steps: float) -> float:
@@ -35,7 +35,7 @@ def test_the_loss_is_bounded(steps: float) -> None:
 
 
 def test_a_short_answer_may_lose_little() -> None:
-    assert spend(Ledger(), 40, 1, 3.0) <= allowed(40) < 3.5
+    assert spend(Ledger(), 40, 1, 2.5) <= allowed(40) <= 2
     assert spend(Ledger(), 40, 1, 4.5) == 0  # one round would be too much
 
 
@@ -66,15 +66,15 @@ def test_an_answer_neither_lives_on_the_ones_before_nor_pays_for_them(before: fl
     for _ in range(100):
         ledger.enter(4, before)
     ledger.begin()
-    assert ledger.lead == 0 and ledger.room == FIRST
+    assert ledger.lead == 0 and ledger.room == BUFFER
     assert 0 < spend(ledger, 500, 1, 2.0) <= allowed(500)
 
 
 def test_plain_decoding_earns_the_right_to_try_again() -> None:
     ledger = Ledger()
-    ledger.enter(1, 1 + FIRST)
+    ledger.enter(1, 1 + BUFFER)
     assert ledger.room < 0.5
-    for _ in range(100):
+    for _ in range(150):
         ledger.enter(1, 1.0)
     assert ledger.room > 1
 

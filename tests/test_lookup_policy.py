@@ -16,6 +16,7 @@ from mlx_spec.engine import generate
 from mlx_spec.sampling import Sampling
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.policy import Adaptive
+from mlx_spec.tuning.probes import Probes
 from mlx_spec.types import Reason
 
 PLAIN = 0.03  # seconds
@@ -179,3 +180,16 @@ def test_a_drafter_that_takes_time_has_its_turn_in_answers_where_lookup_has_noth
         drafters = [VirtualDrafter(device, text), VirtualLookup(repeats, wrong)]
         speeds.append(virtual.run(policy, device, drafters, tokens).speed)
     assert sum(speeds[18:]) / len(speeds[18:]) > 1.1, speeds
+
+
+def test_a_drafter_that_was_right_in_an_answer_is_no_longer_doubted() -> None:
+    """It was doubted as the answer began, and drafted because another one would have; now it may go alone."""
+    probes = Probes(2, free={1})
+    probes.begin({1: 0.5})
+    assert probes.doubted == {1}
+    probes.drafted(1, accepted=False, often=True)
+    assert probes.doubted == {1}
+    probes.drafted(1, accepted=True, often=True)
+    assert not probes.doubted
+    probes.drafted(1, accepted=False, often=True)
+    assert not probes.doubted

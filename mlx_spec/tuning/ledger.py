@@ -1,6 +1,6 @@
 """The bound on what speculation may lose, for every answer by itself.
 
-  elapsed <= (1 + EPSILON) * plain + min(FIRST + GROWTH * tokens, BUFFER) plain steps
+  elapsed <= (1 + EPSILON) * plain + BUFFER plain steps
 
 where plain is what the same tokens would have taken by plain decoding. A round is begun only if the bound
 holds even when none of its draft is accepted, so an answer that is short loses little. Gains are kept only up
@@ -14,7 +14,7 @@ from __future__ import annotations
 from mlx_spec.tuning.costs import CLAMP
 
 EPSILON = 0.01
-FIRST, GROWTH, BUFFER = 2.5, 0.01, 8.0  # plain steps, at once, more with each token, and at most
+BUFFER = 1.6  # plain steps: on two CPU cores, about one draft of two tokens that is rejected
 KEPT = 32.0  # plain steps
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
@@ -29,18 +29,16 @@ class Ledger:
     def begin(self) -> None:
         """An answer begins: it neither lives on what earlier ones gained nor pays for what they lost."""
         self.lead = 0.0
-        self._buffer = FIRST
         self._ahead = 0.0  # plain steps already spent on a token that has not come
 
     @property
     def room(self) -> float:
         """What the next round may lose."""
-        return self.lead + self._buffer
+        return self.lead + BUFFER
 
     def enter(self, tokens: int, steps: float) -> None:
         """A round emitted tokens in so many plain steps."""
         self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, KEPT)
-        self._buffer = min(self._buffer + GROWTH * tokens, BUFFER)
 
     def counted(self, seconds: float, expected: float) -> tuple[float, bool]:
         """What to count of the seconds of a speculative round, and whether it was late."""

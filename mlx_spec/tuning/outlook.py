@@ -12,14 +12,15 @@ LOOK = 16  # rounds after which the plan is made anew ...
 QUIET = 0.25  # ... of which one counts so much in which no draft token was judged
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
-THINKING = 0.0025  # of the time, for plans, and as much again for what confidence is worth
+PLANNING = 0.0025  # of the time, for plans from new costs; following the text is cheap and always done
+SOLVING = 0.001  # of the time, for what confidence is worth
 
 
 class Allowance:
-    """Lets something be done while it takes no more than THINKING of the time since it was done last."""
+    """Lets something be done while it takes no more than a share of the time since it was done last."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._rested = clock, 0.0
+    def __init__(self, clock: Callable[[], float], share: float) -> None:
+        self._clock, self._share, self._rested = clock, share, 0.0
 
     def grants(self, now: float) -> bool:
         """Whether it may be done again."""
@@ -27,7 +28,7 @@ class Allowance:
 
     def spent(self, since: float) -> None:
         """It was begun at `since` and is done now."""
-        self._rested = since + (self._clock() - since) / THINKING
+        self._rested = since + (self._clock() - since) / self._share
 
     def forgive(self) -> None:
         """Whatever it took, it may be done now."""
@@ -42,7 +43,7 @@ class Outlook:
     ) -> None:
         self.plan: Plan | None = None
         self._planner, self._acceptance = planner, acceptance
-        self._planning, self._solving = Allowance(clock), Allowance(clock)
+        self._planning, self._solving = Allowance(clock, PLANNING), Allowance(clock, SOLVING)
         self._age = 0.0
         self._since_solve, self._solve_gap = 0, SOLVE // 2
         self._drift = 0.0  # when the plan was made
