@@ -146,7 +146,8 @@ class _Sequence:
         probe = found if found and found.draft.tokens.size else None  # what lands tells of it, too
         if shadow is not None and not wanted:
             probe = self.draft([Choice(shadow, 1)])
-        round = self.plain(look_ahead=not land and self.room > 1, probe=probe)
+        go_on = not land and self.room > 1
+        round = self.plain(look_ahead=go_on, probe=probe, certainty=decision.certainty)
         if found is None:
             return round
         return replace(
@@ -213,7 +214,7 @@ class _Sequence:
             ranks=tuple(tree.ranks[row] for row in accepted),
         )
 
-    def plain(self, *, look_ahead: bool, probe: _Found | None = None) -> Round:
+    def plain(self, *, look_ahead: bool, probe: _Found | None, certainty: bool) -> Round:
         """One token without a draft; with `look_ahead` the next one is already on its way.
 
         A probe is a draft that is not verified: its first token is compared with the one that comes.
@@ -226,17 +227,18 @@ class _Sequence:
             agreement = self.sampler.agreement(ahead.logits, self.history, ahead.token, probe.draft)
             confidence = agreement[:0] if probe.draft.confidence is None else probe.draft.confidence[:1]
             said = mx.concatenate([said, _packed(agreement), _packed(confidence)])
+        elif certainty:
+            said = mx.concatenate([said, _packed(_highest(ahead.logits))])
+        if said is not ahead.token:
             mx.async_eval(said)  # apart: what is evaluated together is there together
         if look_ahead:
             self.ahead = self._advance(ahead.token, ahead.token)
             mx.async_eval(ahead.token, self.ahead.token)
-        round = Round(_read(said), 0, 0)
+        token, *told = _read(said)
+        chances = tuple(c / CERTAIN for c in told)
+        round = Round([token], 0, 0, certainty=chances[0] if chances else None)
         if probe is not None:
-            token, agreed, *sure = round.tokens
-            confident = tuple(c / CERTAIN for c in sure)
-            round = Round(
-                [token], 0, 0, drafter=probe.drafter, confidence=confident, agreement=agreed / CERTAIN
-            )
+            round = Round([token], 0, 0, drafter=probe.drafter, agreement=chances[0], confidence=chances[1:])
         self._observe(round.tokens, features)
         return round
 
@@ -256,6 +258,12 @@ class _Sequence:
 
     def _until_stop(self, tokens: list[int]) -> list[int]:
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self.stop), tokens)
+
+
+def _highest(logits: mx.array) -> mx.array:
+    """The highest probability [1] of logits [1, V]."""
+    logits = logits.astype(mx.float32)
+    return mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1))
 
 
 def _packed(probabilities: mx.array) -> mx.array:

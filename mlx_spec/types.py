@@ -110,6 +110,7 @@ class Decision:
     shadow: int | None = None  # plain decoding, but this drafter drafts one token that is not verified
     plain_seconds: float | None = None  # measured time of one plain token here; None: not known
     unlikely: bool = False  # none is expected to have a draft: plain decoding goes on one token ahead
+    certainty: bool = False  # of a round without a draft: say how sure the target was of its token
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Round:
     proposed: int = 0  # draft tokens, those not verified included
     confidence: tuple[float, ...] = ()  # of those proposed, where it was read
     agreement: float | None = None  # the chance that an unverified (shadow) token would have been accepted
+    certainty: float | None = None  # the target's highest probability for the token, where it was asked for
     plain_seconds: float | None = None  # measured time of one plain token here; None: not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if asked for
     nodes: int = 0  # draft tokens of a tree, of which `drafted` are those of the longest path; 0: a chain

@@ -310,6 +310,25 @@ def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlik
     assert done[found + 1].drafted == 4
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
+def test_how_sure_the_target_was_is_told_where_it_is_asked_for(sampling: Sampling) -> None:
+    """The highest probability at temperature 1, whatever was drawn; what is said stays the same."""
+    prompt = tiny.prompt(17)
+
+    def run(certainty: bool) -> list[Round]:
+        policy = Told(Decision((), Reason.WARMING_UP, certainty=certainty))
+        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS["sliding"])
+        return list(engine.generate(target, [], policy, sampler, prompt, max_tokens=COUNT))
+
+    asked, plain = run(True), run(False)
+    assert emitted(asked) == emitted(plain)
+    assert all(r.certainty is None for r in plain)
+    model, tokens = MODELS["sliding"], prompt + emitted(asked)
+    probs = mx.softmax(model(mx.array([tokens]))[0].astype(mx.float32), axis=-1).max(axis=-1)
+    expected = probs[16 : 16 + COUNT].tolist()
+    assert [r.certainty for r in asked] == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("needs", [FeatureSpec(), FeatureSpec(final_hidden=True)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])

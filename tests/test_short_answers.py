@@ -71,6 +71,39 @@ def test_one_rejected_draft_says_of_which_kind_an_answer_is() -> None:
     assert fresh.rates()[0] > 0.8  # the text has changed
 
 
+def test_how_sure_the_target_is_of_the_first_token_tells_of_which_kind_an_answer_is() -> None:
+    """As far as it did before: here of the answers that begin with a doubt, four of five are not known."""
+    kinds = Kinds()
+    for sure, known in [(0.999, True)] * 8 + [(0.4, False)] * 4 + [(0.4, True)]:
+        answer = Opening(kinds)
+        answer.begins(sure)
+        for _ in range(4):
+            answer.saw(*((3, 0) if known else (0, 1)))
+    firsts = {}
+    for sure in (None, 0.999, 0.4, 0.7):
+        answer = Opening(kinds)
+        if sure is not None:
+            answer.begins(sure)
+        firsts[sure] = answer.first
+    assert firsts[0.4] < 0.4 < firsts[None] < firsts[0.999]
+    assert firsts[0.7] == pytest.approx(firsts[None])  # no answer began like this
+    answer.begin()
+    assert answer.first == pytest.approx(firsts[None])
+
+
+def test_the_first_token_of_every_answer_is_asked_about_once() -> None:
+    device = Device(TWO_CORES)
+    policy = conversing(TWO_CORES, device)
+    for _ in range(2):
+        policy.begin()
+        asked = []
+        for size in range(1, 30):
+            asked.append(policy.decide([0] * size).certainty)
+            device.now += device.plain
+            policy.observe(Round([0], 0, 0, device.plain, certainty=0.7 if asked[-1] else None))
+        assert asked == [True] + [False] * 28
+
+
 def test_the_first_tokens_of_an_answer_hand_over_to_its_own_rates() -> None:
     answer = Opening(Kinds())
     assert answer.share == 1

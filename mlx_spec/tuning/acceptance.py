@@ -73,6 +73,11 @@ class Acceptance:
         self._drift.calm()
         self.refresh()
 
+    def begins(self, certainty: float) -> None:
+        """The target was so sure of the first token of this answer."""
+        self._opening.begins(certainty)
+        self._first = None
+
     @property
     def drift(self) -> float:
         """How far the last rounds were easier than this text usually is, in logits."""

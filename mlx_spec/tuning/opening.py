@@ -3,22 +3,27 @@
 Answers are of kinds: one drafter may be right about 95 % of a list of facts and 5 % of a story. An average of
 both is right about neither, and moving it a little with every token takes as long as the answer. So the
 acceptance rate of an answer is one of a few, by chances that the answers before have shown, and every token
-judged is weighed by Bayes' rule: one rejected draft says nearly all there is to say.
+judged is weighed by Bayes' rule: one rejected draft says nearly all there is to say. Before any is, there
+is how sure the target is of the answer's first token, and what that meant in the answers before.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 
 import numpy as np
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 
+UNKNOWN = -1  # the sort of an answer of which only its kind is asked
 RATES = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)
 PRIOR = (0.2, 0.16, 0.16, 0.2, 0.32, 0.4, 0.24)  # answers of each rate that are assumed before any was seen
 MEMORY = 32  # answers; a long one counts once for every so many tokens as here:
 LENGTH = 32  # tokens judged, from none to all of which the answer's own rates by position take over
 POWERS = np.power.outer(RATES, np.arange(MAX_DRAFT_TOKENS + 1))  # [rates, K + 1]
+SURE = (0.5, 0.9, 0.99)  # of the first token: answers are told apart by these probabilities ...
+ALIKE = 2.0  # ... once there are so many of one sort; before that, most is by what is seen of all of them
 CHANGE = 0.04  # chance that the text has become one of another kind, a token judged
 
 
@@ -26,20 +31,23 @@ class Kinds:
     """How often answers of each rate were seen. Shared by all sequences of a pair."""
 
     def __init__(self) -> None:
-        self._seen = [0.0] * len(RATES)
+        self._seen = np.zeros((len(SURE) + 2, len(RATES)))  # by sort; the last: of which it is not known
 
     def begin(self) -> None:
         """One more answer is about to be counted; old ones count less."""
-        self._seen = [(1 - 1 / MEMORY) * seen for seen in self._seen]
+        self._seen *= 1 - 1 / MEMORY
 
-    def move(self, before: Sequence[float], after: Sequence[float]) -> None:
+    def move(self, before: Sequence[float], after: Sequence[float], sort: int = UNKNOWN) -> None:
         """The answer that is counted is of another kind than was thought."""
-        self._seen = [s + a - b for s, a, b in zip(self._seen, after, before, strict=True)]
+        self._seen[sort] += np.subtract(after, before)
 
-    def shares(self) -> list[float]:
+    def shares(self, sort: int = UNKNOWN) -> list[float]:
         """The chance of each rate."""
-        total = sum(PRIOR) + sum(self._seen)
-        return [(prior + seen) / total for prior, seen in zip(PRIOR, self._seen, strict=True)]
+        seen = np.add(PRIOR, self._seen.sum(axis=0))
+        seen /= seen.sum()
+        if sort != UNKNOWN:
+            seen = ALIKE * seen + self._seen[sort]
+        return list((seen / seen.sum()).tolist())
 
 
 class Opening:
@@ -53,13 +61,21 @@ class Opening:
         """An answer begins."""
         self._prior = self._chances = self._kinds.shares()
         self._counted = [0.0] * len(RATES)
-        self._judged, self._parts = 0.0, 0
+        self._judged, self._parts, self._sort = 0.0, 0, UNKNOWN
         self._cached: list[float] | None = None
 
     @property
     def share(self) -> float:
         """The weight of this view of the answer, against rates by position."""
         return max(1 - self._judged / LENGTH, 0.0)
+
+    def begins(self, certainty: float) -> None:
+        """The target was so sure of the first token."""
+        self._sort = bisect(SURE, certainty)
+        shares = self._kinds.shares(self._sort)
+        odds = [c * s / p for c, s, p in zip(self._chances, shares, self._prior, strict=True)]
+        self._chances, self._prior = [o / sum(odds) for o in odds], shares
+        self._cached = None
 
     def saw(self, accepted: float, rejected: float) -> None:
         """So many tokens were accepted, and so many not; of a token that was not verified, the chances."""
@@ -72,7 +88,7 @@ class Opening:
         odds = [((1 - CHANGE) * c + CHANGE * p) * r**accepted * (1 - r) ** rejected for c, p, r in old]
         total = sum(odds)
         self._chances = [o / total for o in odds]
-        self._kinds.move(self._counted, self._chances)
+        self._kinds.move(self._counted, self._chances, self._sort)
         self._counted, self._cached = self._chances, None
 
     @property

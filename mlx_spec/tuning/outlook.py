@@ -13,7 +13,7 @@ QUIET = 0.25  # ... of which one counts so much in which no draft token was judg
 MOVED = 0.4  # logits of drift after which it is made anew at once
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
 PLANNING = 0.0025  # of the time, for plans from new costs; following the text is cheap and always done
-SOLVING = 0.001  # of the time, for what confidence is worth
+SOLVING = 0.0005  # of the time, for what confidence is worth
 
 
 class Allowance:
@@ -71,6 +71,10 @@ class Outlook:
         """Something was seen that changes what is expected of this answer, and nothing else."""
         self._other = True
 
+    def looked(self) -> None:
+        """A shadow token was judged, which may change that."""
+        self._judged = True
+
     def reads(self, drafter: int) -> bool:
         """Whether the plan has the drafter's confidence decide what to verify."""
         return self.plan is not None and any(c.selective for c in self.plan.choices if c.drafter == drafter)
@@ -85,7 +89,7 @@ class Outlook:
         old = plan is None or self._age >= LOOK or (self._other and bucket(context) != self._bucket)
         if plan is None or (old and self._planning.grants(time)):
             return self._look(context, time)
-        if self._other or (self._judged and plan.choices):
+        if self._other or self._judged:
             self._judged, drift = False, self._level()
             if self._other or abs(drift - self._drift) > MOVED:
                 self.plan = plan = self._planner.adjust()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
@@ -51,6 +52,7 @@ class Adaptive:
         self._context = 0
         self._asked = self._done = 0.0  # times of the last decision and the last observation
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
+        self._begins = True  # the answer has no round yet
         self._read = [0] * len(self._acceptance)  # selective rounds by drafter
         self._unread = RELEARN  # rounds since confidence was last read
 
@@ -64,6 +66,8 @@ class Adaptive:
             self._lull.end()
             self._context = len(history)
             self._decision = self._next()
+            if self._begins:
+                self._decision = replace(self._decision, certainty=True)
         return self._decision
 
     def begin(self) -> None:
@@ -75,7 +79,7 @@ class Adaptive:
         rates = {d: self._acceptance[d].first_rate() for d in self._probes.free}
         self._probes.begin({d: rate for d, rate in rates.items() if rate < SURE})
         self._outlook.begin()
-        self._missed = 0
+        self._missed, self._begins = 0, True
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
         """How many to verify; token j by `confidence[: j + 1]` alone."""
@@ -88,7 +92,11 @@ class Adaptive:
         """Learn what the round took and what was accepted."""
         now, decision = self._clock(), self._decision
         assert decision is not None, "a round was observed that was never decided on"
-        self._decision = None
+        self._decision, self._begins = None, False
+        if round.certainty is not None:
+            for acceptance in self._acceptance:
+                acceptance.begins(round.certainty)
+            self._outlook.moved()
         if round.drafter is not None or round.finish_reason:
             self._lull.end()
         elif self._held:
@@ -244,7 +252,7 @@ class Adaptive:
         if (agreement or 0.0) <= 0.5 and not self._outlook.wants(drafter):
             return
         if self._acceptance[drafter].opening:
-            self._outlook.moved()
+            self._outlook.looked()
         else:
             self._outlook.stale()
 
