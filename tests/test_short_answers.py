@@ -91,6 +91,20 @@ def test_how_sure_the_target_is_of_the_first_token_tells_of_which_kind_an_answer
     assert answer.first == pytest.approx(firsts[None])
 
 
+def test_answers_at_the_same_time_leave_chances_that_are_chances() -> None:
+    """One ages what the other has counted, which then takes back more than there is."""
+    kinds = Kinds()
+    long = Opening(kinds)
+    long.begins(0.4)
+    long.saw(1, 0)
+    for _ in range(100):
+        other = Opening(kinds)
+        other.begins(0.999)
+        other.saw(0, 1)
+    long.saw(0, 4)
+    assert all(share > 0 for sort in range(-1, 4) for share in kinds.shares(sort))
+
+
 def test_the_first_token_of_every_answer_is_asked_about_once() -> None:
     device = Device(TWO_CORES)
     policy = conversing(TWO_CORES, device)

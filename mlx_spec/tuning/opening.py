@@ -43,10 +43,11 @@ class Kinds:
 
     def shares(self, sort: int = UNKNOWN) -> list[float]:
         """The chance of each rate."""
-        seen = np.add(PRIOR, self._seen.sum(axis=0))
+        counts = np.maximum(self._seen, 0.0)  # answers told at the same time age each other: some fall below
+        seen = np.add(PRIOR, counts.sum(axis=0))
         seen /= seen.sum()
         if sort != UNKNOWN:
-            seen = ALIKE * seen + self._seen[sort]
+            seen = ALIKE * seen + counts[sort]
         return list((seen / seen.sum()).tolist())
 
 
