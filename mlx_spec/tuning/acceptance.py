@@ -74,7 +74,7 @@ class Acceptance:
         self.refresh()
 
     def begins(self, certainty: float) -> None:
-        """The target was so sure of the first token of this answer."""
+        """The target was so sure of the first token of this answer: its highest probability, 0 to 1."""
         self._opening.begins(certainty)
         self._first = None
 

@@ -22,7 +22,7 @@ PRIOR = (0.2, 0.16, 0.16, 0.2, 0.32, 0.4, 0.24)  # answers of each rate that are
 MEMORY = 32  # answers; a long one counts once for every so many tokens as here:
 LENGTH = 32  # tokens judged, from none to all of which the answer's own rates by position take over
 POWERS = np.power.outer(RATES, np.arange(MAX_DRAFT_TOKENS + 1))  # [rates, K + 1]
-SURE = (0.5, 0.9, 0.99)  # of the first token: answers are told apart by these probabilities ...
+SORTS = (0.5, 0.9, 0.99)  # answers are told apart by these probabilities of their first token ...
 ALIKE = 2.0  # ... once there are so many of one sort; before that, most is by what is seen of all of them
 CHANGE = 0.04  # chance that the text has become one of another kind, a token judged
 
@@ -31,7 +31,7 @@ class Kinds:
     """How often answers of each rate were seen. Shared by all sequences of a pair."""
 
     def __init__(self) -> None:
-        self._seen = np.zeros((len(SURE) + 2, len(RATES)))  # by sort; the last: of which it is not known
+        self._seen = np.zeros((len(SORTS) + 2, len(RATES)))  # by sort; the last: of which it is not known
 
     def begin(self) -> None:
         """One more answer is about to be counted; old ones count less."""
@@ -71,11 +71,12 @@ class Opening:
         return max(1 - self._judged / LENGTH, 0.0)
 
     def begins(self, certainty: float) -> None:
-        """The target was so sure of the first token."""
-        self._sort = bisect(SURE, certainty)
+        """The target was so sure of the first token: its highest probability, 0 to 1."""
+        self._sort = bisect(SORTS, certainty)
         shares = self._kinds.shares(self._sort)
         odds = [c * s / p for c, s, p in zip(self._chances, shares, self._prior, strict=True)]
-        self._chances, self._prior = [o / sum(odds) for o in odds], shares
+        total = sum(odds)
+        self._chances, self._prior = [o / total for o in odds], shares
         self._cached = None
 
     def saw(self, accepted: float, rejected: float) -> None:

@@ -49,7 +49,7 @@ class Outlook:
         self._drift = 0.0  # when the plan was made
         self._bucket = -1  # of context, when the plan was made
         self._other = False  # another text has begun since, or is seen to be another
-        self._judged = False  # a draft token was, since the text was last compared with the plan's
+        self._judged = False  # a draft or shadow token was, since the text was last compared with the plan's
 
     def begin(self) -> None:
         """Another text."""
@@ -70,10 +70,6 @@ class Outlook:
     def moved(self) -> None:
         """Something was seen that changes what is expected of this answer, and nothing else."""
         self._other = True
-
-    def looked(self) -> None:
-        """A shadow token was judged, which may change that."""
-        self._judged = True
 
     def reads(self, drafter: int) -> bool:
         """Whether the plan has the drafter's confidence decide what to verify."""

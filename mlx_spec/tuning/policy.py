@@ -251,9 +251,7 @@ class Adaptive:
         self._probes.shadowed(drafter, agreement)
         if (agreement or 0.0) <= 0.5 and not self._outlook.wants(drafter):
             return
-        if self._acceptance[drafter].opening:
-            self._outlook.looked()
-        else:
+        if not self._acceptance[drafter].opening:  # there the plan follows what was judged without that
             self._outlook.stale()
 
     def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
