@@ -15,6 +15,7 @@ from mlx_spec.apps.menubar import login
 from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.child import recorded
 from mlx_spec.apps.menubar.control import QUIT, Control
+from mlx_spec.apps.menubar.logs import last_words
 from mlx_spec.apps.menubar.model import Action, Command, Entry, Item, Menu, Submenu
 from mlx_spec.apps.menubar.places import Places
 
@@ -50,8 +51,11 @@ class Notepad:
 
         return within(self.menus[-1].entries) if self.menus else []
 
+    def labels(self) -> list[str]:
+        return [item.label for item in self.items()]
+
     def says(self, text: str) -> bool:
-        return any(text in item.label for item in self.items())
+        return any(text in label for label in self.labels())
 
     def offers(self, action: Action) -> bool:
         return any(item.command is not None and item.command.action is action for item in self.items())
@@ -110,6 +114,7 @@ def test_clicks(places, tmp_path):
         control.post(Command(Action.START))
         eventually(lambda: "--target demo --drafter none" in command_line(places))
     finally:
+        print(view.labels(), last_words(places.log, 0))  # shown if it fails
         control.post(QUIT)
         thread.join(LIMIT)
     assert not thread.is_alive() and view.closed.is_set() and not control.failed

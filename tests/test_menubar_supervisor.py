@@ -185,6 +185,39 @@ def test_a_port_that_was_taken_only_for_a_moment_is_not_given_up(places, kept, p
     assert one.told(Crashed) and not one.told(GaveUp)
 
 
+def test_of_any_port_several_are_tried(places, kept, monkeypatch):
+    found = ports.candidates(Address(HOST, 0))
+    assert len({address.port for address in found}) == len(found) == ports.TRIED
+    monkeypatch.setattr(ports, "candidates", lambda wanted: found)
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind((HOST, found[0].port))
+        stranger.listen(1)
+        one = kept(0)
+        one.supervisor.start(Choice())
+        (launched,) = one.told(Launched)
+    assert launched.url == found[1].url and not one.told(GaveUp)
+
+
+@pytest.mark.parametrize("in_the_way", ["log", "server"])
+def test_a_disk_that_refuses_a_restart_is_asked_again(places, kept, port, in_the_way):
+    one = kept(port)
+    one.supervisor.start(Choice(drafter="none"))
+    one.reach(Phase.RUNNING)
+    os.kill(recorded(places.server).pid, signal.SIGKILL)
+    one.until(lambda: one.told(Crashed))
+    file = getattr(places, in_the_way)
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    one.until(lambda: len(one.told(Crashed)) >= 3)
+    killed, *refused = one.told(Crashed)
+    assert "signal 9" in killed.problem
+    assert all(file.name in event.problem for event in refused)
+    assert ports.is_free(Address(HOST, port)) and one.state.phase is Phase.WAITING
+    file.rmdir()
+    one.reach(Phase.RUNNING)
+
+
 UI = """
 import sys, time
 from pathlib import Path

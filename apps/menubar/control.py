@@ -16,7 +16,7 @@ from typing import TypeAlias
 from mlx_spec.apps.menubar import desktop, login
 from mlx_spec.apps.menubar.menu import LOOKUP, NONE, environment_example, menu
 from mlx_spec.apps.menubar.model import Action, Command, Menu, View
-from mlx_spec.apps.menubar.places import Places, read_object, write
+from mlx_spec.apps.menubar.places import Places, read_object, told, write
 from mlx_spec.apps.menubar.state import (
     Choice,
     Chosen,
@@ -111,7 +111,7 @@ class Control:
         except SpecError as error:
             self._tell(Noted(str(error)))
         except OSError as error:  # such as a full disk
-            self._tell(Noted(f"{error.filename or 'a file'}: {error.strerror or error}"))
+            self._tell(Noted(told(error)))
 
     def _tell(self, event: Event) -> None:
         self._state = reduce(self._state, event)

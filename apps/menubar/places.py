@@ -73,6 +73,11 @@ def read_object(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def told(error: OSError) -> str:
+    """What went wrong with which file, in a line."""
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
+
+
 def write(file: Path, text: str) -> None:
     """Replace a file at once, so that nobody reads half of it."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import socket
 
@@ -42,9 +43,11 @@ def is_free(address: Address) -> bool:
 
 
 def candidates(address: Address) -> list[Address]:
-    """Where to try, in order. Port 0 is any free one."""
+    """Where to try, in order. Port 0 is any that is free, of which somebody else may take one."""
     if address.port == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return [Address(address.host, probe.getsockname()[1])]
+        with contextlib.ExitStack() as held:  # all at once, so that they differ
+            probes = [held.enter_context(socket.socket()) for _ in range(TRIED)]
+            for probe in probes:
+                probe.bind(("127.0.0.1", 0))
+            return [Address(address.host, probe.getsockname()[1]) for probe in probes]
     return [Address(address.host, port) for port in range(address.port, min(address.port + TRIED, LAST + 1))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from mlx_spec.apps.menubar import child, logs, ports
 from mlx_spec.apps.menubar.child import Child
 from mlx_spec.apps.menubar.client import Address, Client
 from mlx_spec.apps.menubar.figures import NO_COUNTERS, Watch
-from mlx_spec.apps.menubar.places import Places
+from mlx_spec.apps.menubar.places import Places, told
 from mlx_spec.apps.menubar.savings import Savings
 from mlx_spec.apps.menubar.state import (
     Answered,
@@ -107,12 +108,25 @@ class Supervisor:
     def tick(self) -> None:
         """Look after it: to be called every second or so."""
         if self._due is not None and time.monotonic() >= self._due:
-            self.start(self._choice)
+            self._start_again()
         elif self._child is not None and not self._child.is_alive():
             self._ended(self._child)
         elif self._address is not None:
             logs.rotate(self._places.log)
             self._ask(self._address)
+
+    def _start_again(self) -> None:
+        try:
+            self.start(self._choice)
+        except OSError as error:  # such as a full disk, which may have room later
+            self._wait(told(error))
+
+    def _wait(self, cause: str) -> None:
+        """Start it again, later each time."""
+        delay = min(self._patience.first * 2**self._crashes, self._patience.most)
+        self._crashes += 1
+        self._due = time.monotonic() + delay
+        self._tell(Crashed(cause, delay))
 
     def _adopt(self) -> bool:
         """Whether an earlier menu left the server that is wanted; another one is ended."""
@@ -139,8 +153,13 @@ class Supervisor:
         options = self._wish.line(self._choice)
         logs.rotate(self._places.log)
         self._log_begin = logs.size(self._places.log)
-        self._child = child.start(address, options, options, self._places.log)
-        self._child.record.keep(self._places.server)
+        started = child.start(address, options, options, self._places.log)
+        try:
+            started.record.keep(self._places.server)
+        except OSError:  # one that no later menu would find must not be left running
+            started.end(self._patience.leaving)
+            raise
+        self._child = started
         self._follow(address, own=True)
         self._watch = Watch(NO_COUNTERS)
 
@@ -150,13 +169,18 @@ class Supervisor:
 
     def _end(self, running: Child) -> None:
         running.end(self._patience.leaving)
-        self._places.server.unlink(missing_ok=True)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove the record of a server. One that stays names a process that is gone: it does no harm."""
+        with contextlib.suppress(OSError):
+            self._places.server.unlink()
 
     def _ended(self, gone: Child) -> None:
         """It has ended by itself."""
         ready_at, status = self._answered_at, gone.status
         self._child = self._address = None
-        self._places.server.unlink(missing_ok=True)
+        self._forget()
         words = logs.last_words(self._places.log, self._log_begin)
         # Since it was found free, somebody may have taken the port, and may have left it again.
         refused = words if words and CANNOT_LISTEN in words else None
@@ -166,10 +190,7 @@ class Supervisor:
             return
         if ready_at is not None and time.monotonic() - ready_at >= self._patience.stable:
             self._crashes = 0
-        delay = min(self._patience.first * 2**self._crashes, self._patience.most)
-        self._crashes += 1
-        self._due = time.monotonic() + delay
-        self._tell(Crashed(refused or _cause(status), delay))
+        self._wait(refused or _cause(status))
 
     def _ask(self, address: Address) -> None:
         client = Client(address, self._wish.key)
