@@ -7,6 +7,7 @@ The bounds hold for sums over some thirty answers of a kind. With other seeds th
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from virtual import CURVES, TWO_CORES, Answers, Curve, Device
 
 from mlx_spec.tuning.acceptance import Acceptance, Experience
 from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.tuning.ledger import BUFFER, Ledger
 from mlx_spec.tuning.opening import LENGTH, RATES, Kinds, Opening
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.probes import EAGER, Look, Probes
@@ -47,6 +49,32 @@ def test_neither_kind_of_answer_pays_for_the_other(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_answers_that_are_never_known_end_near_plain_decoding(device: str) -> None:
     assert conversations(DEVICES[device], 0.0)[1].speed > 0.985
+
+
+@pytest.mark.parametrize(("device", "times", "gained"), [("two cores", 3.0, 1.1), ("M1 Ultra", 3.0, 1.2)])
+def test_costs_that_are_believed_much_too_high_are_corrected(
+    device: str, times: float, gained: float
+) -> None:
+    """No answer by itself is so long that it could afford to find out."""
+    curve = DEVICES[device]
+    dear = {1: 1.0, **{rows: times * curve.rows(rows) for rows in range(2, 18)}}
+    believed = replace(curve, passes=dear, drafted=times * curve.drafted)
+    good, _ = virtual.short_answers(
+        lambda at: Adaptive(believed.costs(at.plain), 1, at.clock), curve, 1.0, 100, 0
+    )
+    assert good.speed > gained
+
+
+def test_a_trial_spends_what_earlier_answers_have_spared() -> None:
+    ledger = Ledger()
+    for _ in range(6):
+        ledger.begin()
+        ledger.enter(100, 100.0)
+    assert ledger.room < 3 < 5.5 < ledger.trial_room
+    ledger.begin()
+    assert ledger.room == BUFFER  # which no other draft may
+    ledger.enter(1, 6.0)
+    assert ledger.trial_room < 1.5
 
 
 def test_a_fixed_length_pays_with_the_one_for_the_other() -> None:

@@ -5,6 +5,8 @@
 where plain is what the same tokens would have taken by plain decoding. A round is begun only if the bound
 holds even when none of its draft is accepted, so an answer that is short loses little. Gains are kept only up
 to `KEPT`, so that what was won long ago does not pay for a long loss, and none is kept for the next answer.
+Only a trial of what is thought to take too long may be paid with what the answers before have spared: costs
+that are believed wrongly would else never be corrected where all answers are short.
 What a round takes beyond a multiple of what was expected, after rounds that took what was expected, is a
 pause of the machine and not entered.
 """
@@ -24,6 +26,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._in_line = 0  # speculative rounds in a row that took the expected time
+        self._spared = 0.0  # the lead of all answers together, in plain steps
         self.begin()
 
     def begin(self) -> None:
@@ -36,9 +39,16 @@ class Ledger:
         """What the next round may lose."""
         return self.lead + BUFFER
 
+    @property
+    def trial_room(self) -> float:
+        """What a trial may lose."""
+        return max(self.room, self._spared)
+
     def enter(self, tokens: int, steps: float) -> None:
         """A round emitted tokens in so many plain steps."""
-        self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, KEPT)
+        gained = (1 + EPSILON) * tokens - steps
+        self.lead = min(self.lead + gained, KEPT)
+        self._spared = min(self._spared + gained, KEPT)
 
     def counted(self, seconds: float, expected: float) -> tuple[float, bool]:
         """What to count of the seconds of a speculative round, and whether it was late."""

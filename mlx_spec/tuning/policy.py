@@ -123,10 +123,7 @@ class Adaptive:
         if plan.choices or held:
             return self._draft(plan, plain)
         rounds = self._rest(range(len(self._acceptance)), hopeful=plan.reason is Reason.ACCEPTANCE)
-        trial = self._planner.trial(plan, self._books.ledger.room) if probes.trying else ()
-        if trial:
-            return Decision(trial, Reason.PROBE, None, plain)
-        return self._holding(self._aside(plan.reason, plain), *rounds)
+        return self._trial(plan, plain) or self._holding(self._aside(plan.reason, plain), *rounds)
 
     def _draft(self, plan: Plan, plain: float) -> Decision:
         """A draft, if the ledger allows it."""
@@ -153,7 +150,15 @@ class Adaptive:
         if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
             others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
         rounds = self._rest(others, hopeful=True, first=None if afforded else doubted)
+        if reason is Reason.LEDGER and (trial := self._trial(plan, plain)):
+            return trial
         return self._holding(self._aside(reason, plain, afforded), *rounds)
+
+    def _trial(self, plan: Plan, plain: float) -> Decision | None:
+        """A draft that is not thought to pay, where one is due: only that shows what it costs."""
+        room = self._books.ledger.trial_room
+        choices = self._planner.trial(plan, room) if self._probes.trying else ()
+        return Decision(choices, Reason.PROBE, None, plain) if choices else None
 
     def _rest(
         self, drafters: Sequence[int], *, hopeful: bool, first: int | None = None
