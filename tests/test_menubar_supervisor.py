@@ -199,14 +199,14 @@ def test_of_any_port_several_are_tried(places, kept, monkeypatch):
     assert launched.url == found[1].url and not one.told(GaveUp)
 
 
-@pytest.mark.parametrize("in_the_way", ["log", "server"])
-def test_a_disk_that_refuses_a_restart_is_asked_again(places, kept, port, in_the_way):
+@pytest.mark.parametrize("refused_file", [lambda places: places.log, lambda places: places.server])
+def test_a_disk_that_refuses_a_restart_is_asked_again(places, kept, port, refused_file):
     one = kept(port)
     one.supervisor.start(Choice(drafter="none"))
     one.reach(Phase.RUNNING)
     os.kill(recorded(places.server).pid, signal.SIGKILL)
     one.until(lambda: one.told(Crashed))
-    file = getattr(places, in_the_way)
+    file = refused_file(places)
     file.unlink(missing_ok=True)
     file.mkdir()
     one.until(lambda: len(one.told(Crashed)) >= 3)

@@ -72,7 +72,7 @@ def test_a_trial_spends_what_earlier_answers_have_spared() -> None:
         ledger.enter(100, 100.0)
     assert ledger.room < 3 < 5.5 < ledger.trial_room
     ledger.begin()
-    assert ledger.room == BUFFER  # which no other draft may
+    assert ledger.room == BUFFER  # all that any other draft may lose
     ledger.enter(1, 6.0)
     assert ledger.trial_room < 1.5
 

@@ -43,7 +43,7 @@ def is_free(address: Address) -> bool:
 
 
 def candidates(address: Address) -> list[Address]:
-    """Where to try, in order. Port 0 is any that is free, of which somebody else may take one."""
+    """Where to try, in order. For port 0 several free ones: somebody may take one before it is used."""
     if address.port == 0:
         with contextlib.ExitStack() as held:  # all at once, so that they differ
             probes = [held.enter_context(socket.socket()) for _ in range(TRIED)]

@@ -36,12 +36,12 @@ class Ledger:
 
     @property
     def room(self) -> float:
-        """What the next round may lose."""
+        """What the next round may lose, in plain steps."""
         return self.lead + BUFFER
 
     @property
     def trial_room(self) -> float:
-        """What a trial may lose."""
+        """What a trial, one round, may lose, in plain steps."""
         return max(self.room, self._spared)
 
     def enter(self, tokens: int, steps: float) -> None:
