@@ -89,3 +89,11 @@ def test_a_token_begun_ahead_is_entered_when_it_comes(waits_for_both: bool) -> N
     ledger.enter(1, ledger.landed(0.0 if waits_for_both else 1.0))
     assert ledger.lead == pytest.approx(2 * (1 + EPSILON) - 2.1)
     assert ledger.landed(5.0) == 1.0  # the reader paused
+
+
+@pytest.mark.parametrize("waits_for_both", [False, True])
+def test_a_token_that_nobody_waited_for_counts_as_one_of_plain_decoding(waits_for_both: bool) -> None:
+    ledger = Ledger()
+    ledger.ahead(2.1 if waits_for_both else 1.1, 1.1)
+    assert ledger.landed(None) == 1.0
+    assert ledger.landed(0.0) == 0.0

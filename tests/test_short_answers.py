@@ -10,10 +10,27 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import virtual
-from virtual import CURVES, TWO_CORES, Answers, Curve, Device
+from virtual import (
+    CURVES,
+    LONG,
+    RIGHT,
+    TWO_CORES,
+    VOCABULARY,
+    WRONG,
+    Answers,
+    Clocked,
+    Curve,
+    Device,
+    Text,
+    VirtualDrafter,
+    VirtualTarget,
+)
 
+from mlx_spec.engine import generate
+from mlx_spec.sampling import Sampling
 from mlx_spec.tuning.acceptance import Acceptance, Experience
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.ledger import BUFFER, Ledger
@@ -75,6 +92,32 @@ def test_a_trial_spends_what_earlier_answers_have_spared() -> None:
     assert ledger.room == BUFFER  # all that any other draft may lose
     ledger.enter(1, 6.0)
     assert ledger.trial_room < 1.5
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("rounds", [2, LONG])
+def test_a_caller_who_takes_his_time_does_not_stop_speculation(rounds: int, in_order: bool) -> None:
+    """A server has its streams take turns: a token that came meanwhile is no loss and says nothing of costs.
+
+    The caller is away behind the first rounds of every answer, or behind all of them.
+    """
+    assert drafted(5.0, rounds, in_order) > 0.85 * drafted(0.0, 0, in_order)
+
+
+def drafted(away: float, rounds: int, in_order: bool) -> int:
+    """Drafts in a conversation whose caller is away for so many plain steps behind some rounds."""
+    chance, device = np.random.default_rng(0), Device(TWO_CORES, in_order=in_order)
+    policy, count = conversing(TWO_CORES, device), 0
+    for right in (chance.random(40) < 0.7).tolist():
+        tokens = int(chance.integers(40, LONG))
+        text = Text.of(np.full(tokens + 40, RIGHT if right else WRONG), chance)
+        target, sampler = VirtualTarget(device), Sampling().sampler(1, VOCABULARY)
+        device.now = max(device.now, device.free)
+        clocked, drafters = Clocked(policy, device, target), [VirtualDrafter(device, text)]
+        for i, round in enumerate(generate(target, drafters, clocked, sampler, [0], max_tokens=tokens)):
+            count += round.drafted > 0
+            device.now += away * device.plain * (i < rounds)
+    return count
 
 
 def test_a_fixed_length_pays_with_the_one_for_the_other() -> None:

@@ -53,16 +53,18 @@ class Books:
         if self._costs.plain(context) is not None:
             self._enter(round, 1.0)
 
-    def landed(self, round: Round, context: int, waited: float) -> None:
-        """A round that only waited for the token on its way."""
+    def landed(self, round: Round, context: int, waited: float | None) -> None:
+        """A round that only waited for the token on its way; None: it may have come while nobody waited."""
         plain = self._costs.plain(context)
         self.flight = False
         if plain is None:
             return
-        if self._begun is not None:  # some backends wait for both tokens in the first of the two rounds
+        if (
+            self._begun is not None and waited is not None
+        ):  # some backends wait for both tokens in the first of the two rounds
             self._costs.saw_begin(context, self._begun + min(waited, plain) - plain)
         self._begun = None
-        self._enter(round, self.ledger.landed(waited / plain))
+        self._enter(round, self.ledger.landed(None if waited is None else waited / plain))
 
     def shadowed(self, round: Round, context: int, took: float, price: float, *, free: bool) -> None:
         """A round with a shadow token, which takes `price` plain steps; `free`: it was one ahead."""

@@ -139,6 +139,12 @@ class Costs:
         found.weight += 1
         found.rescale()
 
+    def went_by(self, context: int) -> None:
+        """A plain token came, and nobody knows how long it took."""
+        found = self._bucket(context)
+        if found is not None:
+            found.timed += 1
+
     def saw_round(
         self, drafter: int, proposed: int, verified: int, context: int, seconds: float, *, selective: bool
     ) -> None:

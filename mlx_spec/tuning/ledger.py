@@ -65,7 +65,11 @@ class Ledger:
         self._ahead = min(max(steps - expected, 0.0), 1.0)
         return steps - self._ahead
 
-    def landed(self, steps: float) -> float:
-        """What to enter of a round that only waited for such a token."""
-        counted, self._ahead = min(steps, 1.0) + self._ahead, 0.0
+    def landed(self, steps: float | None) -> float:
+        """What to enter of a round that only waited for such a token.
+
+        None: the caller came for it late, and by plain decoding it would have been there as well.
+        """
+        counted = 1.0 if steps is None else min(steps, 1.0) + self._ahead
+        self._ahead = 0.0
         return counted

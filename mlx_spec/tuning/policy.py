@@ -223,7 +223,7 @@ class Adaptive:
             self._looked_aside(shadow, None)
         goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
         if landing:
-            books.landed(round, self._context, now - self._done)
+            books.landed(round, self._context, None if self._paused else now - self._done)
         elif not flight:
             books.plainly(round, self._context, now - self._asked, goes_on=goes_on)
         else:
@@ -235,13 +235,19 @@ class Adaptive:
             self._probes.timing -= (flight and not landing) or decision.reason is not Reason.PROBE
 
     def _time_plain(self, seconds: float) -> None:
-        """A plain token took so long, if it was not another sequence that did."""
+        """A plain token took so long, if it was not the caller who did."""
+        if self._paused:
+            return self._costs.went_by(self._context)
         plain = self._costs.plain(self._context)
-        if plain is not None and self._asked - self._done > plain / 2:
-            return
         self._costs.saw_plain(self._context, seconds)
         if plain is not None and abs(seconds / plain - 1) > UNSURE:
             self._probes.retime()
+
+    @property
+    def _paused(self) -> bool:
+        """Whether the caller took its time before this round, or another sequence had its turn."""
+        plain = self._costs.plain(self._context)
+        return plain is not None and self._asked - self._done > plain / 2
 
     def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
         """A token was drafted and not verified."""
@@ -266,7 +272,7 @@ class Adaptive:
         choice = next(c for c in decision.choices if c.drafter == drafter)
         landed, self._books.flight, self._missed = self._books.flight, False, 0
         if landed and not round.drafted:
-            return self._landed(drafter, round, seconds)
+            return self._landed(drafter, round, None if self._paused else seconds)
         read = choice.selective and not round.nodes
         self._read[drafter] += read
         if not read:
@@ -284,9 +290,9 @@ class Adaptive:
             self._probes.trying -= 1
             self._outlook.stale()
 
-    def _landed(self, drafter: int, round: Round, seconds: float) -> None:
+    def _landed(self, drafter: int, round: Round, waited: float | None) -> None:
         """What was found is drafted again in the next round; the token on its way told of it."""
-        self._books.landed(round, self._context, seconds)
+        self._books.landed(round, self._context, waited)
         if round.agreement is not None:
             self._acceptance[drafter].compared(round.agreement, round.confidence)
             if self._probes.compared(drafter, round.agreement):
