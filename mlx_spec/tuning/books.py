@@ -59,9 +59,8 @@ class Books:
         self.flight = False
         if plain is None:
             return
-        if (
-            self._begun is not None and waited is not None
-        ):  # some backends wait for both tokens in the first of the two rounds
+        if self._begun is not None and waited is not None:
+            # Some backends wait for both tokens in the first of the two rounds.
             self._costs.saw_begin(context, self._begun + min(waited, plain) - plain)
         self._begun = None
         self._enter(round, self.ledger.landed(None if waited is None else waited / plain))

@@ -86,7 +86,7 @@ class Costs:
         return found.plain if found else None
 
     def timed(self, context: int) -> int:
-        """How many plain tokens were timed in this bucket of context."""
+        """How many plain tokens came in this bucket of context, those included whose time nobody knows."""
         found = self._buckets.get(bucket(context))
         return found.timed if found else 0
 
