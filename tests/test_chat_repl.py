@@ -248,6 +248,24 @@ def test_interrupts(endless, tmp_path):
         assert "Traceback" not in screen.text
 
 
+def test_an_interrupt_while_the_history_is_read(tmp_path):
+    """A signal that comes in a task of the editor's ends the prompt, and not the task."""
+    pipe = tmp_path / "xdg_state_home" / "mlx_spec" / "chat_history"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # or the program would wait for one at its start
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
+        screen.wait_for(READY)
+        time.sleep(0.5)  # it waits for somebody who writes
+        screen.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        os.close(os.open(pipe, os.O_WRONLY))
+        screen.wait_for(READY)
+        assert "tokens/s" in screen.say("hello")
+        assert "Traceback" not in screen.text
+    os.close(reader)
+
+
 def test_interrupts_of_commands(tmp_path):
     """Nobody ever writes into that pipe, and Ctrl-C ends the wait for what it holds."""
     pipe = tmp_path / "pipe.json"

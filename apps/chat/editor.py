@@ -58,14 +58,25 @@ class Editor:
 
     def read(self) -> str:
         """A message as it was typed. Raises EOFError, KeyboardInterrupt, and InvalidValue."""
-        # As a key Ctrl-C is read by the editor. As a signal, before and after, it is our own handler's:
-        # prompt_toolkit's loses those that come while its application starts or ends.
-        text = self._session.prompt(handle_sigint=False)
+        # As a key Ctrl-C is read by the editor. As a signal it is our own handler's: prompt_toolkit's loses
+        # those that come while its application starts or ends.
+        with self._interrupts.editing(self._leave_soon):
+            text = self._session.prompt(handle_sigint=False, pre_run=self._leave_if_pressed)
         with unseen():  # Ctrl-C is a signal again; as a key it may still be among what was not read
             behind = self._input.read_keys()
         if _pressed_ahead(self._input, behind):
             self._interrupts.press()
         return checked(text, "this message")
+
+    def _leave_soon(self) -> None:
+        # In a signal handler, so in the midst of anything: the application ends in a callback of its own.
+        if loop := self._session.app.loop:
+            loop.call_soon_threadsafe(self._leave_if_pressed)
+
+    def _leave_if_pressed(self) -> None:
+        application = self._session.app
+        if self._interrupts.pressed and application.future and not application.future.done():
+            application.exit(exception=KeyboardInterrupt, style="class:aborting")
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()

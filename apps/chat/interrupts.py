@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Self
@@ -24,6 +24,7 @@ AGAIN = 0.01  # seconds
 class _Mode(enum.Enum):
     START = enum.auto()
     PROMPT = enum.auto()
+    EDITOR = enum.auto()
     LOADING = enum.auto()
     ANSWER = enum.auto()
     QUIET = enum.auto()
@@ -33,8 +34,9 @@ class Interrupts:
     """The SIGINT handler of the program, as a context manager.
 
     At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
-    prompt it raises KeyboardInterrupt, and so it does while a command waits for a file or the network, and
-    while the prompt of an answer is read. Once the answer has begun, the first one is noted, to be looked at
+    prompt it raises KeyboardInterrupt, or tells the editor where there is one, whose tasks would not survive
+    that. It raises while a command waits for a file or the network, and while the prompt of an answer is
+    read. Once the answer has begun, the first one is noted, to be looked at
     between two rounds; the second one raises. It raises while another model is loaded; the second one, while
     the former model comes back, leaves as at the start.
 
@@ -46,6 +48,7 @@ class Interrupts:
         self._mode = self._raised_in = _Mode.START
         self._pressed = False
         self._begun = False
+        self._leave: Callable[[], None] = _stay
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -65,6 +68,15 @@ class Interrupts:
     def prompting(self) -> Iterator[None]:
         """The program waits for a line."""
         self._mode, self._pressed = _Mode.PROMPT, False
+        try:
+            yield
+        finally:
+            self.settle()
+
+    @contextmanager
+    def editing(self, leave: Callable[[], None]) -> Iterator[None]:
+        """An editor reads the line. Ctrl-C is noted, and `leave` called, which may come at any moment."""
+        self._leave, self._mode = leave, _Mode.EDITOR
         try:
             yield
         finally:
@@ -127,6 +139,8 @@ class Interrupts:
             self._mode = _Mode.START
             _tell()
             raise KeyboardInterrupt
+        if self._mode is _Mode.EDITOR:
+            self._leave()
         if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and again):
             self.settle()
             raise KeyboardInterrupt
@@ -154,6 +168,10 @@ def heeded() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _stay() -> None:
+    pass
 
 
 def _tell() -> None:
