@@ -64,6 +64,7 @@ class Acceptance:
         self.told = False  # confidence has been read at least once
         self._short = False  # a draft has been shorter than asked for
         self._first: float | None = None  # the rate of the first position, where nothing was seen since
+        self._now: tuple[float, list[float]] | None = None  # drift, and all rates with it, likewise
         self.refresh()
 
     def begin(self) -> None:
@@ -76,7 +77,7 @@ class Acceptance:
     def begins(self, certainty: float) -> None:
         """The target was so sure of the first token of this answer: its highest probability, 0 to 1."""
         self._opening.begins(certainty)
-        self._first = None
+        self._first = self._now = None
 
     @property
     def drift(self) -> float:
@@ -104,7 +105,7 @@ class Acceptance:
         self._drift.tick(rounds)
 
     def _observed(self) -> None:
-        self._first = None
+        self._first = self._now = None
         for tally in (self._positions, self._offered, *self._recent):
             tally.tick()
         self._pair.tick()
@@ -145,15 +146,18 @@ class Acceptance:
 
     def refresh(self) -> None:
         """Take what was seen into the rates. Until then they are what they were."""
-        self._base, self._first = [logit(rate) for rate in self._rates()], None
+        self._base, self._first, self._now = [logit(rate) for rate in self._rates()], None, None
         self.had, self.lengths = self._offers()
 
     def rates(self) -> list[float]:
         """The rate of every position now, given that those before were accepted."""
         level, share = self.drift, self._opening.share
-        rates = [1 / (1 + math.exp(-base - level)) for base in self._base]
-        first = self._opening.rates() if share else rates
-        return [share * f + (1 - share) * rate for f, rate in zip(first, rates, strict=True)]
+        if self._now is None or self._now[0] != level:
+            rates = [1 / (1 + math.exp(-base - level)) for base in self._base]
+            first = self._opening.rates() if share else rates
+            mixed = [share * f + (1 - share) * rate for f, rate in zip(first, rates, strict=True)]
+            self._now = level, mixed
+        return self._now[1]
 
     def first_rate(self) -> float:
         """The rate of the first position now."""

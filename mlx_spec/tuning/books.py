@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx_spec.tuning.acceptance import Acceptance
 from mlx_spec.tuning.costs import Costs
-from mlx_spec.tuning.hindsight import Floats, Hindsight
+from mlx_spec.tuning.hindsight import Hindsight
 from mlx_spec.tuning.ledger import PAUSE, Ledger
 from mlx_spec.types import Choice, Round
 
@@ -28,7 +30,7 @@ class Books:
         self.hindsight.begin()
         self.flight, self._opening, self._begun = False, True, None
 
-    def price(self, rounds: Floats) -> None:
+    def price(self, rounds: Sequence[float]) -> None:
         """What rounds of each length take now, plain steps."""
         if self._only is not None:
             self.hindsight.price(rounds)

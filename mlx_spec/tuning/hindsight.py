@@ -10,6 +10,7 @@ never drafted count as right with the chance they were believed to have.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +44,10 @@ class Hindsight:
         self.length, self._behind = None, 0.0
         self._run, self._spent = 0, 0.0
 
-    def price(self, times: Floats) -> None:
+    def price(self, times: Sequence[float]) -> None:
         """What a round of each length takes now: 0 is plain decoding."""
-        self._times = times
-        total = self._passes * times
+        self._times = np.array(times)
+        total = self._passes * self._times
         self.best = int(total.argmin())
         if self.length and total[self.length] > total[0]:
             self.length, self._behind = None, 0.0

@@ -14,7 +14,6 @@ from mlx_spec.tuning.probes import Look
 from mlx_spec.tuning.programme import (
     Action,
     Drafting,
-    Floats,
     Rule,
     brought,
     fitted,
@@ -72,6 +71,7 @@ class Planner:
     _drafting: list[Drafting] = field(default_factory=list)
     _rounds: list[list[float]] = field(default_factory=list)
     _prices: list[float] = field(default_factory=list)  # by drafter: of a shadow token
+    _reason: Reason | None = None  # why nothing pays, where that was asked since costs were looked at
     _rate: float = 0.0
     _on: bool = False
 
@@ -83,13 +83,17 @@ class Planner:
         """The plan now. `again` works out anew what confidence is worth, which takes longer."""
         plain, verify = self.costs.plain(context), self.costs.verify_curve(context)
         assert plain is not None and verify is not None
-        rows = np.maximum(verify, plain)  # no pass is faster than a pipelined one
+        rows = [max(seconds, plain) for seconds in verify]  # no pass is faster than a pipelined one
         for acceptance in self.acceptance:
             acceptance.refresh()
         self._plain = plain
         self._drafting = [self._priced(d, rows, context) for d in range(len(self.acceptance))]
-        self._rounds = [[1.0, *((d.draft[1:] + d.verify[2:]) / plain).tolist()] for d in self._drafting]
-        self._prices = [float(priced.draft[1]) / plain for priced in self._drafting]
+        self._rounds = [
+            [1.0, *((d + v) / plain for d, v in zip(priced.draft[1:], rows[2:], strict=True))]
+            for priced in self._drafting
+        ]
+        self._prices = [priced.draft[1] / plain for priced in self._drafting]
+        self._reason = None
         if again:
             self._solve(max(self._rate, 1 / plain), context)
         return self.adjust()
@@ -106,14 +110,14 @@ class Planner:
         """Whether none of them will have a draft, more often than not."""
         return math.prod(1 - self.acceptance[choice.drafter].had for choice in choices) > LIKELY
 
-    def rounds(self, drafter: int) -> Floats:
+    def rounds(self, drafter: int) -> Sequence[float]:
         """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
-        return np.array(self._rounds[drafter])
+        return self._rounds[drafter]
 
     @property
     def landing(self) -> float:
         """Plain steps that are lost when a token on its way is waited for and nothing was begun behind it."""
-        return float(self._drafting[0].verify[1]) / self._plain - 1
+        return self._drafting[0].verify[1] / self._plain - 1
 
     def price(self, drafter: int) -> float:
         """Plain steps that a shadow token takes, beside its own."""
@@ -165,10 +169,10 @@ class Planner:
                 best, most_gained = length, gained
         return replace(choice, limit=best)
 
-    def _priced(self, drafter: int, rows: Floats, context: int) -> Drafting:
+    def _priced(self, drafter: int, rows: Sequence[float], context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)
         assert tokens is not None
-        return Drafting(np.array(tokens), rows, np.array(self.acceptance[drafter].lengths))
+        return Drafting(tokens, rows, self.acceptance[drafter].lengths)
 
     def _solve(self, rate: float, context: int) -> None:
         """What the confidence of each drafter is worth now, over the best length without it."""
@@ -187,9 +191,7 @@ class Planner:
 
     def _option(self) -> Option:
         plain, rate = self._plain, max(self._rate, 1 / self._plain)
-        tokens = [
-            brought(d, np.array(a.rates())) for d, a in zip(self._drafting, self.acceptance, strict=True)
-        ]
+        tokens = [brought(d, a.rates()) for d, a in zip(self._drafting, self.acceptance, strict=True)]
         for _ in range(STEPS):
             actions = [self._best(d, expected, rate) for d, expected in enumerate(tokens)]
             order, best = self._order(actions, rate)
@@ -199,7 +201,7 @@ class Planner:
         pays = best * plain > (STAY if self._on else BEGIN)
         return Option(best, tuple(order) if pays else (), tuple(actions))
 
-    def _best(self, drafter: int, tokens: Floats, rate: float) -> Action:
+    def _best(self, drafter: int, tokens: Sequence[float], rate: float) -> Action:
         fixed = steady(self._drafting[drafter], tokens, rate)
         worth = self._worth.get(drafter, 0.0)
         if worth < WORTH + WORTH_SHARE * fixed.tokens:
@@ -223,17 +225,20 @@ class Planner:
             lost = broken * (found if left > LIKELY else left * (1 - left**2))
             total = (tokens + left) / (seconds + left * self._plain + lost)
             if total > best:
-                best, order = float(total), ranked[: place + 1]
+                best, order = total, ranked[: place + 1]
         plainly = 1 - best * self._plain  # what a round is worth in which none of these has a draft
         others = [d for d in ranked if d not in order and actions[d].value(best) > plainly]
         return [*order, *others], best
 
     def _why_not(self) -> Reason:
         """COST when even drafts that are all accepted would not pay, else ACCEPTANCE."""
-        rate = 1 / self._plain
-        tokens = [brought(d, np.full(len(d.offered), PERFECT)) for d in self._drafting]
-        perfect = [steady(d, t, rate).value(rate) for d, t in zip(self._drafting, tokens, strict=True)]
-        return Reason.ACCEPTANCE if max(perfect, default=0.0) > BEGIN - 1 else Reason.COST
+        if self._reason is None:
+            rate = 1 / self._plain
+            tokens = [brought(d, [PERFECT] * len(d.offered)) for d in self._drafting]
+            perfect = [steady(d, t, rate).value(rate) for d, t in zip(self._drafting, tokens, strict=True)]
+            hopeful = max(perfect, default=0.0) > BEGIN - 1
+            self._reason = Reason.ACCEPTANCE if hopeful else Reason.COST
+        return self._reason
 
 
 def _affordable(steps: Sequence[float], room: float) -> int:

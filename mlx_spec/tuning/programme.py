@@ -13,6 +13,7 @@ token k is verified depends on the confidences up to its own and not on later on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,18 +31,25 @@ GRID: Floats = np.append(RATIO ** np.arange(LEVELS - 1), 0.0)
 
 @dataclass(frozen=True)
 class Drafting:
-    """One drafter in the eyes of the programme. K = 16."""
+    """One drafter in the eyes of the programme. K = 16.
 
-    draft: Floats  # [K + 1] seconds by tokens drafted
-    verify: Floats  # [K + 2] seconds by rows
-    offered: Floats  # [K] how often a draft that may have i + 1 tokens has them
+    Lists, not arrays: a plan is made between two passes, when the caches are the model's, and a loop of
+    Python's brings less back into them than numpy's calls do.
+    """
+
+    draft: Sequence[float]  # [K + 1] seconds by tokens drafted
+    verify: Sequence[float]  # [K + 2] seconds by rows
+    offered: Sequence[float]  # [K] how often a draft that may have i + 1 tokens has them
 
     @cached_property
-    def rounds(self) -> Floats:
+    def rounds(self) -> list[float]:
         """Expected seconds [K] of rounds that may draft 1 .. K tokens and verify what they have."""
-        seconds = self.draft[1:] + self.verify[2:]
-        seconds[1:] -= seconds[:-1].copy()
-        return np.cumsum(seconds * self.offered)
+        expected, before, rounds = 0.0, 0.0, []
+        for drafting, passing, offered in zip(self.draft[1:], self.verify[2:], self.offered, strict=True):
+            expected += (drafting + passing - before) * offered
+            before = drafting + passing
+            rounds.append(expected)
+        return rounds
 
 
 @dataclass(frozen=True)
@@ -77,16 +85,24 @@ class Rule:
         return len(bins)
 
 
-def brought(drafting: Drafting, rates: Floats) -> Floats:
+def brought(drafting: Drafting, rates: Sequence[float]) -> list[float]:
     """Expected tokens [K] of rounds that may draft 1 .. K tokens; acceptance `rates` [K]."""
-    return 1 + np.cumsum(np.cumprod(rates) * drafting.offered)
+    reach, more, tokens = 1.0, 0.0, []
+    for rate, offered in zip(rates, drafting.offered, strict=True):
+        reach *= rate
+        more += reach * offered
+        tokens.append(1 + more)
+    return tokens
 
 
-def steady(drafting: Drafting, tokens: Floats, rate: float) -> Action:
+def steady(drafting: Drafting, tokens: Sequence[float], rate: float) -> Action:
     """The best length without looking at confidence, at a rate of tokens a second. `tokens` as `brought`."""
-    seconds = drafting.rounds
-    best = int((tokens - rate * seconds).argmax())
-    return Action(best + 1, float(tokens[best]), float(seconds[best]))
+    best, most = 0, -math.inf
+    for limit, (brings, seconds) in enumerate(zip(tokens, drafting.rounds, strict=True), 1):
+        value = brings - rate * seconds
+        if value > most:
+            best, most = limit, value
+    return Action(best, tokens[best - 1], drafting.rounds[best - 1])
 
 
 @dataclass(frozen=True)
@@ -97,9 +113,9 @@ class Chances:
     first: Floats  # [BINS] how often each is seen of a first token
     later: Floats  # [BINS] and of a later one, after accepted ones
 
-    def blind(self) -> Floats:
+    def blind(self) -> list[float]:
         """Acceptance [K] of one who does not look at confidences."""
-        return np.concatenate([self.rates[:1] @ self.first, self.rates[1:] @ self.later])
+        return [*(self.rates[:1] @ self.first).tolist(), *(self.rates[1:] @ self.later).tolist()]
 
 
 def fitted(rates: Floats, first: Floats, later: Floats, now: Floats) -> Chances:
@@ -126,7 +142,7 @@ def hopeless(drafting: Drafting, rates: Floats, host: float, rate: float) -> boo
     The rate is in tokens a second.
     """
     gained = np.cumprod(rates) * drafting.offered * (1 - rate * np.diff(drafting.verify)[1:])
-    best = (np.cumsum(gained) - rate * (drafting.draft[1:] + host)).max()
+    best = (np.cumsum(gained) - rate * (np.array(drafting.draft[1:]) + host)).max()
     return bool(best <= 0)
 
 
@@ -138,7 +154,7 @@ def selective(drafting: Drafting, chances: Chances, host: float, rate: float) ->
     above = below + 1
     part = (GRID[below] - reach) / (GRID[below] - GRID[above])  # exact where value is reach
     steps = np.diff(drafting.verify)[1:]  # [K] seconds of one more row
-    fixed = drafting.draft[list(LIMITS)] + host + drafting.verify[1]
+    fixed = np.array(drafting.draft)[list(LIMITS)] + host + drafting.verify[1]
 
     def solve(rho: float) -> tuple[Floats, Floats]:
         """Value by limit [LIMITS], and what verifying each depth is worth by reach [K, LIMITS, LEVELS]."""
