@@ -50,10 +50,9 @@ class Books:
             self._costs.saw_begin(context, took)
         self._enter(round, steps)
 
-    def steadily(self, round: Round, context: int) -> None:
+    def steadily(self, round: Round) -> None:
         """A plain round that was begun in the one before, as the next one was in it."""
-        if self._costs.plain(context) is not None:
-            self._enter(round, 1.0)
+        self._enter(round, 1.0)
 
     def landed(self, round: Round, context: int, waited: float | None) -> None:
         """A round that only waited for the token on its way; None: it may have come while nobody waited."""

@@ -52,10 +52,12 @@ class _Bucket:
     ticks: int = 0
     rounds: int = 0
 
-    def rescale(self) -> None:
+    def now(self) -> tuple[int, int]:
+        """Ticks and rounds, to read its curves with; `plain` moves more often than they are read."""
         scale = self.plain / self.unit
         for curve in (self.verify, *self.draft):
             curve.rescale(scale)
+        return self.ticks, self.rounds
 
 
 class Costs:
@@ -93,12 +95,12 @@ class Costs:
     def verify(self, rows: int, context: int) -> float | None:
         """Seconds of one pass of so many rows."""
         found = self._bucket(context)
-        return found.verify.at(rows, found.ticks, found.rounds) if found else None
+        return found.verify.at(rows, *found.now()) if found else None
 
     def draft(self, drafter: int, tokens: int, context: int) -> float | None:
         """Seconds of drafting so many tokens."""
         found = self._bucket(context)
-        return found.draft[drafter].at(tokens, found.ticks, found.rounds) if found else None
+        return found.draft[drafter].at(tokens, *found.now()) if found else None
 
     def host(self, context: int) -> float | None:
         """Seconds of one more read of the device."""
@@ -113,12 +115,12 @@ class Costs:
     def verify_curve(self, context: int) -> list[float] | None:
         """Seconds by rows, 0 to 17; entry 0 means nothing."""
         found = self._bucket(context)
-        return found.verify.values(found.ticks, found.rounds) if found else None
+        return found.verify.values(*found.now()) if found else None
 
     def draft_curve(self, drafter: int, context: int) -> list[float] | None:
         """Seconds by tokens, 0 to 16."""
         found = self._bucket(context)
-        return found.draft[drafter].values(found.ticks, found.rounds) if found else None
+        return found.draft[drafter].values(*found.now()) if found else None
 
     def round(self, drafter: int, proposed: int, verified: int, context: int) -> float | None:
         """Seconds of a round that drafts `proposed` tokens and verifies `verified` of them."""
@@ -137,7 +139,6 @@ class Costs:
         found.plain *= 1 + step
         found.timed += 1
         found.weight += 1
-        found.rescale()
 
     def went_by(self, context: int) -> None:
         """A plain token came, and nobody knows how long it took."""
@@ -155,7 +156,7 @@ class Costs:
         found.ticks += 1
         found.rounds += 1
         found.weight *= WANE
-        draft, rows, now = found.draft[drafter], verified + 1, (found.ticks, found.rounds)
+        draft, rows, now = found.draft[drafter], verified + 1, found.now()
         drafting, passing = draft.at(proposed, *now), found.verify.at(rows, *now)
         expected = drafting + passing + selective * found.host
         size = (drafter, proposed, verified)
@@ -173,7 +174,7 @@ class Costs:
         """A pass of one row took so long, when nothing had been begun for it."""
         found = self._bucket(context)
         if found is not None:
-            now = (found.ticks, found.rounds)
+            now = found.now()
             passing = found.verify.at(1, *now)
             step = self._step((bucket(context), -1), seconds / passing, GAIN, 2)
             found.verify.learn(1, passing * (1 + step), *now)
@@ -183,9 +184,9 @@ class Costs:
         return {
             str(edge(index)): {
                 "plain": _ms(found.plain),
-                "verify": _saved(found.verify.values(found.ticks, found.rounds), 1),
+                "verify": _saved(found.verify.values(*found.now()), 1),
                 "draft": {
-                    name: _saved(curve.values(found.ticks, found.rounds), 1)
+                    name: _saved(curve.values(*found.now()), 1)
                     for name, curve in zip(self.drafters, found.draft, strict=True)
                 },
                 "host": _ms(found.host),
@@ -214,7 +215,7 @@ class Costs:
         return found
 
     def _copied(self, source: _Bucket) -> _Bucket:
-        now = (source.ticks, source.rounds)
+        now = source.now()
         verify, draft = source.verify.copy(*now), [curve.copy(*now) for curve in source.draft]
         return _Bucket(source.plain, source.plain, verify, draft, source.host, False)
 

@@ -209,7 +209,7 @@ class Adaptive:
 
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
-        books, flight = self._books, self._books.flight
+        books, flight, plain = self._books, self._books.flight, self._costs.plain(self._context)
         wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
         patient = decision.unlikely or self._missed > 1
         landing = flight and bool(wanted) and not patient
@@ -223,30 +223,27 @@ class Adaptive:
             self._looked_aside(shadow, None)
         goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
         if landing:
-            books.landed(round, self._context, None if self._paused else now - self._done)
+            books.landed(round, self._context, None if self._paused(plain) else now - self._done)
         elif not flight:
             books.plainly(round, self._context, now - self._asked, goes_on=goes_on)
         else:
             if not round.finish_reason:
-                self._time_plain(now - self._done)
+                self._time_plain(now - self._done, plain)
             books.flight = goes_on
-            books.steadily(round, self._context)
+            books.steadily(round)
         if self._probes.timing and not wanted:
             self._probes.timing -= (flight and not landing) or decision.reason is not Reason.PROBE
 
-    def _time_plain(self, seconds: float) -> None:
+    def _time_plain(self, seconds: float, plain: float | None) -> None:
         """A plain token took so long, if it was not the caller who did."""
-        if self._paused:
+        if self._paused(plain):
             return self._costs.went_by(self._context)
-        plain = self._costs.plain(self._context)
         self._costs.saw_plain(self._context, seconds)
         if plain is not None and abs(seconds / plain - 1) > UNSURE:
             self._probes.retime()
 
-    @property
-    def _paused(self) -> bool:
+    def _paused(self, plain: float | None) -> bool:
         """Whether the caller took its time before this round, or another sequence had its turn."""
-        plain = self._costs.plain(self._context)
         return plain is not None and self._asked - self._done > plain / 2
 
     def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
@@ -272,7 +269,8 @@ class Adaptive:
         choice = next(c for c in decision.choices if c.drafter == drafter)
         landed, self._books.flight, self._missed = self._books.flight, False, 0
         if landed and not round.drafted:
-            return self._landed(drafter, round, None if self._paused else seconds)
+            paused = self._paused(self._costs.plain(self._context))
+            return self._landed(drafter, round, None if paused else seconds)
         read = choice.selective and not round.nodes
         self._read[drafter] += read
         if not read:
