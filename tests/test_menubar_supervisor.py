@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -197,6 +197,23 @@ def test_of_any_port_several_are_tried(places, kept, monkeypatch):
         one.supervisor.start(Choice())
         (launched,) = one.told(Launched)
     assert launched.url == found[1].url and not one.told(GaveUp)
+
+
+def test_free_ports_that_a_forked_process_holds_for_a_moment_are_not_taken(places, kept, monkeypatch):
+    """Between fork and exec a child of any thread has our open sockets, those that seek free ports, too."""
+    with ExitStack() as held:
+
+        def candidates(wanted: Address) -> list[Address]:
+            copies = [held.enter_context(socket.socket()) for _ in range(3)]
+            for copy in copies:
+                copy.bind((HOST, 0))
+            return [Address(HOST, copy.getsockname()[1]) for copy in copies]
+
+        monkeypatch.setattr(ports, "candidates", candidates)
+        one = kept(0)
+        one.supervisor.start(Choice(drafter="none"))
+    assert one.told(Launched) and not one.told(GaveUp)
+    one.reach(Phase.RUNNING)
 
 
 @pytest.mark.parametrize("refused_file", [lambda places: places.log, lambda places: places.server])
