@@ -256,10 +256,12 @@ def test_an_interrupt_while_the_history_is_read(tmp_path):
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # or the program would wait for one at its start
     with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
         screen.wait_for(READY)
-        time.sleep(0.5)  # it waits for somebody who writes
+        os.close(reader)
+        writer = _opened_for_a_reader(pipe)
         screen.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-        os.close(os.open(pipe, os.O_WRONLY))
+        time.sleep(0.2)  # it reads, and nothing comes
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # or it would wait for one after each message
+        os.close(writer)
         screen.wait_for(READY)
         assert "tokens/s" in screen.say("hello")
         assert "Traceback" not in screen.text

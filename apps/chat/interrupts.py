@@ -24,7 +24,6 @@ AGAIN = 0.01  # seconds
 class _Mode(enum.Enum):
     START = enum.auto()
     PROMPT = enum.auto()
-    EDITOR = enum.auto()
     LOADING = enum.auto()
     ANSWER = enum.auto()
     QUIET = enum.auto()
@@ -36,9 +35,9 @@ class Interrupts:
     At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
     prompt it raises KeyboardInterrupt, or tells the editor where there is one, whose tasks would not survive
     that. It raises while a command waits for a file or the network, and while the prompt of an answer is
-    read. Once the answer has begun, the first one is noted, to be looked at
-    between two rounds; the second one raises. It raises while another model is loaded; the second one, while
-    the former model comes back, leaves as at the start.
+    read. Once the answer has begun, the first one is noted, to be looked at between two rounds; the second
+    one raises. It raises while another model is loaded; the second one, while the former model comes back,
+    leaves as at the start.
 
     Python drops what is raised while an object is finalized. A KeyboardInterrupt lost there is raised again
     AGAIN seconds later.
@@ -48,7 +47,7 @@ class Interrupts:
         self._mode = self._raised_in = _Mode.START
         self._pressed = False
         self._begun = False
-        self._leave: Callable[[], None] = _stay
+        self._leave: Callable[[], None] | None = None  # that of the editor that reads a line
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -76,11 +75,12 @@ class Interrupts:
     @contextmanager
     def editing(self, leave: Callable[[], None]) -> Iterator[None]:
         """An editor reads the line. Ctrl-C is noted, and `leave` called, which may come at any moment."""
-        self._leave, self._mode = leave, _Mode.EDITOR
+        self._leave = leave
+        self.settle()
         try:
             yield
         finally:
-            self.settle()
+            self._leave = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Interrupts:
             self._mode = _Mode.START
             _tell()
             raise KeyboardInterrupt
-        if self._mode is _Mode.EDITOR:
+        if self._leave is not None:
             self._leave()
         if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and again):
             self.settle()
@@ -168,10 +168,6 @@ def heeded() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _stay() -> None:
-    pass
 
 
 def _tell() -> None:

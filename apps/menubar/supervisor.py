@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
-from itertools import chain
 
 from mlx_spec.apps.menubar import child, logs, ports
 from mlx_spec.apps.menubar.child import Child
@@ -89,15 +88,13 @@ class Supervisor:
         self._choice, self._due, self._answered_at = choice, None, None
         if self._adopt() or self._join():
             return
-        addresses = ports.candidates(self._wish.address)
+        port, addresses = self._wish.address.port, ports.candidates(self._wish.address)
         # Of port 0 all may seem taken: a program that is started meanwhile holds them too, for a moment.
-        anyhow = addresses[:1] if self._wish.address.port == 0 else []
-        for address in chain(filter(ports.is_free, addresses), anyhow):
+        address = next(filter(ports.is_free, addresses), addresses[0] if port == 0 else None)
+        if address is None:
+            self._tell(GaveUp(f"ports {port} and those behind it are taken: choose another --port"))
+        else:
             self._launch(address)
-            return
-        self._tell(
-            GaveUp(f"ports {self._wish.address.port} and those behind it are taken: choose another --port")
-        )
 
     def stop(self) -> None:
         """Have none run, but for somebody else's. Returns when it has ended."""

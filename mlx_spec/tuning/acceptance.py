@@ -64,7 +64,7 @@ class Acceptance:
         self.told = False  # confidence has been read at least once
         self._short = False  # a draft has been shorter than asked for
         self._first: float | None = None  # the rate of the first position, where nothing was seen since
-        self._now: tuple[float, list[float]] | None = None  # drift, and all rates with it, likewise
+        self._now: tuple[float, list[float]] | None = None  # the drift, and all rates at it; likewise
         self.refresh()
 
     def begin(self) -> None:

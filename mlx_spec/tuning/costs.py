@@ -53,7 +53,7 @@ class _Bucket:
     rounds: int = 0
 
     def now(self) -> tuple[int, int]:
-        """Ticks and rounds, to read its curves with; `plain` moves more often than they are read."""
+        """Ticks and rounds, to read its curves with, which are first scaled to `plain` as it is now."""
         scale = self.plain / self.unit
         for curve in (self.verify, *self.draft):
             curve.rescale(scale)

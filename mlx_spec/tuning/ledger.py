@@ -2,11 +2,12 @@
 
   elapsed <= (1 + EPSILON) * plain + BUFFER plain steps
 
-where plain is what the same tokens would have taken by plain decoding. A round is begun only if the bound
-holds even when none of its draft is accepted, so an answer that is short loses little. Gains are kept only up
-to `KEPT`, so that what was won long ago does not pay for a long loss, and none is kept for the next answer.
-Only a trial of what is thought to take too long may be paid with what the answers before have spared: costs
-that are believed wrongly would else never be corrected where all answers are short.
+where plain is what the same tokens would have taken by plain decoding, and elapsed what the rounds take: the
+policy's own work between plain rounds is not entered. A round is begun only if the bound holds even when none
+of its draft is accepted, so an answer that is short loses little. Gains are kept only up to `KEPT`, so that
+what was won long ago does not pay for a long loss, and none is kept for the next answer. Only a trial of what
+is thought to take too long may be paid with what the answers before have spared: costs that are believed
+wrongly would else never be corrected where all answers are short.
 What a round takes beyond a multiple of what was expected, after rounds that took what was expected, is a
 pause of the machine and not entered.
 """
