@@ -2,6 +2,10 @@
 
 Speeds of arms that run one after the other differ by more than what they are to show: the machine warms up,
 and other programs come and go. Here every arm decodes a short burst, then the next one.
+
+An answer is timed from the end of its prompt, all of it but the last token. A pipelined decoder begins the
+second token before it gives the first, one that is about to draft does not: timed from the first token on,
+the latter would pay for a pass that the former had for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlx_spec.engine import prefill
 from mlx_spec.pair import Pair
 from mlx_spec.reuse import Decoding
 from mlx_spec.tuning.fixed import Fixed
@@ -34,8 +39,7 @@ class Run:
     """One answer of an arm."""
 
     tokens: tuple[int, ...]
-    first: int  # tokens that came with the prompt
-    seconds: float  # of all the others
+    seconds: float  # from the end of the prompt
     drafted: int
     accepted: int
     speculative: int  # rounds that drafted
@@ -43,8 +47,8 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Behind the first round; 0 where nothing followed it."""
-        return (len(self.tokens) - self.first) / self.seconds if self.seconds > 0 else 0.0
+        """From the end of the prompt."""
+        return len(self.tokens) / self.seconds
 
 
 def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
@@ -68,8 +72,13 @@ def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int,
 
 
 def _rounds(pair: Pair, each: Arm, prompt: Sequence[int], count: int) -> Iterator[Round]:
-    each.decoding.target.rewind(0)
-    return pair.run(each.decoding, prompt, max_tokens=count)
+    """The rounds of an answer whose prompt has been read."""
+    target, drafters = each.decoding.target, each.decoding.drafters
+    target.rewind(0)
+    rounds = pair.run(each.decoding, prompt, max_tokens=count)
+    for _ in prefill(target, drafters, list(prompt)):
+        pass
+    return rounds
 
 
 @dataclass
@@ -82,29 +91,27 @@ class _Going:
     seen: list[Round] = field(default_factory=list)
 
     def go(self, burst: int) -> None:
-        """At least so many tokens more; the first round, with the prompt, is a turn of its own.
+        """At least so many tokens more.
 
         What was queued beyond the last of them is waited for and counts, unless the answer has ended.
         """
         if self.done:
             return
-        begins, left = not self.seen, burst
+        left = burst
         started = time.perf_counter()
         while left > 0 and not self.done:
             self.seen.append(next(self.rounds))
-            left = 0 if begins else left - len(self.seen[-1].tokens)
+            left -= len(self.seen[-1].tokens)
             self.done = self.seen[-1].finish_reason is not None
         if not self.done:
             mx.synchronize()
-        if not begins:
-            self.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
 
     def run(self) -> Run:
         """What it came to."""
         speculative = [round for round in self.seen if round.drafted]
         return Run(
             tokens=tuple(token for round in self.seen for token in round.tokens),
-            first=len(self.seen[0].tokens),
             seconds=self.seconds,
             drafted=sum(round.drafted for round in speculative),
             accepted=sum(round.accepted for round in speculative),
@@ -128,7 +135,7 @@ class Speed:
 
 def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]:
     """Of all arms, of which the first is plain decoding; `answers` holds one list of runs for each prompt."""
-    long = [runs for runs in answers if all(run.tokens_per_second > 0 for run in runs)]
+    long = [runs for runs in answers if all(len(run.tokens) > 1 for run in runs)]
     return [_speed(each.name, [(runs[0], runs[i]) for runs in long]) for i, each in enumerate(arms)]
 
 

@@ -1,4 +1,8 @@
-"""Our decoders to compare: each takes a prompt and yields what its rounds bring."""
+"""Our decoders to compare: each takes a prompt and yields what its rounds bring.
+
+Each says, where it can tell, when the prompt has been read: all of it but its last token, whose pass is the
+first that decodes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_spec import load
-from mlx_spec.engine import generate
+from mlx_spec.engine import generate, prefill
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Decoding
@@ -23,7 +27,8 @@ from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.tuner import Tuner
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
-Decoder = Callable[["Prompt"], Iterator[Step]]  # steps, as they come
+Read = Callable[[], None]  # what to call when the prompt has been read
+Decoder = Callable[["Prompt", Read], Iterator[Step]]  # steps, as they come
 Arms = dict[str, Callable[[], Decoder]]  # what an arm needs is loaded when it is made
 PROMPTS = Path(__file__).parent / "prompts"
 
@@ -151,10 +156,10 @@ def ours(folders: Folders, seed: int) -> tuple[Pair, Arms]:
 def fixed(pair: Pair, k: int) -> Decoder:
     """k draft tokens in every round, from the pair's own drafter: lookup is only offered to a free policy."""
 
-    def run(prompt: Prompt) -> Iterator[Step]:
+    def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         opened = pair.open()
         decoding = Decoding(opened.target, opened.drafters[:1], Fixed(k))
-        return rounds(pair, decoding, prompt)
+        return rounds(pair, decoding, prompt, read)
 
     return run
 
@@ -162,12 +167,12 @@ def fixed(pair: Pair, k: int) -> Decoder:
 def cold(pair: Pair) -> Decoder:
     """The policy of a new process: costs are saved, but nothing is known of earlier answers."""
 
-    def run(prompt: Prompt) -> Iterator[Step]:
+    def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         decoding, known = pair.open(), pair.policies
         if isinstance(known, Tuner):
             new = Tuner(known.names, known.key, profile.folder())
             decoding = replace(decoding, policy=new.make(decoding.target, decoding.drafters))
-        return rounds(pair, decoding, prompt)
+        return rounds(pair, decoding, prompt, read)
 
     return run
 
@@ -176,17 +181,20 @@ def conversation(pair: Pair) -> Decoder:
     """The pair's own policy, which outlives an answer, as in a conversation."""
     decoding = pair.open()
 
-    def run(prompt: Prompt) -> Iterator[Step]:
+    def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         decoding.target.rewind(0)
-        return rounds(pair, decoding, prompt)
+        return rounds(pair, decoding, prompt, read)
 
     return run
 
 
-def rounds(pair: Pair, decoding: Decoding, prompt: Prompt) -> Iterator[Step]:
+def rounds(pair: Pair, decoding: Decoding, prompt: Prompt, read: Read) -> Iterator[Step]:
     """Greedy rounds of a fixed number of tokens: nothing stops them."""
     target, drafters, policy = decoding.target, decoding.drafters, decoding.policy
     sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.facts.vocab_size)
+    for _ in prefill(target, drafters, prompt.tokens):
+        pass
+    read()
     for done in generate(target, drafters, policy, sampler, prompt.tokens, max_tokens=prompt.count):
         yield done.tokens, done.drafted
 

@@ -27,14 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from arms import Decoder, Prompt, Step
+from arms import Decoder, Prompt, Read, Step
 from blocks import AGAIN, BASE, PLAIN, Block, measure, summary, within
 from decode import report, show
 from mlx_lm.generate import generate_step
+from peers import progress
 from shapes import RandomPair, llama_f32
 from timing import finish, interval, parser, table
 
-from mlx_spec.engine import generate
+from mlx_spec.engine import generate, prefill
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning import calibrate, profile
@@ -144,7 +145,7 @@ def text(pair: RandomPair, index: int, settings: argparse.Namespace) -> list[int
 def script(pair: RandomPair, acceptance: float, index: int, settings: argparse.Namespace) -> Script:
     """What plain decoding says, and where it is drafted right."""
     prompt = Script(f"acceptance {acceptance}", text(pair, index, settings), settings.tokens)
-    truth = [token for step, _ in decode(pair, (), Fixed(0), prompt) for token in step]
+    truth = [token for step, _ in decode(pair, (), Fixed(0), prompt, lambda: None) for token in step]
     chance = random.Random(f"{settings.seed} {index} {acceptance}")
     right = tuple(chance.random() < acceptance for _ in truth)
     return replace(prompt, truth=tuple(truth), right=right)
@@ -154,19 +155,20 @@ def arms(pair: RandomPair, folder: Path) -> dict[str, Decoder]:
     """mlx-lm, plain, every fixed K, adaptive."""
     learned: dict[str, Learning] = {}
 
-    def mlx_lm(prompt: Prompt) -> Iterator[Step]:
-        for token, _ in generate_step(mx.array(prompt.tokens), pair.model, max_tokens=prompt.count):
+    def mlx_lm(prompt: Prompt, read: Read) -> Iterator[Step]:
+        settings = {"max_tokens": prompt.count, "prompt_progress_callback": progress(read)}
+        for token, _ in generate_step(mx.array(prompt.tokens), pair.model, **settings):
             yield [int(token)], 0
 
-    def fixed(k: int, prompt: Prompt) -> Iterator[Step]:
+    def fixed(k: int, prompt: Prompt, read: Read) -> Iterator[Step]:
         assert isinstance(prompt, Script)
-        return decode(pair, (Scripted(prompt, pair.vocab),), Fixed(k), prompt)
+        return decode(pair, (Scripted(prompt, pair.vocab),), Fixed(k), prompt, read)
 
-    def adaptive(prompt: Prompt) -> Iterator[Step]:
+    def adaptive(prompt: Prompt, read: Read) -> Iterator[Step]:
         assert isinstance(prompt, Script)
         if prompt.kind not in learned:
             learned[prompt.kind] = Learning(pair, folder / str(len(learned)))
-        return learned[prompt.kind].run(prompt)
+        return learned[prompt.kind].run(prompt, read)
 
     found: dict[str, Decoder] = {BASE: mlx_lm, PLAIN: partial(fixed, 0), AGAIN: partial(fixed, 0)}
     found |= {f"K={k}": partial(fixed, k) for k in FIXED}
@@ -181,18 +183,25 @@ class Learning:
         self._tuner = Tuner(["scripted"], key, folder)
         self._pair = pair
 
-    def run(self, script: Script) -> Iterator[Step]:
+    def run(self, script: Script, read: Read) -> Iterator[Step]:
         drafters = (Scripted(script, self._pair.vocab),)
-        return decode(self._pair, drafters, self._tuner, script)
+        return decode(self._pair, drafters, self._tuner, script, read)
 
 
 def decode(
-    pair: RandomPair, drafters: tuple[Drafter, ...], policy: DraftLengthPolicy | Tuner, prompt: Prompt
+    pair: RandomPair,
+    drafters: tuple[Drafter, ...],
+    policy: DraftLengthPolicy | Tuner,
+    prompt: Prompt,
+    read: Read,
 ) -> Iterator[Step]:
     """Greedy rounds; a tuner makes its policy on the sequence."""
     target = LMTarget(pair.model)
     made = policy.make(target, drafters) if isinstance(policy, Tuner) else policy
     sampler = Sampling().sampler(len(prompt.tokens), pair.vocab)
+    for _ in prefill(target, drafters, prompt.tokens):
+        pass
+    read()
     for done in generate(target, drafters, made, sampler, prompt.tokens, max_tokens=prompt.count):
         yield done.tokens, done.drafted
 

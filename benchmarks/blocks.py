@@ -9,12 +9,12 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from arms import Decoder, Prompt, Step
+from arms import Decoder, Prompt
 from timing import interval, latin_square
 
 BASE = "mlx-lm"
@@ -26,7 +26,7 @@ DRAWS = 2000
 class Run:
     tokens: list[int]
     drafted: list[int]  # draft tokens verified, by step
-    decode: float  # tokens a second behind the first
+    decode: float  # tokens a second from the end of the prompt
     whole: float  # tokens a second from the start
 
     @property
@@ -75,7 +75,7 @@ def measure(
 
 def in_turns(decoders: Sequence[Decoder], prompt: Prompt, burst: int, start: int) -> list[Run]:
     """One run of each, in bursts of tokens that take turns: slow changes of the machine meet all alike."""
-    going = [Going(decoder(prompt), prompt.count) for decoder in decoders]
+    going = [Going(decoder, prompt) for decoder in decoders]
     for turn in range(len(going) * prompt.count):
         for i in range(len(going)):
             going[(i + start + turn) % len(going)].go(burst)
@@ -85,14 +85,20 @@ def in_turns(decoders: Sequence[Decoder], prompt: Prompt, burst: int, start: int
 
 
 class Going:
-    """A run under way. Waiting for what it has queued counts, but for what is queued behind its end."""
+    """A run under way. Waiting for what it has queued counts, but for what is queued behind its end.
 
-    def __init__(self, steps: Iterator[Step], count: int) -> None:
-        self._steps, self._count = steps, count
+    A decoder that does not say when it has read the prompt is timed from its first step on, and that step's
+    tokens are left out. It is flattered a little where it has begun the next one by then.
+    """
+
+    def __init__(self, decoder: Decoder, prompt: Prompt) -> None:
+        self._steps, self._count = decoder(prompt, self._read), prompt.count
         self._tokens: list[int] = []
         self._drafted: list[int] = []
-        self._first = 0  # tokens of the first step
-        self._seconds, self._prefill = 0.0, 0.0
+        self._started = 0.0  # on the clock: this turn
+        self._seconds = 0.0  # of the turns before
+        self._prefill: float | None = None  # seconds until the prompt was read; None: that was not said
+        self._first = 0  # tokens that came before decoding was timed
 
     @property
     def done(self) -> bool:
@@ -103,20 +109,25 @@ class Going:
         if self.done:
             return
         goal = min(len(self._tokens) + burst, self._count) if self._tokens else 1
-        start = time.perf_counter()
+        self._started = time.perf_counter()
         while len(self._tokens) < goal:
             new, count = next(self._steps)
             self._tokens += new
             self._drafted.append(count)
         end = time.perf_counter()
         mx.synchronize()  # a pipelined decoder has queued one step more
-        self._seconds += (end if self.done else time.perf_counter()) - start
-        if not self._first:
+        self._seconds += (end if self.done else time.perf_counter()) - self._started
+        if self._prefill is None:
             self._first, self._prefill = len(self._tokens), self._seconds
 
     def run(self) -> Run:
-        decode = (len(self._tokens) - self._first) / max(self._seconds - self._prefill, 1e-9)
+        self._steps = iter(())  # it holds this run: it would be closed later, during another on its caches
+        seconds = self._seconds - (self._prefill or 0.0)
+        decode = (len(self._tokens) - self._first) / max(seconds, 1e-9)
         return Run(self._tokens, self._drafted, decode, len(self._tokens) / self._seconds)
+
+    def _read(self) -> None:
+        self._prefill = self._seconds + time.perf_counter() - self._started
 
 
 def summary(

@@ -16,8 +16,11 @@ among the arms like any other); the second mlx-lm run against the first is the n
 each prompt is dropped, and so are blocks whose null is off by more than `--spread`. Medians of ratios with
 bootstrap 95 % intervals, prompts drawn first, over all prompts and by kind.
 
-"decode" counts from the first tokens on, so the prompt is left out; "whole" is end to end. Tokens are
-compared with mlx-lm's: how many prompts differ, and the first position that does.
+"decode" counts from the end of the prompt, all of it but its last token; "whole" is end to end. A pipelined
+decoder begins its second token before it gives the first, one that is about to draft does not: counted from
+the first token on, the latter would pay for a pass that the former had for nothing. Where a package does not
+say when it has read the prompt (mlx-vlm, mlx-lm with a draft model), it is counted from the first tokens on
+all the same. Tokens are compared with mlx-lm's: how many prompts differ, and the first position that does.
 """
 
 from __future__ import annotations

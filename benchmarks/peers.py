@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from arms import Arms, Decoder, Folders, Prompt, Step
+from arms import Arms, Decoder, Folders, Prompt, Read, Step
 from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -33,6 +33,11 @@ def asked(prompt: Prompt) -> dict[str, Any]:
     return {"max_tokens": prompt.count, "logits_processors": processors}
 
 
+def progress(read: Read) -> Callable[[int, int], None]:
+    """mlx-lm says how much of the prompt it has read; at the end, when the first token is there, too."""
+    return lambda done, total: read() if done < total else None
+
+
 def of_mlx_lm(folders: Folders) -> Arms:
     """mlx-lm's loop, the same with text, and its speculative loop where there is a draft model."""
     model, tokenizer = mlx_lm.load(str(folders.target))[:2]
@@ -45,20 +50,22 @@ def of_mlx_lm(folders: Folders) -> Arms:
         mx.eval(loaded.parameters())
         return loaded
 
-    def tokens(prompt: Prompt) -> Iterator[Step]:
-        for token, _ in generate_step(mx.array(prompt.tokens), model, **asked(prompt)):
+    def tokens(prompt: Prompt, read: Read) -> Iterator[Step]:
+        settings = {**asked(prompt), "prompt_progress_callback": progress(read)}
+        for token, _ in generate_step(mx.array(prompt.tokens), model, **settings):
             yield [int(token)], 0
 
-    def text(prompt: Prompt) -> Iterator[Step]:
-        for response in stream_generate(model, endless, mx.array(prompt.tokens), **asked(prompt)):
+    def text(prompt: Prompt, read: Read) -> Iterator[Step]:
+        settings = {**asked(prompt), "prompt_progress_callback": progress(read)}
+        for response in stream_generate(model, endless, mx.array(prompt.tokens), **settings):
             yield [int(response.token)], 0
 
     def speculative(K: int) -> Decoder:
         drafting = small()
 
-        def run(prompt: Prompt) -> Iterator[Step]:
+        def run(prompt: Prompt, _: Read) -> Iterator[Step]:
             ids = mx.array(prompt.tokens)
-            for token, _, _ in speculative_generate_step(
+            for token, *_ in speculative_generate_step(
                 ids, model, drafting, num_draft_tokens=K, **asked(prompt)
             ):
                 yield [int(token)], 0
@@ -96,9 +103,9 @@ def of_mlx_vlm(folders: Folders) -> Arms:
         model, drafter, kind = models(K)
         mtp = {"draft_model": drafter, "draft_kind": kind, "draft_block_size": K + 1} if K else {}
 
-        def run(prompt: Prompt) -> Iterator[Step]:
+        def run(prompt: Prompt, _: Read) -> Iterator[Step]:
             ids, settings = mx.array([prompt.tokens]), {**asked(prompt), **mtp}
-            for token, _ in vlm_step(ids, model, None, None, temperature=0.0, **settings):
+            for token, *_ in vlm_step(ids, model, None, None, temperature=0.0, **settings):
                 yield [int(token)], 0
 
         return run

@@ -42,7 +42,8 @@ def _prompt(
         return None
     if not ends:
         return Prompt(kind, tokens, most, pair.text.eos)
-    answer = [token for step, _ in fixed(pair, 0)(Prompt(kind, tokens, most)) for token in step]
+    steps = fixed(pair, 0)(Prompt(kind, tokens, most), lambda: None)
+    answer = [token for step, _ in steps for token in step]
     stops = [i + 1 for i, token in enumerate(answer) if token in pair.text.eos]
     return Prompt(kind, tokens, min(most, max(stops[0] if stops else most, settings.least)))
 

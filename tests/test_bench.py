@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -28,17 +29,30 @@ def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
     for start in range(2):
         runs = in_turns(pair, arms, prompt, 20, start)
         assert [run.tokens for run in runs] == [expected] * 3
-        assert runs[0].drafted == 0 and runs[0].first == 1
+        assert runs[0].drafted == 0
         assert runs[1].drafted > 0 and 0 < runs[1].accepted <= runs[1].drafted
         assert all(run.seconds > 0 for run in runs)
 
 
+def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
+    """Plain decoding begins its second token before it gives the first: that pass must not be free."""
+    prompt, plain = asked(pair.text)[0].tokens, arm(pair, "plain", 0)
+    sizes, clock = [], time.perf_counter
+
+    def looked_at() -> float:
+        sizes.append(plain.decoding.target.size)
+        return clock()
+
+    monkeypatch.setattr(time, "perf_counter", looked_at)
+    (run,) = in_turns(pair, [plain], prompt, 1, 0)
+    assert sizes[0] == len(prompt) - 1 and run.seconds > 0
+
+
 def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:
-    """So many tokens a second behind the first."""
+    """So many tokens a second."""
     return Run(
         tuple(range(tokens)),
-        1,
-        (tokens - 1) / speed,
+        tokens / speed,
         drafted,
         accepted,
         drafted // 2,
@@ -61,8 +75,8 @@ def test_speeds_are_medians_of_ratios_within_a_prompt(pair):
     assert other.other_text == 1
 
 
-def test_answers_of_one_round_say_nothing_of_speed(pair):
-    single = Run((1,), 1, 0.0, 0, 0, 0, 0)
+def test_answers_of_one_token_say_nothing_of_speed(pair):
+    single = Run((1,), 0.1, 0, 0, 0, 0)
     (found,) = speeds([Arm("plain", pair.open())], [(single,)])
     assert found.tokens_per_second == 0.0 and found.gain == 0.0
 
