@@ -127,6 +127,15 @@ class Planner:
         """Plain steps that a draft of one token takes beside its own, when that is rejected."""
         return self._rounds[drafter][1] - 1
 
+    def tells(self, drafter: int, room: float, landing: float) -> bool:
+        """Whether a draft of one token, which tells as much as a shadow token, is expected to take less.
+
+        It may lose `room` plain steps; `landing` are those that waiting for a token on its way takes.
+        """
+        least = self.least(drafter)
+        expected = least + landing - self.acceptance[drafter].first_rate()
+        return least <= room and expected < self._prices[drafter]
+
     def looks(self, drafters: Iterable[int]) -> dict[int, Look]:
         """What a shadow token takes and promises."""
         return {d: Look(self._prices[d], self.acceptance[d].first_rate()) for d in drafters}

@@ -10,6 +10,7 @@ from functools import partial
 from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.books import Books
 from mlx_spec.tuning.costs import Costs
+from mlx_spec.tuning.curiosity import Curiosity
 from mlx_spec.tuning.ledger import EPSILON
 from mlx_spec.tuning.lull import LONGEST, Lull
 from mlx_spec.tuning.outlook import Outlook
@@ -22,7 +23,6 @@ OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens t
 SURE = 0.9  # acceptance from which on a first draft is not preceded by a shadow token
 REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
-LEARN, RELEARN = 16, 64  # rounds whose confidence is read to learn its worth: the first, then one of so many
 
 
 class Adaptive:
@@ -47,14 +47,13 @@ class Adaptive:
         self._books = Books(costs, self._acceptance[0] if compares else None)
         self._probes = Probes(len(self._acceptance), free)
         self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
+        self._curiosity = Curiosity(self._acceptance)
         self._decision: Decision | None = None  # given, and not yet observed
         self._held = False  # it was one of a lull
         self._context = 0
         self._asked = self._done = 0.0  # times of the last decision and the last observation
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
         self._begins = True  # the answer has no round yet
-        self._read = [0] * len(self._acceptance)  # selective rounds by drafter
-        self._unread = RELEARN  # rounds since confidence was last read
 
     def decide(self, history: Sequence[int]) -> Decision:
         """What to draft now. The same answer until the round is observed."""
@@ -92,7 +91,7 @@ class Adaptive:
         """Learn what the round took and what was accepted."""
         now, decision = self._clock(), self._decision
         assert decision is not None, "a round was observed that was never decided on"
-        self._decision, self._begins = None, False
+        self._decision = None
         if round.certainty is not None:
             for acceptance in self._acceptance:
                 acceptance.begins(round.certainty)
@@ -110,7 +109,7 @@ class Adaptive:
             self._shadowed(round, decision, now - self._asked)
         else:
             self._plainly(round, decision, now)
-        self._done = now
+        self._done, self._begins = now, False
 
     def _next(self) -> Decision:
         context, probes = self._context, self._probes
@@ -134,8 +133,8 @@ class Adaptive:
         choices = tuple(c for c in wanted if c in sure or c.drafter in free)
         doubted = next((c.drafter for c in wanted if c.drafter in probes.doubted), None)
         others = [d for d in range(len(self._acceptance)) if all(c.drafter != d for c in choices)]
-        if not held and self._unread >= RELEARN:
-            choices = tuple(map(self._curious, choices))
+        if not held:
+            choices = self._curiosity.asked(choices)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
         afforded = self._planner.afforded(choices, self._room, probes.proven)
@@ -174,7 +173,13 @@ class Adaptive:
         price = self._planner.price(drafter)
         if drafter in self._probes.free:
             return price <= self._books.ledger.room
-        return price + self._planner.least(drafter) <= self._room
+        return price + self._planner.least(drafter) <= self._room or self._tells(drafter)
+
+    def _tells(self, drafter: int) -> bool:
+        """Whether a draft of one token takes the place of a shadow token."""
+        if drafter in self._probes.free or drafter in self._probes.doubted:
+            return False
+        return self._planner.tells(drafter, self._room, self._landing)
 
     def _holding(self, decision: Decision, rounds: float, passing: Callable[[], None]) -> Decision:
         """The decision, which holds for some rounds if it is one to wait or to decode plainly."""
@@ -186,13 +191,20 @@ class Adaptive:
     @property
     def _room(self) -> float:
         """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
-        return self._books.ledger.room - self._books.flight * (self._planner.landing + EPSILON)
+        return self._books.ledger.room - self._landing
+
+    @property
+    def _landing(self) -> float:
+        """Plain steps that a draft now takes beside its own."""
+        return self._books.flight * (self._planner.landing + EPSILON)
 
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
         """A shadow token where one is due, else these choices or plain decoding."""
         drafter = self._probes.shadow
         if drafter is None:
             return Decision(choices, reason, None, plain)
+        if self._tells(drafter):
+            return Decision((*choices, Choice(drafter, 1)), Reason.PROBE, None, plain)
         return Decision((), Reason.PROBE, drafter, plain)
 
     def _look(self, context: int) -> Plan:
@@ -201,11 +213,6 @@ class Adaptive:
         if plan is not before:
             self._books.price(self._planner.rounds(0))
         return plan
-
-    def _curious(self, choice: Choice) -> Choice:
-        """With the confidence read, to learn what it is worth."""
-        known = self._acceptance[choice.drafter].told or not self._read[choice.drafter]
-        return Choice(choice.drafter, choice.limit, selective=True) if known else choice
 
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
@@ -218,7 +225,8 @@ class Adaptive:
             if self._missed in REVIEWS:
                 self._outlook.stale()
         for drafter in () if landing else wanted if shadow is None else [shadow]:
-            self._acceptance[drafter].missed()
+            if drafter in self._probes.free or not self._begins:  # some have their first in the second round
+                self._acceptance[drafter].missed()
         if shadow is not None and shadow not in self._probes.free:  # a free one is asked until it has one
             self._looked_aside(shadow, None)
         goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
@@ -271,12 +279,7 @@ class Adaptive:
         if landed and not round.drafted:
             paused = self._paused(self._costs.plain(self._context))
             return self._landed(drafter, round, None if paused else seconds)
-        read = choice.selective and not round.nodes
-        self._read[drafter] += read
-        if not read:
-            self._unread += 1
-        elif self._read[drafter] >= LEARN:
-            self._unread = 0
+        self._curiosity.drafted(choice, round)
         for other in decision.choices[: decision.choices.index(choice)]:
             self._acceptance[other.drafter].missed()
         self._acceptance[drafter].saw(round, choice.limit)

@@ -17,7 +17,8 @@ MORE_ROUNDS = 4  # added to it where the first ones differ from what was expecte
 FIRST_SHARE, LAST_SHARE = 0.005, 0.0005  # of the time, for shadow tokens: at first, after many that failed
 SHORTEST, LONGER, LONGEST = 4, 32, 512  # plain rounds between two shadow tokens of a drafter
 HURRY = 16  # times as soon in a new answer, at even odds ...
-DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that failed, in whatever answer
+DOUBT = 4  # ... and half as soon again for so many shadow tokens in a row that failed, in whatever answer ...
+LATEST = 50  # ... up to so many times the plain steps that it takes
 EAGER, SOON = 3, 2  # tokens in a row, after so few rounds, when the last one would have passed
 FIRST_TRIAL, LAST_TRIAL = 64, 4096  # plain rounds between two trials
 CALM = 4  # times as many where it is acceptance that does not pay: of costs there is less to learn
@@ -63,7 +64,8 @@ class _Shadows:
         first, last = max(look.price / FIRST_SHARE, SHORTEST), max(look.price / LAST_SHARE, LONGER)
         if self._opening:
             odds = (1 - look.chance) / look.chance
-            return min(first / HURRY * odds * 2 ** (self.failed / DOUBT), last, LONGEST)
+            soon, latest = first / HURRY * odds, max(LATEST * look.price, SHORTEST)
+            return min(max(soon, min(soon * 2 ** (self.failed / DOUBT), latest)), last, LONGEST)
         return min(first if self._spell <= 2 * self._usual else min(first * 2**self.failed, last), LONGEST)
 
     def saw(self, agreement: float | None) -> None:
@@ -192,6 +194,9 @@ class Probes:
     def drafted(self, drafter: int, *, accepted: bool, often: bool) -> None:
         """A draft was verified, of a drafter that has one often or seldom."""
         self._shadows[drafter].drafted(accepted=accepted)
+        if drafter == self.shadow:  # it has told what the shadow token was to tell
+            self.shadow = None
+            self._shadows[drafter].saw(float(accepted))
         if accepted:
             self.proven.add(drafter)
             self.doubted.discard(drafter)
