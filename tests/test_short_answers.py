@@ -206,6 +206,33 @@ def test_the_first_token_of_every_answer_is_asked_about_once() -> None:
         assert asked == [True] + [False] * 28
 
 
+def test_a_drafter_that_begins_in_the_second_round_is_not_thought_to_have_drafts_seldom() -> None:
+    """MTP knows nothing of a prompt: without its first rounds it was believed to have one in two of three."""
+    device, experience = Device(TWO_CORES), Experience()
+    policy = Adaptive(TWO_CORES.costs(device.plain), 1, device.clock, [experience])
+    for _ in range(20):
+        policy.begin()
+        for size in range(1, 3):
+            decision = policy.decide([0] * size)
+            asked = bool(decision.choices or decision.shadow is not None)
+            device.now += device.plain
+            drafted = asked and size > 1
+            agreement = 0.0 if drafted and not decision.choices else None
+            count = int(drafted and agreement is None)
+            policy.observe(
+                Round(
+                    [0],
+                    count,
+                    0,
+                    device.plain,
+                    drafter=0 if drafted else None,
+                    proposed=count,
+                    agreement=agreement,
+                )
+            )
+    assert experience.had.mean(0, 1.0, 1.0) > 0.95
+
+
 def test_the_first_tokens_of_an_answer_hand_over_to_its_own_rates() -> None:
     answer = Opening(Kinds())
     assert answer.share == 1
