@@ -207,7 +207,7 @@ def test_the_first_token_of_every_answer_is_asked_about_once() -> None:
 
 
 def test_a_drafter_that_begins_in_the_second_round_is_not_thought_to_have_drafts_seldom() -> None:
-    """MTP knows nothing of a prompt: without its first rounds it was believed to have one in two of three."""
+    """MTP knows nothing of a prompt. With its first rounds counted it had a draft in two rounds of three."""
     device, experience = Device(TWO_CORES), Experience()
     policy = Adaptive(TWO_CORES.costs(device.plain), 1, device.clock, [experience])
     for _ in range(20):

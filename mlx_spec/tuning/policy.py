@@ -199,7 +199,7 @@ class Adaptive:
         return self._books.flight * (self._planner.landing + EPSILON)
 
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
-        """A shadow token where one is due, else these choices or plain decoding."""
+        """A shadow token where one is due, or what tells as much; else these choices or plain decoding."""
         drafter = self._probes.shadow
         if drafter is None:
             return Decision(choices, reason, None, plain)
