@@ -34,7 +34,7 @@ def asked(prompt: Prompt) -> dict[str, Any]:
 
 
 def progress(read: Read) -> Callable[[int, int], None]:
-    """What mlx-lm calls with how much of the prompt it has read; all of it is when the first token is there."""
+    """What mlx-lm tells how much of the prompt it has read; all of it is when the first token is there."""
     return lambda done, total: read() if done < total else None
 
 

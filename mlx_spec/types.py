@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol
 
 import mlx.core as mx
@@ -87,6 +88,7 @@ class Draft:
     parents: tuple[int, ...] | None = None  # by token of a tree: the row it follows (tree.py); None: chain
 
 
+@cache
 def no_draft() -> Draft:
     """A draft of no tokens: the next pass is plain decoding."""
     return Draft(mx.array([], dtype=mx.int32))

@@ -29,8 +29,9 @@ class Lookup:
         self._forget()
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Index the new tokens."""
-        self._index(history)
+        """Index the new tokens; few of them are left for the next draft."""
+        if not 0 <= len(history) - len(self._before) <= TAIL:
+            self._index(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """At most `limit` tokens copied from behind the longest match, the latest of equals.

@@ -110,11 +110,11 @@ class Acceptance:
             tally.tick()
         self._pair.tick()
 
-    def missed(self) -> None:
-        """The drafter was asked and had no draft."""
-        self._offered.tick()
-        self._offered.add(0, 0)
-        self._pair.had.add(0, 0)
+    def missed(self, rounds: int = 1) -> None:
+        """The drafter was asked so many times and had no draft."""
+        self._offered.tick(rounds)
+        self._offered.add(0, 0, rounds)
+        self._pair.had.add(0, 0, rounds)
 
     def saw(self, round: Round, limit: int) -> None:
         """A round in which this drafter drafted, with `limit` tokens at most."""

@@ -10,6 +10,8 @@ from mlx_spec.tuning.hindsight import Hindsight
 from mlx_spec.tuning.ledger import PAUSE, Ledger
 from mlx_spec.types import Choice, Round
 
+UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
+
 
 class Books:
     """Keeps the time of one sequence's rounds; `context` is in tokens, times are seconds.
@@ -49,6 +51,20 @@ class Books:
         elif not self._opening:
             self._costs.saw_begin(context, took)
         self._enter(round, steps)
+
+    def paused(self, context: int, waited: float) -> bool:
+        """Whether the caller took its time before a round, or another sequence had its turn."""
+        plain = self._costs.plain(context)
+        return plain is not None and waited > plain / 2
+
+    def timed(self, context: int, waited: float, took: float) -> bool:
+        """A plain token took so long, if it was not the caller who did. Whether that was not expected."""
+        plain = self._costs.plain(context)
+        if plain is not None and waited > plain / 2:
+            self._costs.went_by(context)
+            return False
+        self._costs.saw_plain(context, took)
+        return plain is not None and abs(took / plain - 1) > UNSURE
 
     def steadily(self, round: Round) -> None:
         """A plain round that was begun in the one before, as the next one was in it."""

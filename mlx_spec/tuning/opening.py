@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import pairwise
+from operator import mul
 
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 
@@ -21,7 +21,7 @@ RATES = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)
 PRIOR = (0.2, 0.16, 0.16, 0.2, 0.32, 0.4, 0.24)  # answers of each rate that are assumed before any was seen
 MEMORY = 32  # answers; a long one counts once for every so many tokens as here:
 LENGTH = 32  # tokens judged, from none to all of which the answer's own rates by position take over
-POWERS = np.power.outer(RATES, np.arange(MAX_DRAFT_TOKENS + 1))  # [rates, K + 1]
+POWERS = [[rate**length for rate in RATES] for length in range(MAX_DRAFT_TOKENS + 1)]
 SORTS = (0.5, 0.9, 0.99)  # answers are told apart by these probabilities of their first token ...
 ALIKE = 2.0  # ... once there are so many of one sort; before that, most is by what is seen of all of them
 CHANGE = 0.04  # chance that the text has become one of another kind, a token judged
@@ -31,24 +31,25 @@ class Kinds:
     """How often answers of each rate were seen. Shared by all sequences of a pair."""
 
     def __init__(self) -> None:
-        self._seen = np.zeros((len(SORTS) + 2, len(RATES)))  # by sort; the last: of which it is not known
+        self._seen = [[0.0] * len(RATES) for _ in range(len(SORTS) + 2)]  # by sort; the last: not known
 
     def begin(self) -> None:
         """One more answer is about to be counted; old ones count less."""
-        self._seen *= 1 - 1 / MEMORY
+        self._seen = [[(1 - 1 / MEMORY) * count for count in counts] for counts in self._seen]
 
     def move(self, before: Sequence[float], after: Sequence[float], sort: int = UNKNOWN) -> None:
         """The answer that is counted is of another kind than was thought."""
-        self._seen[sort] += np.subtract(after, before)
+        counts = zip(self._seen[sort], before, after, strict=True)
+        self._seen[sort] = [count + more - less for count, less, more in counts]
 
     def shares(self, sort: int = UNKNOWN) -> list[float]:
         """The chance of each rate."""
-        counts = np.maximum(self._seen, 0.0)  # answers told at the same time age each other: some fall below
-        seen = np.add(PRIOR, counts.sum(axis=0))
-        seen /= seen.sum()
+        # Answers told at the same time age each other: some counts fall below 0.
+        counts = [[max(count, 0.0) for count in counts] for counts in self._seen]
+        seen = _shares([sum(column) for column in zip(PRIOR, *counts, strict=True)])
         if sort != UNKNOWN:
-            seen = ALIKE * seen + counts[sort]
-        return list((seen / seen.sum()).tolist())
+            seen = _shares([ALIKE * every + own for every, own in zip(seen, counts[sort], strict=True)])
+        return seen
 
 
 class Opening:
@@ -75,8 +76,7 @@ class Opening:
         self._sort = bisect(SORTS, certainty)
         shares = self._kinds.shares(self._sort)
         odds = [c * s / p for c, s, p in zip(self._chances, shares, self._prior, strict=True)]
-        total = sum(odds)
-        self._chances, self._prior = [o / total for o in odds], shares
+        self._chances, self._prior = _shares(odds), shares
         self._cached = None
 
     def saw(self, accepted: float, rejected: float) -> None:
@@ -88,8 +88,7 @@ class Opening:
         self._judged += accepted + rejected
         old = zip(self._chances, self._prior, RATES, strict=True)
         odds = [((1 - CHANGE) * c + CHANGE * p) * r**accepted * (1 - r) ** rejected for c, p, r in old]
-        total = sum(odds)
-        self._chances = [o / total for o in odds]
+        self._chances = _shares(odds)
         self._kinds.move(self._counted, self._chances, self._sort)
         self._counted, self._cached = self._chances, None
 
@@ -101,6 +100,12 @@ class Opening:
     def rates(self) -> list[float]:
         """The rate of every position, given that those before were accepted."""
         if self._cached is None:
-            reach = np.array(self._chances) @ POWERS
-            self._cached = (reach[1:] / reach[:-1]).tolist()
+            reach = [sum(map(mul, self._chances, powers)) for powers in POWERS]
+            self._cached = [longer / length for length, longer in pairwise(reach)]
         return self._cached
+
+
+def _shares(counts: Sequence[float]) -> list[float]:
+    """Of each in the sum of all."""
+    total = sum(counts)
+    return [count / total for count in counts]

@@ -19,16 +19,16 @@ SOLVING = 0.0005  # of the time, for what confidence is worth
 class Allowance:
     """Lets something be done while it takes no more than a share of the time since it was done last."""
 
-    def __init__(self, clock: Callable[[], float], share: float) -> None:
-        self._clock, self._share, self._rested = clock, share, 0.0
+    def __init__(self, share: float) -> None:
+        self._share, self._rested = share, 0.0
 
-    def grants(self, now: float) -> bool:
-        """Whether it may be done again."""
-        return now >= self._rested
+    def grants(self, busy: float) -> bool:
+        """Whether it may be done again after so many seconds of rounds."""
+        return busy >= self._rested
 
-    def spent(self, since: float) -> None:
-        """It was begun at `since` and is done now."""
-        self._rested = since + (self._clock() - since) / self._share
+    def spent(self, seconds: float, busy: float) -> None:
+        """It took so long."""
+        self._rested = busy + seconds / self._share
 
     def forgive(self) -> None:
         """Whatever it took, it may be done now."""
@@ -42,11 +42,12 @@ class Outlook:
         self, planner: Planner, acceptance: Sequence[Acceptance], clock: Callable[[], float]
     ) -> None:
         self.plan: Plan | None = None
-        self._planner, self._acceptance = planner, acceptance
-        self._planning, self._solving = Allowance(clock, PLANNING), Allowance(clock, SOLVING)
+        self._planner, self._acceptance, self._clock = planner, acceptance, clock
+        self._planning, self._solving = Allowance(PLANNING), Allowance(SOLVING)
+        self._busy = 0.0  # seconds that rounds took: others may have their turns between them
         self._age = 0.0
         self._since_solve, self._solve_gap = 0, SOLVE // 2
-        self._drift = 0.0  # when the plan was made
+        self._levels: list[float] = []  # by drafter, when the plan was made
         self._bucket = -1  # of context, when the plan was made
         self._other = False  # another text has begun since, or is seen to be another
         self._judged = False  # a draft or shadow token was, since the text was last compared with the plan's
@@ -57,11 +58,12 @@ class Outlook:
         self._other, self._since_solve, self._solve_gap = True, 0, SOLVE // 2
         self._planning.forgive()
 
-    def tick(self, *, judged: bool) -> None:
-        """A round went by; `judged`: a draft token was compared with the target's."""
+    def tick(self, seconds: float, rounds: int = 1, *, judged: bool) -> None:
+        """Rounds took so long; `judged`: in each a draft token was compared with the target's."""
+        self._busy += seconds
         self._judged = self._judged or judged
-        self._age += 1 if judged else QUIET
-        self._since_solve += 1
+        self._age += rounds * (1 if judged else QUIET)
+        self._since_solve += rounds
 
     def stale(self) -> None:
         """Something was seen that may change the plan."""
@@ -79,28 +81,35 @@ class Outlook:
         """Whether the drafter pays by the plan."""
         return self.plan is not None and any(c.drafter == drafter for c in self.plan.choices)
 
-    def now(self, context: int, time: float) -> Plan:
+    def now(self, context: int) -> Plan:
         """The plan for a round that begins now."""
         plan = self.plan
         old = plan is None or self._age >= LOOK or (self._other and bucket(context) != self._bucket)
-        if plan is None or (old and self._planning.grants(time)):
-            return self._look(context, time)
+        if plan is None or (old and self._planning.grants(self._busy)):
+            return self._look(context)
         if self._other or self._judged:
-            self._judged, drift = False, self._level()
-            if self._other or abs(drift - self._drift) > MOVED:
+            self._judged, levels = False, self._now()
+            if self._other or self._changes(plan, levels):
                 self.plan = plan = self._planner.adjust()
-                self._other, self._drift = False, drift
+                self._other, self._levels = False, levels
         return plan
 
-    def _level(self) -> float:
-        return sum(acceptance.level for acceptance in self._acceptance)
+    def _now(self) -> list[float]:
+        return [acceptance.level for acceptance in self._acceptance]
 
-    def _look(self, context: int, time: float) -> Plan:
-        again = self._since_solve >= self._solve_gap and self._solving.grants(time)
+    def _changes(self, plan: Plan, levels: Sequence[float]) -> bool:
+        """Whether a drafter that the plan uses is right more or less often, or another one more often."""
+        used = {choice.drafter for choice in plan.choices}
+        moved = [now - then for now, then in zip(levels, self._levels, strict=True)]
+        return any(by > MOVED or (by < -MOVED and drafter in used) for drafter, by in enumerate(moved))
+
+    def _look(self, context: int) -> Plan:
+        began = self._clock()
+        again = self._since_solve >= self._solve_gap and self._solving.grants(self._busy)
         self.plan = plan = self._planner.look(context, again=again)
-        self._drift, self._age = self._level(), 0
+        self._levels, self._age = self._now(), 0
         self._other, self._bucket = False, bucket(context)
-        (self._solving if again else self._planning).spent(time)
+        (self._solving if again else self._planning).spent(self._clock() - began, self._busy)
         if again:
             used = any(choice.selective for choice in plan.choices)
             self._since_solve, self._solve_gap = 0, SOLVE if used else min(2 * self._solve_gap, LAST_SOLVE)

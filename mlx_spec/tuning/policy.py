@@ -11,18 +11,17 @@ from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.books import Books
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.curiosity import Curiosity
-from mlx_spec.tuning.ledger import EPSILON
 from mlx_spec.tuning.lull import LONGEST, Lull
 from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
+from mlx_spec.tuning.room import Room
 from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
 SURE = 0.9  # acceptance from which on a first draft is not preceded by a shadow token
 REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
-UNSURE = 0.05  # deviation of a plain token after which the next ones are timed, too
 
 
 class Adaptive:
@@ -48,6 +47,7 @@ class Adaptive:
         self._probes = Probes(len(self._acceptance), free)
         self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
         self._curiosity = Curiosity(self._acceptance)
+        self._room = Room(self._planner, self._probes, self._books)
         self._decision: Decision | None = None  # given, and not yet observed
         self._held = False  # it was one of a lull
         self._context = 0
@@ -60,9 +60,9 @@ class Adaptive:
         self._asked, held = self._clock(), self._lull.decision
         self._held = held is not None
         if held is not None:
-            self._context, self._decision = len(history), held
+            self._decision = held
         elif self._decision is None or self._context != len(history):
-            self._lull.end()
+            self._wake()
             self._context = len(history)
             self._decision = self._next()
             if self._begins:
@@ -71,7 +71,7 @@ class Adaptive:
 
     def begin(self) -> None:
         """A new answer begins, in the same conversation or with the same parts."""
-        self._lull.end()
+        self._wake()
         for acceptance in self._acceptance:
             acceptance.begin()
         self._books.begin()
@@ -92,15 +92,17 @@ class Adaptive:
         now, decision = self._clock(), self._decision
         assert decision is not None, "a round was observed that was never decided on"
         self._decision = None
+        if round.drafter is not None or round.finish_reason:
+            self._wake()
+        elif self._held:
+            self._lull.pass_by(round, self._asked - self._done, now - self._done)
+            self._done = now
+            return
         if round.certainty is not None:
             for acceptance in self._acceptance:
                 acceptance.begins(round.certainty)
             self._outlook.moved()
-        if round.drafter is not None or round.finish_reason:
-            self._lull.end()
-        elif self._held:
-            self._lull.pass_by()
-        self._outlook.tick(judged=round.drafter is not None)
+        self._outlook.tick(now - self._asked, judged=round.drafter is not None)
         for acceptance in self._acceptance:
             acceptance.tick()
         if decision.choices and round.drafter is not None:
@@ -110,6 +112,19 @@ class Adaptive:
         else:
             self._plainly(round, decision, now)
         self._done, self._begins = now, False
+
+    def _wake(self) -> None:
+        """The lull is over, if there was one: what its rounds teach."""
+        decision, rounds = self._lull.end()
+        if decision is None or not rounds:
+            return
+        self._outlook.tick(sum(r.took - r.waited for r in rounds), len(rounds), judged=False)
+        for acceptance in self._acceptance:
+            acceptance.tick(len(rounds))
+        self._none_came(decision, len(rounds))
+        for round, waited, took in rounds:
+            self._time_plain(waited, took)
+            self._books.steadily(round)
 
     def _next(self) -> Decision:
         context, probes = self._context, self._probes
@@ -137,8 +152,8 @@ class Adaptive:
             choices = self._curiosity.asked(choices)
         if self._costs.guessed(self._context):
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
-        afforded = self._planner.afforded(choices, self._room, probes.proven)
-        afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room)
+        afforded = self._planner.afforded(choices, self._room.left, probes.proven)
+        afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room.left)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
             reason = Reason.LEDGER if choices else Reason.ACCEPTANCE
@@ -161,98 +176,74 @@ class Adaptive:
 
     def _rest(
         self, drafters: Sequence[int], *, hopeful: bool, first: int | None = None
-    ) -> tuple[float, Callable[[], None]]:
+    ) -> tuple[float, Callable[[int], None]]:
         """A plain round: for how many more nothing is due, and what to do in those."""
-        looks = self._planner.looks(d for d in drafters if self._affords(d))
+        looks = self._planner.looks(d for d in drafters if self._room.affords(d))
         self._probes.pass_by(drafters, hopeful=hopeful)
         rounds = self._probes.resting(looks, hopeful=hopeful, first=first if first in looks else None)
         return rounds, partial(self._probes.pass_by, drafters, hopeful=hopeful)
 
-    def _affords(self, drafter: int) -> bool:
-        """A shadow token; one that takes time is of no use where a draft could not be afforded after it."""
-        price = self._planner.price(drafter)
-        if drafter in self._probes.free:
-            return price <= self._books.ledger.room
-        return price + self._planner.least(drafter) <= self._room or self._tells(drafter)
-
-    def _tells(self, drafter: int) -> bool:
-        """Whether a draft of one token takes the place of a shadow token."""
-        if drafter in self._probes.free or drafter in self._probes.doubted:
-            return False
-        return self._planner.tells(drafter, self._room, self._landing)
-
-    def _holding(self, decision: Decision, rounds: float, passing: Callable[[], None]) -> Decision:
+    def _holding(self, decision: Decision, rounds: float, passing: Callable[[int], None]) -> Decision:
         """The decision, which holds for some rounds if it is one to wait or to decode plainly."""
         idle = not decision.choices or decision.reason is Reason.WAITING
         if idle and self._books.flight and (decision.shadow is None or decision.shadow in self._probes.free):
             self._lull.hold(decision, rounds, passing)
         return decision
 
-    @property
-    def _room(self) -> float:
-        """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
-        return self._books.ledger.room - self._landing
-
-    @property
-    def _landing(self) -> float:
-        """Plain steps that a draft now takes beside its own."""
-        return self._books.flight * (self._planner.landing + EPSILON)
-
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
         """A shadow token where one is due, or what tells as much; else these choices or plain decoding."""
         drafter = self._probes.shadow
         if drafter is None:
             return Decision(choices, reason, None, plain)
-        if self._tells(drafter):
+        if self._room.tells(drafter):
             return Decision((*choices, Choice(drafter, 1)), Reason.PROBE, None, plain)
         return Decision((), Reason.PROBE, drafter, plain)
 
     def _look(self, context: int) -> Plan:
         """The plan now."""
-        before, plan = self._outlook.plan, self._outlook.now(context, self._asked)
+        before, plan = self._outlook.plan, self._outlook.now(context)
         if plan is not before:
             self._books.price(self._planner.rounds(0))
         return plan
 
     def _plainly(self, round: Round, decision: Decision, now: float) -> None:
         """A round without a draft."""
-        books, flight, plain = self._books, self._books.flight, self._costs.plain(self._context)
-        wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
+        books, flight, wanted = self._books, self._books.flight, bool(decision.choices)
+        waited, took, shadow = self._asked - self._done, now - self._done, decision.shadow
         patient = decision.unlikely or self._missed > 1
-        landing = flight and bool(wanted) and not patient
-        if wanted and not landing:
-            self._missed += 1
-            if self._missed in REVIEWS:
-                self._outlook.stale()
-        for drafter in () if landing else wanted if shadow is None else [shadow]:
-            if drafter in self._probes.free or not self._begins:  # some have their first in the second round
-                self._acceptance[drafter].missed()
+        landing = flight and wanted and not patient
+        if not landing:
+            self._none_came(decision, 1)
         if shadow is not None and shadow not in self._probes.free:  # a free one is asked until it has one
             self._looked_aside(shadow, None)
         goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
         if landing:
-            books.landed(round, self._context, None if self._paused(plain) else now - self._done)
+            books.landed(round, self._context, None if books.paused(self._context, waited) else took)
         elif not flight:
             books.plainly(round, self._context, now - self._asked, goes_on=goes_on)
         else:
             if not round.finish_reason:
-                self._time_plain(now - self._done, plain)
+                self._time_plain(waited, took)
             books.flight = goes_on
             books.steadily(round)
         if self._probes.timing and not wanted:
             self._probes.timing -= (flight and not landing) or decision.reason is not Reason.PROBE
 
-    def _time_plain(self, seconds: float, plain: float | None) -> None:
-        """A plain token took so long, if it was not the caller who did."""
-        if self._paused(plain):
-            return self._costs.went_by(self._context)
-        self._costs.saw_plain(self._context, seconds)
-        if plain is not None and abs(seconds / plain - 1) > UNSURE:
-            self._probes.retime()
+    def _none_came(self, decision: Decision, rounds: int) -> None:
+        """So many rounds in which whoever was asked for a draft had none."""
+        wanted, shadow = [choice.drafter for choice in decision.choices], decision.shadow
+        if wanted:
+            before, self._missed = self._missed, self._missed + rounds
+            if any(before < review <= self._missed for review in REVIEWS):
+                self._outlook.stale()
+        for drafter in wanted if shadow is None else [shadow]:
+            if drafter in self._probes.free or not self._begins:  # some have their first in the second round
+                self._acceptance[drafter].missed(rounds)
 
-    def _paused(self, plain: float | None) -> bool:
-        """Whether the caller took its time before this round, or another sequence had its turn."""
-        return plain is not None and self._asked - self._done > plain / 2
+    def _time_plain(self, waited: float, took: float) -> None:
+        """A plain token came so long after the one before, and was waited for so late."""
+        if self._books.timed(self._context, waited, took):
+            self._probes.retime()
 
     def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
         """A token was drafted and not verified."""
@@ -277,7 +268,7 @@ class Adaptive:
         choice = next(c for c in decision.choices if c.drafter == drafter)
         landed, self._books.flight, self._missed = self._books.flight, False, 0
         if landed and not round.drafted:
-            paused = self._paused(self._costs.plain(self._context))
+            paused = self._books.paused(self._context, self._asked - self._done)
             return self._landed(drafter, round, None if paused else seconds)
         self._curiosity.drafted(choice, round)
         for other in decision.choices[: decision.choices.index(choice)]:

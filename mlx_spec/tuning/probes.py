@@ -52,10 +52,10 @@ class _Shadows:
         self._required = 1  # shadow tokens that are to pass; one more for every draft that begins wrong
         self._passes = 0  # those that have, in a row
 
-    def rest(self) -> None:
-        """A plain round."""
-        self.since += 1
-        self._spell += 1
+    def rest(self, rounds: int) -> None:
+        """Plain rounds."""
+        self.since += rounds
+        self._spell += rounds
 
     def gap(self, look: Look) -> float:
         """Plain rounds between two."""
@@ -131,10 +131,10 @@ class Probes:
             if doubted.get(drafter, 1.0) < OFTEN_RIGHT:
                 shadows.distrust()
 
-    def drafting(self) -> None:
-        """A round that drafts because it pays."""
+    def drafting(self, rounds: int = 1) -> None:
+        """Rounds that draft because it pays."""
         self._since_trial, self.shadow = 0.0, None
-        self._since_refresh += 1
+        self._since_refresh += rounds
         if self._since_refresh > self._refresh:
             self.timing, self._more, self._since_refresh = REFRESH_ROUNDS, MORE_ROUNDS, 0
             self._refresh = min(2 * self._refresh, LAST_REFRESH)
@@ -169,11 +169,11 @@ class Probes:
         coming = dear if self.shadow in self.free else late
         return min([trial, *(-rounds for rounds in coming.values())]) - 1
 
-    def pass_by(self, drafters: Iterable[int], *, hopeful: bool) -> None:
-        """A plain round in which nothing is due."""
-        self._since_trial += 1 / CALM if hopeful else 1
+    def pass_by(self, drafters: Iterable[int], rounds: int = 1, *, hopeful: bool) -> None:
+        """Plain rounds in which nothing is due."""
+        self._since_trial += rounds / CALM if hopeful else rounds
         for drafter in drafters:
-            self._shadows[drafter].rest()
+            self._shadows[drafter].rest(rounds)
 
     def shadowed(self, drafter: int, agreement: float | None) -> None:
         """A shadow token was seen, or the drafter had none."""

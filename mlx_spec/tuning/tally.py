@@ -14,9 +14,9 @@ class Tally:
         self.good, self.tried = [0.0] * size, [0.0] * size
         self._weight, self._growth = 1.0, 1 / (1 - 1 / memory)
 
-    def tick(self) -> None:
-        """Something was observed."""
-        self._weight *= self._growth
+    def tick(self, times: int = 1) -> None:
+        """Something was observed, so many times."""
+        self._weight *= self._growth if times == 1 else self._growth**times
         if self._weight > 1e12:
             self.good = [x / self._weight for x in self.good]
             self.tried = [x / self._weight for x in self.tried]

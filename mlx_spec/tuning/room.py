@@ -1,0 +1,38 @@
+"""What may be lost now, in plain steps, and what that is enough for."""
+
+from __future__ import annotations
+
+from mlx_spec.tuning.books import Books
+from mlx_spec.tuning.ledger import EPSILON
+from mlx_spec.tuning.plan import Planner
+from mlx_spec.tuning.probes import Probes
+
+
+class Room:
+    """Of one sequence."""
+
+    def __init__(self, planner: Planner, probes: Probes, books: Books) -> None:
+        self._planner, self._probes, self._books = planner, probes, books
+
+    @property
+    def left(self) -> float:
+        """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
+        return self._books.ledger.room - self._landing
+
+    @property
+    def _landing(self) -> float:
+        """Plain steps that a draft now takes beside its own."""
+        return self._books.flight * (self._planner.landing + EPSILON)
+
+    def affords(self, drafter: int) -> bool:
+        """A shadow token; one that takes time is of no use where a draft could not be afforded after it."""
+        price = self._planner.price(drafter)
+        if drafter in self._probes.free:
+            return price <= self._books.ledger.room
+        return price + self._planner.least(drafter) <= self.left or self.tells(drafter)
+
+    def tells(self, drafter: int) -> bool:
+        """Whether a draft of one token takes the place of a shadow token."""
+        if drafter in self._probes.free or drafter in self._probes.doubted:
+            return False
+        return self._planner.tells(drafter, self.left, self._landing)
