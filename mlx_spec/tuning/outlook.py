@@ -10,7 +10,8 @@ from mlx_spec.tuning.plan import Plan, Planner
 
 LOOK = 16  # rounds after which the plan is made anew ...
 QUIET = 0.25  # ... of which one counts so much in which no draft token was judged
-MOVED = 0.4  # logits of drift after which it is made anew at once
+MOVED = 0.4  # logits of drift of a drafter that it uses, after which it is made anew at once
+RISEN = 0.1  # logits by which one that it does without must be right more often, for the same
 SOLVE, LAST_SOLVE = 32, 256  # rounds after which it is worked out anew what confidence is worth
 PLANNING = 0.0025  # of the time, for plans from new costs; following the text is cheap and always done
 SOLVING = 0.0005  # of the time, for what confidence is worth
@@ -98,10 +99,13 @@ class Outlook:
         return [acceptance.level for acceptance in self._acceptance]
 
     def _changes(self, plan: Plan, levels: Sequence[float]) -> bool:
-        """Whether a drafter that the plan uses is right more or less often, or another one more often."""
+        """Whether a drafter is right more often than it was, or one that the plan uses is less often.
+
+        What was not right often enough when the plan was made may be so when it is a little better.
+        """
         used = {choice.drafter for choice in plan.choices}
         moved = [now - then for now, then in zip(levels, self._levels, strict=True)]
-        return any(by > MOVED or (by < -MOVED and drafter in used) for drafter, by in enumerate(moved))
+        return any(abs(by) > MOVED if drafter in used else by > RISEN for drafter, by in enumerate(moved))
 
     def _look(self, context: int) -> Plan:
         began = self._clock()
