@@ -133,6 +133,25 @@ def test_cost_does_not_grow_with_the_history(kinds):
         assert text.read < 50 * PLACES
 
 
+def test_few_new_tokens_are_indexed_when_a_draft_is_asked_for():
+    rng = random.Random(1)
+    text, drafter = Counted(rng.randrange(9) for _ in range(500)), Lookup(2, 32)
+    drafter.observe(text, NOTHING)
+    text.read = 0
+    for _ in range(40):
+        text.append(rng.randrange(9))
+        drafter.observe(text, NOTHING)
+    assert text.read == 0
+    fresh = Lookup(2, 32)
+    assert drafter.draft(text, 8, SAMPLER).tokens.tolist() == fresh.draft(text, 8, SAMPLER).tokens.tolist()
+    shorter = list(text[:300])
+    drafter.observe(shorter, NOTHING)
+    again = [*shorter, *(rng.randrange(9) for _ in range(240))]
+    drafter.observe(again, NOTHING)
+    fresh = Lookup(2, 32)
+    assert drafter.draft(again, 8, SAMPLER).tokens.tolist() == fresh.draft(again, 8, SAMPLER).tokens.tolist()
+
+
 @pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
 @pytest.mark.parametrize("K", [1, 4])
 def test_lossless(kind, K):
