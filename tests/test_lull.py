@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from virtual import CURVES
 
@@ -26,16 +28,16 @@ def test_a_decision_holds_and_what_its_rounds_teach_is_learned_when_it_ends() ->
         finish = "length" if i == rounds - 1 else None
         policy.observe(Round([1], 0, 0, 1.2 * PLAIN, finish_reason=finish))
         timed.append(costs.timed(1))
-    held = sum(a is b for a, b in zip(decisions, decisions[1:], strict=False))
+    held = sum(a is b for a, b in pairwise(decisions))
     assert held > 0.7 * rounds
-    learned = [after - before for before, after in zip(timed, timed[1:], strict=False)]
+    learned = [after - before for before, after in pairwise(timed)]
     assert max(learned) > 4
     assert sum(learned) >= rounds - 2  # all but the first, which was not begun ahead, and the last
     assert costs.plain(1) == pytest.approx(1.2 * PLAIN, rel=0.02)
 
 
 def outlook(rate: float, clock: list[float]) -> tuple[Outlook, Acceptance]:
-    """Of a drafter that was right at this rate in answers before, on a device where 0.8 pays and 0.1 does not.
+    """Of a drafter that was right at this rate in answers before, where 0.8 pays and 0.1 does not.
 
     Every look at the clock takes a millisecond.
     """
