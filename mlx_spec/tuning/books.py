@@ -59,10 +59,10 @@ class Books:
 
     def timed(self, context: int, waited: float, took: float) -> bool:
         """A plain token took so long, if it was not the caller who did. Whether that was not expected."""
-        plain = self._costs.plain(context)
-        if plain is not None and waited > plain / 2:
+        if self.paused(context, waited):
             self._costs.went_by(context)
             return False
+        plain = self._costs.plain(context)
         self._costs.saw_plain(context, took)
         return plain is not None and abs(took / plain - 1) > UNSURE
 

@@ -89,13 +89,13 @@ class Outlook:
         if plan is None or (old and self._planning.grants(self._busy)):
             return self._look(context)
         if self._other or self._judged:
-            self._judged, levels = False, self._now()
+            self._judged, levels = False, self._levels_now()
             if self._other or self._changes(plan, levels):
                 self.plan = plan = self._planner.adjust()
                 self._other, self._levels = False, levels
         return plan
 
-    def _now(self) -> list[float]:
+    def _levels_now(self) -> list[float]:
         return [acceptance.level for acceptance in self._acceptance]
 
     def _changes(self, plan: Plan, levels: Sequence[float]) -> bool:
@@ -111,7 +111,7 @@ class Outlook:
         began = self._clock()
         again = self._since_solve >= self._solve_gap and self._solving.grants(self._busy)
         self.plan = plan = self._planner.look(context, again=again)
-        self._levels, self._age = self._now(), 0
+        self._levels, self._age = self._levels_now(), 0
         self._other, self._bucket = False, bucket(context)
         (self._solving if again else self._planning).spent(self._clock() - began, self._busy)
         if again:

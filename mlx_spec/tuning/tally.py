@@ -16,7 +16,7 @@ class Tally:
 
     def tick(self, times: int = 1) -> None:
         """Something was observed, so many times."""
-        self._weight *= self._growth if times == 1 else self._growth**times
+        self._weight *= self._growth**times
         if self._weight > 1e12:
             self.good = [x / self._weight for x in self.good]
             self.tried = [x / self._weight for x in self.tried]
