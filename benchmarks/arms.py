@@ -170,7 +170,7 @@ def cold(pair: Pair) -> Decoder:
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         decoding, known = pair.open(), pair.policies
         if isinstance(known, Tuner):
-            new = Tuner(known.names, known.key, profile.folder())
+            new = Tuner(known.names, known.key, profile.folder(), known.copying)
             decoding = replace(decoding, policy=new.make(decoding.target, decoding.drafters))
         return rounds(pair, decoding, prompt, read)
 

@@ -38,7 +38,8 @@ def tuned(
 ) -> Tuner:
     """What pays, from costs measured on this device or saved there before.
 
-    `drafters` by name, with the folders of those that have one; `config` is the target's config.json.
+    `drafters` by name, with the folders of those that have one: the others have no weights and copy text.
+    `config` is the target's config.json.
     """
     prints = tuple(
         name if folder is None else profile.fingerprint(folder) for name, folder in drafters.items()
@@ -46,7 +47,8 @@ def tuned(
     key = profile.Key(
         device_name(), profile.fingerprint(target), prints, _quantization(config), kv_bits, version("mlx")
     )
-    return Tuner(list(drafters), key, profile.folder())
+    copying = [name for name, folder in drafters.items() if folder is None]
+    return Tuner(list(drafters), key, profile.folder(), copying)
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

@@ -187,9 +187,9 @@ def test_a_drafter_that_was_right_in_an_answer_is_no_longer_doubted() -> None:
     probes = Probes(2, free={1})
     probes.begin({1: 0.5})
     assert probes.doubted == {1}
-    probes.drafted(1, accepted=False, often=True)
+    probes.drafted(1, accepted=False, doubtful=True)
     assert probes.doubted == {1}
-    probes.drafted(1, accepted=True, often=True)
+    probes.drafted(1, accepted=True, doubtful=True)
     assert not probes.doubted
-    probes.drafted(1, accepted=False, often=True)
+    probes.drafted(1, accepted=False, doubtful=True)
     assert not probes.doubted

@@ -290,16 +290,16 @@ def test_one_that_passes_is_followed_by_others() -> None:
 
 def test_a_draft_rejected_whole_is_doubted_until_a_shadow_token_was_seen() -> None:
     probes = Probes(1)
-    probes.drafted(0, accepted=False, often=False)
+    probes.drafted(0, accepted=False, doubtful=False)
     assert not probes.doubted  # its shadow tokens would be long in coming
-    probes.drafted(0, accepted=False, often=True)
+    probes.drafted(0, accepted=False, doubtful=True)
     assert probes.doubted == {0}
     probes.shadowed(0, None)
     assert probes.doubted == {0}
     probes.shadowed(0, 0.1)
     assert not probes.doubted
-    probes.drafted(0, accepted=True, often=True)
-    probes.drafted(0, accepted=False, often=True)
+    probes.drafted(0, accepted=True, doubtful=True)
+    probes.drafted(0, accepted=False, doubtful=True)
     assert not probes.doubted and probes.proven == {0}
     probes.begin({})
     assert not probes.proven
@@ -316,14 +316,14 @@ def test_one_whose_shadow_tokens_take_nothing_is_doubted_until_some_pass() -> No
     other.begin({0: 0.8})  # the second one would be missed as a draft
     other.shadowed(0, 0.9)
     assert not other.doubted
-    probes.drafted(1, accepted=False, often=False)
+    probes.drafted(1, accepted=False, doubtful=False)
     for agreement, convinced in ((0.9, False), (0.1, False), (0.9, False), (0.9, False), (0.9, True)):
         assert probes.doubted == {1}
         probes.shadowed(1, agreement)
         assert (probes.doubted == set()) is convinced
     assert probes.compared(1, 0.0) and probes.doubted == {1}
     probes.begin({})
-    probes.drafted(1, accepted=True, often=False)
+    probes.drafted(1, accepted=True, doubtful=False)
     assert probes.compared(1, 0.0) and not probes.doubted
 
 

@@ -20,6 +20,7 @@ from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
 OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
+DOUBTFUL = 0.4  # ... and first tokens expected to pass, below which a wrong draft has one come first
 SURE = 0.9  # acceptance from which on a first draft is not preceded by a shadow token
 REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 
@@ -273,9 +274,10 @@ class Adaptive:
         self._curiosity.drafted(choice, round)
         for other in decision.choices[: decision.choices.index(choice)]:
             self._acceptance[other.drafter].missed()
-        self._acceptance[drafter].saw(round, choice.limit)
-        often = self._acceptance[drafter].had > OFTEN
-        self._probes.drafted(drafter, accepted=round.accepted > 0, often=often)
+        acceptance = self._acceptance[drafter]
+        acceptance.saw(round, choice.limit)
+        doubtful = acceptance.had > OFTEN and acceptance.first_rate() < DOUBTFUL
+        self._probes.drafted(drafter, accepted=round.accepted > 0, doubtful=doubtful)
         if self._books.drafted(round, choice, self._context, seconds):
             self._outlook.stale()
         if self._probes.trying:

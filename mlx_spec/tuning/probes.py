@@ -191,8 +191,8 @@ class Probes:
             self._doubt(drafter)
         return wrong
 
-    def drafted(self, drafter: int, *, accepted: bool, often: bool) -> None:
-        """A draft was verified, of a drafter that has one often or seldom."""
+    def drafted(self, drafter: int, *, accepted: bool, doubtful: bool) -> None:
+        """A draft was verified; `doubtful`: where it was wrong, a shadow token comes before the next one."""
         self._shadows[drafter].drafted(accepted=accepted)
         if drafter == self.shadow:  # it has told what the shadow token was to tell
             self.shadow = None
@@ -200,7 +200,7 @@ class Probes:
         if accepted:
             self.proven.add(drafter)
             self.doubted.discard(drafter)
-        elif (often or drafter in self.free) and drafter not in self.proven:
+        elif (doubtful or drafter in self.free) and drafter not in self.proven:
             self._doubt(drafter)
 
     def _doubt(self, drafter: int) -> None:

@@ -7,7 +7,8 @@ lengths; the next process finds them in its cache folder.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mlx_spec.tuning import profile
@@ -34,10 +35,16 @@ _log = logging.getLogger("mlx_spec")
 
 
 class Tuner:
-    """Makes the adaptive policies of a pair. `names` are its drafters, in their order."""
+    """Makes the adaptive policies of a pair. `names` are its drafters, in their order.
 
-    def __init__(self, names: Sequence[str], key: profile.Key, folder: Path) -> None:
+    Those in `copying` copy text, as lookup does: no time worth a mention, and a draft only now and then.
+    """
+
+    def __init__(
+        self, names: Sequence[str], key: profile.Key, folder: Path, copying: Collection[str] = ()
+    ) -> None:
         self.names = tuple(names)
+        self.copying = frozenset(copying)
         self.key = key
         self._folder = folder
         self._experience = [Experience() for _ in names]
@@ -53,10 +60,10 @@ class Tuner:
         """The policy of a new sequence."""
         return _Measuring(self, target, drafters)
 
-    def adaptive(self, drafters: Sequence[Drafter]) -> Adaptive:
+    def adaptive(self, clock: Callable[[], float] = time.perf_counter) -> Adaptive:
         """A policy that learns with the others and does not measure."""
-        free = {i for i, drafter in enumerate(drafters) if drafter.needs == FeatureSpec()}
-        return Adaptive(self.costs, len(self.names), experience=self._experience, free=free)
+        free = {i for i, name in enumerate(self.names) if name in self.copying}
+        return Adaptive(self.costs, len(self.names), clock, self._experience, free)
 
     def knows(self, context: int) -> bool:
         """Whether costs were measured about this context length, or cannot be."""
@@ -104,7 +111,7 @@ class _Measuring:
 
     def __init__(self, tuner: Tuner, target: Target, drafters: Sequence[Drafter]) -> None:
         self._tuner, self._target, self._drafters = tuner, target, drafters
-        self._policy = tuner.adaptive(drafters)
+        self._policy = tuner.adaptive()
         self._age = 0  # rounds of this answer
         self._waits = False
 
