@@ -21,7 +21,7 @@ FIRST_HAD = 0.9  # share of rounds in which a drafter has a draft, of which noth
 FIRST_RATE = 0.75  # acceptance of a first token of which nothing is known
 DECLINE = 0.99  # ... and of a later one, relative to the one before
 PAIR_MEMORY, TEXT_MEMORY, RECENT = 2000, 150, 32  # rounds
-PAIR_STRENGTH, TEXT_STRENGTH, BIN_STRENGTH = 4.0, 8.0, 8.0  # observations that a prior is worth
+PAIR_STRENGTH, TEXT_STRENGTH, BIN_STRENGTH = 4.0, 16.0, 8.0  # observations that a prior is worth
 RECENT_STRENGTH, FLAT_STRENGTH = 20.0, 5.0
 
 
