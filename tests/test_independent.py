@@ -18,9 +18,9 @@ from mlx_spec.tuning.policy import Adaptive
 
 TOKENS = 128  # of an answer
 MEMORY_BOUND = Curve(
-    {1: 1.0, 2: 1.136, 3: 1.261, 4: 1.365, 5: 1.375, 6: 1.391, 7: 1.407, 8: 1.422, 9: 1.524, 17: 1.674},
-    drafted=0.0,
-    host=0.002,
+    {1: 1.0, 2: 1.15, 3: 1.27, 4: 1.41, 5: 1.45, 6: 1.46, 7: 1.465, 8: 1.48, 9: 1.62, 11: 1.8, 17: 1.8},
+    drafted=1e-6,
+    host=0.05,
     source="measured: 231 MB of float32 weights and an optimized BLAS on two cores of a server",
 )
 
@@ -50,18 +50,20 @@ def conversations(curve: Curve, chance: float) -> Answers:
 @pytest.mark.parametrize(
     ("curve", "chance", "least"),
     [
-        (MEMORY_BOUND, 0.3, 0.962),
-        (MEMORY_BOUND, 0.5, 0.968),  # 0.963 when every wrong first draft was followed by a shadow token
-        (MEMORY_BOUND, 0.6, 0.968),  # 0.965
-        (MEMORY_BOUND, 0.8, 0.977),  # 0.974
-        (MEMORY_BOUND, 0.9, 0.975),  # 0.964
-        (CURVES["M5 Max"], 0.5, 0.985),  # 0.984
-        (CURVES["M5 Max"], 0.9, 0.974),  # 0.970
-        (CURVES["M1 Ultra"], 0.6, 0.97),
-        (CURVES["M1 Ultra"], 0.9, 0.96),
+        (MEMORY_BOUND, 0.3, 0.968),
+        (MEMORY_BOUND, 0.5, 0.972),
+        (MEMORY_BOUND, 0.6, 0.974),
+        (MEMORY_BOUND, 0.7, 0.979),
+        (MEMORY_BOUND, 0.9, 0.95),
+        (CURVES["M5 Max"], 0.5, 0.985),
+        (CURVES["M5 Max"], 0.9, 0.977),
+        (CURVES["M1 Ultra"], 0.6, 0.984),
+        (CURVES["M1 Ultra"], 0.9, 0.976),
     ],
 )
 def test_little_is_lost_to_what_is_not_known(curve: Curve, chance: float, least: float) -> None:
+    """0.946, 0.950 and 0.962 of memory-bound 0.5, 0.6 and 0.7 when every wrong first draft was followed by a
+    shadow token, and three of them stopped a drafter whose other answers had gained for a hundred tokens."""
     assert conversations(curve, chance).of_best > least
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlx_spec.tuning.ledger import BUFFER, EPSILON, KEPT, Ledger
+from mlx_spec.tuning.ledger import BUFFER, EPSILON, KEPT, LOAN, Ledger
 
 
 def allowed(tokens: int) -> float:
@@ -68,6 +68,25 @@ def test_an_answer_neither_lives_on_the_ones_before_nor_pays_for_them(before: fl
     ledger.begin()
     assert ledger.lead == 0 and ledger.room == BUFFER
     assert 0 < spend(ledger, 500, 1, 2.0) <= allowed(500)
+
+
+def test_no_more_is_lent_than_answers_before_have_spared() -> None:
+    ledger = Ledger()
+    assert ledger.loan == 0
+    ledger.enter(1, 1 + BUFFER)
+    ledger.begin()
+    assert ledger.loan == 0  # they have spared nothing
+    for _ in range(100):
+        ledger.enter(2, 1.0)
+    ledger.begin()
+    assert ledger.loan == LOAN
+    lost = 0.0
+    while ledger.room + ledger.loan > 0:
+        ledger.enter(1, 2.0)
+        lost += 1
+    assert lost < BUFFER + LOAN + 1
+    ledger.enter(1, 1 + KEPT)
+    assert ledger.loan == 0
 
 
 def test_plain_decoding_earns_the_right_to_try_again() -> None:

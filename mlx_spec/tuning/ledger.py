@@ -5,9 +5,11 @@
 where plain is what the same tokens would have taken by plain decoding, and elapsed what the rounds take: the
 policy's own work between plain rounds is not entered. A round is begun only if the bound holds even when none
 of its draft is accepted, so an answer that is short loses little. Gains are kept only up to `KEPT`, so that
-what was won long ago does not pay for a long loss, and none is kept for the next answer. Only a trial of what
-is thought to take too long may be paid with what the answers before have spared: costs that are believed
-wrongly would else never be corrected where all answers are short.
+what was won long ago does not pay for a long loss, and none is kept for the next answer, but for two things
+that may be paid with what the answers before have spared. `LOAN` plain steps go to a drafter that is still
+expected to be right: three first drafts that were wrong by bad luck, of one whose other answers all gained,
+would else stop it for a hundred tokens. And a trial of what is thought to take too long: costs that are
+believed wrongly would else never be corrected where all answers are short.
 What a round takes beyond a multiple of what was expected, after rounds that took what was expected, is a
 pause of the machine and not entered.
 """
@@ -18,6 +20,7 @@ from mlx_spec.tuning.costs import CLAMP
 
 EPSILON = 0.01
 BUFFER = 1.6  # plain steps: on two CPU cores, about one draft of two tokens that is rejected
+LOAN = 1.6  # plain steps
 KEPT = 32.0  # plain steps
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
@@ -39,6 +42,11 @@ class Ledger:
     def room(self) -> float:
         """What the next round may lose, in plain steps."""
         return self.lead + BUFFER
+
+    @property
+    def loan(self) -> float:
+        """What it may lose beside that, of what the answers before have spared, in plain steps."""
+        return min(max(self._spared, 0.0), LOAN)
 
     @property
     def trial_room(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -140,19 +140,22 @@ class Planner:
         """What a shadow token takes and promises."""
         return {d: Look(self._prices[d], self.acceptance[d].first_rate()) for d in drafters}
 
-    def untried(self, drafters: Iterable[int], room: float) -> tuple[Choice, ...]:
-        """Drafters that have been judged too seldom to be believed not to pay; they may lose `room`."""
+    def untried(self, drafters: Iterable[int], room: Callable[[int], float]) -> tuple[Choice, ...]:
+        """Drafters that have been judged too seldom to be believed not to pay; each may lose its `room`."""
         acceptance = self.acceptance
         few = [d for d in drafters if acceptance[d].tries < TRIES and acceptance[d].first_rate() > HOPE]
-        limits = [_affordable(self._rounds[d][: FIRST_LENGTH + 1], room) for d in few]
+        limits = [_affordable(self._rounds[d][: FIRST_LENGTH + 1], room(d)) for d in few]
         return tuple(Choice(d, limit) for d, limit in zip(few, limits, strict=True) if limit)
 
-    def afforded(self, choices: Sequence[Choice], room: float, proven: Collection[int]) -> tuple[Choice, ...]:
-        """Choices that lose no more than `room` plain steps when nothing is accepted; shorter ones that pay.
+    def afforded(
+        self, choices: Sequence[Choice], room: Callable[[int], float], proven: Collection[int]
+    ) -> tuple[Choice, ...]:
+        """Choices that lose no more than the drafter's `room`, in plain steps, when nothing is accepted.
 
-        Of a drafter that was not `proven` right in this answer no more than a few tokens.
+        Shorter ones that pay, if need be. Of a drafter that was not `proven` right in this answer no more
+        than a few tokens.
         """
-        shortened = [self._shortened(choice, room, proven=choice.drafter in proven) for choice in choices]
+        shortened = [self._shortened(c, room(c.drafter), proven=c.drafter in proven) for c in choices]
         return tuple(choice for choice in shortened if choice.limit)
 
     def trial(self, plan: Plan, room: float) -> tuple[Choice, ...]:

@@ -7,6 +7,8 @@ from mlx_spec.tuning.ledger import EPSILON
 from mlx_spec.tuning.plan import Planner
 from mlx_spec.tuning.probes import Probes
 
+HOPE = 0.2  # first tokens expected to pass, above which a drafter may lose what others have spared
+
 
 class Room:
     """Of one sequence."""
@@ -14,10 +16,10 @@ class Room:
     def __init__(self, planner: Planner, probes: Probes, books: Books) -> None:
         self._planner, self._probes, self._books = planner, probes, books
 
-    @property
-    def left(self) -> float:
+    def left(self, drafter: int) -> float:
         """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
-        return self._books.ledger.room - self._landing
+        ledger, hope = self._books.ledger, self._planner.acceptance[drafter].first_rate() > HOPE
+        return ledger.room + (ledger.loan if hope else 0.0) - self._landing
 
     @property
     def _landing(self) -> float:
@@ -29,10 +31,10 @@ class Room:
         price = self._planner.price(drafter)
         if drafter in self._probes.free:
             return price <= self._books.ledger.room
-        return price + self._planner.least(drafter) <= self.left or self.tells(drafter)
+        return price + self._planner.least(drafter) <= self.left(drafter) or self.tells(drafter)
 
     def tells(self, drafter: int) -> bool:
         """Whether a draft of one token takes the place of a shadow token."""
         if drafter in self._probes.free or drafter in self._probes.doubted:
             return False
-        return self._planner.tells(drafter, self.left, self._landing)
+        return self._planner.tells(drafter, self.left(drafter), self._landing)
