@@ -6,6 +6,7 @@ The real policy and the real round loop on a virtual clock, see `virtual.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -162,6 +163,23 @@ def test_rounds_in_which_nothing_happens_are_all_learned_from() -> None:
     policy.begin()
     assert costs.timed(1) > timed + 0.9 * tokens
     assert costs.plain(1) == pytest.approx(1.2 * PLAIN, rel=0.08)
+
+
+@pytest.mark.parametrize("right", [0.02, 0.45])
+def test_the_reason_is_that_of_the_drafter_that_takes_time(right: float) -> None:
+    """Lookup, asked in passing for a token that it never had, made all these rounds "probing"."""
+    tokens, curve = 120, TWO_CORES
+    device, chance = Device(curve, PLAIN), np.random.default_rng(7)
+    table = curve.table(PLAIN)
+    costs = Costs(("neural", "lookup"), {512: Table(PLAIN, table.verify, (*table.draft, FREE))})
+    policy, reasons = Adaptive(costs, 2, device.clock, free={1}), []
+    for _ in range(4):
+        text = Text.of(np.full(tokens + SLACK, right), chance)
+        nothing = np.zeros(tokens + SLACK, bool)
+        drafters = [VirtualDrafter(device, text), VirtualLookup(nothing, nothing)]
+        reasons += [r.reason for r in virtual.run(policy, device, drafters, tokens).rounds]
+    off = (Reason.ACCEPTANCE, Reason.LEDGER, Reason.COST)
+    assert sum(reason in off for reason in reasons) > 0.8 * len(reasons), Counter(reasons)
 
 
 def test_a_drafter_that_takes_time_has_its_turn_in_answers_where_lookup_has_nothing() -> None:

@@ -24,13 +24,14 @@ class Books:
         self.flight = False  # a token is on its way
         self._costs, self._only = costs, only
         self._opening = True  # nothing was entered in this answer
+        self._excused = False  # the token on its way was begun by a round that was slow for once
         self._begun: float | None = None  # seconds of the plain round that nothing was begun for
 
     def begin(self) -> None:
         """Another answer begins."""
         self.ledger.begin()
         self.hindsight.begin()
-        self.flight, self._opening, self._begun = False, True, None
+        self.flight, self._opening, self._excused, self._begun = False, True, False, None
 
     def price(self, rounds: Sequence[float]) -> None:
         """What rounds of each length take now, plain steps."""
@@ -45,6 +46,9 @@ class Books:
             return
         one = max(self._costs.verify(1, context) or plain, plain)
         steps = min(took, PAUSE * one) / plain
+        self._excused = self._opening
+        if self._opening:  # plain decoding begins like this as well
+            steps = min(steps, one / plain)
         if goes_on:
             self._begun = None if self._opening else took
             steps = self.ledger.ahead(steps, one / plain)
@@ -80,16 +84,17 @@ class Books:
             # Some backends wait for both tokens in the first of the two rounds.
             self._costs.saw_begin(context, self._begun + min(waited, plain) - plain)
         self._begun = None
-        self._enter(round, self.ledger.landed(None if waited is None else waited / plain))
+        steps = None if waited is None or self._excused else waited / plain
+        self._enter(round, self.ledger.landed(steps))
 
     def shadowed(self, round: Round, context: int, took: float, price: float, *, free: bool) -> None:
         """A round with a shadow token, which takes `price` plain steps; `free`: it was one ahead."""
         plain = self._costs.plain(context)
         assert plain is not None
-        steps = 1 + price
+        steps, first = 1 + price, self._first(round, verified=False)
         if not free:
-            self._begun = None
-            steps = self.ledger.ahead(min(took / plain, 2 * PAUSE), steps)
+            self._begun, self._excused = None, first
+            steps = self.ledger.ahead(steps if first else min(took / plain, 2 * PAUSE), steps)
         self.flight = True
         self._enter(round, steps)
 
@@ -101,9 +106,19 @@ class Books:
         read = choice.selective and not round.nodes
         expected += read * (self._costs.host(context) or 0.0)
         counted, late = self.ledger.counted(took, expected)
+        if self._first(round, verified=True) and not self._costs.guessed(context):
+            took = counted = min(counted, expected)
         self._costs.saw_round(*kind, context, took, selective=read)
         self._enter(round, counted / plain)
         return late
+
+    def _first(self, round: Round, *, verified: bool) -> bool:
+        """Whether this process had no such draft of the drafter yet: what that takes is paid once."""
+        assert round.drafter is not None
+        kind, warm = (round.drafter, verified), self._costs.warm
+        first = kind not in warm
+        warm.add(kind)
+        return first
 
     def _enter(self, round: Round, steps: float) -> None:
         self._opening = False

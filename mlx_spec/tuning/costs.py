@@ -70,9 +70,11 @@ class Costs:
         self.drafters = tuple(drafters)
         self._buckets: dict[int, _Bucket] = {}
         self._surprises: dict[tuple[int, ...], list[float]] = {}  # (bucket, drafter or -1) -> ratios in a row
+        self.warm: set[tuple[int, bool]] = set()  # by drafter and verified or not: this process did that
         self._used: set[tuple[int, ...]] = set()  # rounds that were run before: their code is compiled
         for context, table in (tables or {}).items():
             self.measured(context, table)
+        self.warm.clear()  # another process measured those
 
     def measured(self, context: int, table: Table) -> None:
         """Take a table measured at this context length. Raises BadTable."""
@@ -81,6 +83,7 @@ class Costs:
         draft = [Curve({0: 0.0, **points}, 0, MAX_DRAFT_TOKENS) for points in table.draft]
         plain = table.plain
         self._buckets[bucket(context)] = _Bucket(plain, plain, verify, draft, table.host, True)
+        self.warm.update((drafter, done) for drafter in range(len(draft)) for done in (False, True))
 
     def plain(self, context: int) -> float | None:
         """Seconds of one token of plain decoding."""

@@ -11,7 +11,8 @@ expected to be right: three first drafts that were wrong by bad luck, of one who
 would else stop it for a hundred tokens. And a trial of what is thought to take too long: costs that are
 believed wrongly would else never be corrected where all answers are short.
 What a round takes beyond a multiple of what was expected, after rounds that took what was expected, is a
-pause of the machine and not entered.
+pause of the machine and not entered. Nor is what goes beyond the expected in a drafter's first round of a
+process, which is paid once, and in the first round of an answer, where plain decoding would be as slow.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Planner:
     _drafting: list[Drafting] = field(default_factory=list)
     _rounds: list[list[float]] = field(default_factory=list)
     _prices: list[float] = field(default_factory=list)  # by drafter: of a shadow token
-    _reason: Reason | None = None  # why nothing pays, where that was asked since costs were looked at
+    _hopeful: list[bool] | None = None  # by drafter; where that was asked since costs were looked at
     _rate: float = 0.0
     _on: bool = False
 
@@ -93,7 +93,7 @@ class Planner:
             for priced in self._drafting
         ]
         self._prices = [priced.draft[1] / plain for priced in self._drafting]
-        self._reason = None
+        self._hopeful = None
         if again:
             self._solve(max(self._rate, 1 / plain), context)
         return self.adjust()
@@ -104,11 +104,21 @@ class Planner:
         self._rate, self._on = max(option.rate, 1 / self._plain), bool(option.order)
         actions = [option.actions[d] for d in option.order]
         choices = tuple(Choice(d, a.limit, a.selective) for d, a in zip(option.order, actions, strict=True))
-        return Plan(choices, Reason.PAYS if choices else self._why_not(), option)
+        reason = Reason.PAYS if choices else self.why_not(range(len(self.acceptance)))
+        return Plan(choices, reason, option)
 
     def unlikely(self, choices: Sequence[Choice]) -> bool:
         """Whether none of them will have a draft, more often than not."""
         return math.prod(1 - self.acceptance[choice.drafter].had for choice in choices) > LIKELY
+
+    def why_not(self, drafters: Iterable[int]) -> Reason:
+        """Why none of them pays: COST when even drafts that are all accepted would not, else ACCEPTANCE."""
+        if self._hopeful is None:
+            rate = 1 / self._plain
+            tokens = [brought(d, [PERFECT] * len(d.offered)) for d in self._drafting]
+            perfect = [steady(d, t, rate).value(rate) for d, t in zip(self._drafting, tokens, strict=True)]
+            self._hopeful = [value > BEGIN - 1 for value in perfect]
+        return Reason.ACCEPTANCE if any(self._hopeful[d] for d in drafters) else Reason.COST
 
     def rounds(self, drafter: int) -> Sequence[float]:
         """Plain steps [K + 1] of a round by length; 0 is plain decoding."""
@@ -241,16 +251,6 @@ class Planner:
         plainly = 1 - best * self._plain  # what a round is worth in which none of these has a draft
         others = [d for d in ranked if d not in order and actions[d].value(best) > plainly]
         return [*order, *others], best
-
-    def _why_not(self) -> Reason:
-        """COST when even drafts that are all accepted would not pay, else ACCEPTANCE."""
-        if self._reason is None:
-            rate = 1 / self._plain
-            tokens = [brought(d, [PERFECT] * len(d.offered)) for d in self._drafting]
-            perfect = [steady(d, t, rate).value(rate) for d, t in zip(self._drafting, tokens, strict=True)]
-            hopeful = max(perfect, default=0.0) > BEGIN - 1
-            self._reason = Reason.ACCEPTANCE if hopeful else Reason.COST
-        return self._reason
 
 
 def _affordable(steps: Sequence[float], room: float) -> int:

@@ -157,7 +157,9 @@ class Adaptive:
         afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room.left)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
-            reason = Reason.LEDGER if choices else Reason.ACCEPTANCE
+            slow = [d for d in range(len(self._acceptance)) if d not in probes.free]
+            looked = self._planner.why_not(slow) if slow else Reason.PROBE
+            reason = Reason.LEDGER if choices else looked
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             decision = Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
@@ -198,7 +200,7 @@ class Adaptive:
             return Decision(choices, reason, None, plain)
         if self._room.tells(drafter):
             return Decision((*choices, Choice(drafter, 1)), Reason.PROBE, None, plain)
-        return Decision((), Reason.PROBE, drafter, plain)
+        return Decision((), reason if drafter in self._probes.free else Reason.PROBE, drafter, plain)
 
     def _look(self, context: int) -> Plan:
         """The plan now."""
