@@ -14,6 +14,7 @@ import virtual
 from virtual import CURVES, Answers, Curve, Device, Text, VirtualDrafter
 
 from mlx_spec.policies import tuned
+from mlx_spec.tuning.acceptance import Experience
 from mlx_spec.tuning.policy import Adaptive
 
 TOKENS = 128  # of an answer
@@ -77,3 +78,19 @@ def test_a_draft_model_is_not_taken_for_lookup(tmp_path: Path) -> None:
         tuner.costs = MEMORY_BOUND.costs(device.plain)
         shares.append(conversation(MEMORY_BOUND, tuner.adaptive(device.clock), device, 0.6, 1).of_best)
     assert shares[0] > 0.95 and shares[0] > shares[1] + 0.03, shares
+
+
+def test_a_machine_that_is_slow_for_a_while_does_not_stop_an_answer() -> None:
+    """Four slow rounds, and speculation, at 1.6 of plain decoding, was off for the whole answer."""
+    shares = []
+    for seed in range(8):
+        slow, draws = [0], np.random.default_rng([seed, 60])
+        device = Device(MEMORY_BOUND, noise=lambda slow=slow: 1.6 if slow and slow.pop() else 1.0)
+        costs, experience = MEMORY_BOUND.costs(device.plain), [Experience()]
+        for number in range(6):
+            slow.extend([1] * 4 if number == 5 else [])
+            text = Text.of(np.full(TOKENS + 40, 0.6), draws)
+            policy = Adaptive(costs, 1, device.clock, experience)  # as for each request of a server
+            done = virtual.run(policy, device, [VirtualDrafter(device, text, tells=False)], TOKENS)
+        shares.append(sum(r.accepted for r in done.rounds) / TOKENS)
+    assert min(shares) > 0.25, shares

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from mlx_spec.tuning.ledger import BUFFER, EPSILON, KEPT, LOAN, Ledger
+from mlx_spec.tuning.ledger import BUFFER, EPSILON, LOAN, Ledger
+from mlx_spec.tuning.purse import KEPT, Purse
 
 
 def allowed(tokens: int) -> float:
@@ -29,20 +30,20 @@ def spend(ledger: Ledger, rounds: int, tokens: int, steps: float) -> float:
 @pytest.mark.parametrize("steps", [1.001, 1.5, 3.0, 20.0])
 def test_the_loss_is_bounded(steps: float) -> None:
     rounds = 3000
-    loss = spend(Ledger(), rounds, 1, steps)
+    loss = spend(Ledger(Purse()), rounds, 1, steps)
     assert loss <= allowed(rounds)
     assert loss > EPSILON * rounds / 2 or steps < 1.01  # what may be spent is spent
 
 
 def test_a_short_answer_may_lose_little() -> None:
-    assert spend(Ledger(), 40, 1, 2.5) <= allowed(40) <= 2
-    assert spend(Ledger(), 40, 1, 4.5) == 0  # one round would be too much
+    assert spend(Ledger(Purse()), 40, 1, 2.5) <= allowed(40) <= 2
+    assert spend(Ledger(Purse()), 40, 1, 4.5) == 0  # one round would be too much
 
 
 def test_the_bound_holds_at_any_time_and_for_any_order_of_gains_and_losses() -> None:
     chance = random.Random(0)
     for _ in range(50):
-        ledger, tokens, steps = Ledger(), 0, 0.0
+        ledger, tokens, steps = Ledger(Purse()), 0, 0.0
         for _ in range(400):
             brought, took = chance.randint(1, 9), chance.uniform(0.5, 12)
             if ledger.room < took - 1:
@@ -53,7 +54,7 @@ def test_the_bound_holds_at_any_time_and_for_any_order_of_gains_and_losses() -> 
 
 
 def test_old_gains_do_not_pay_for_a_long_loss() -> None:
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     for _ in range(10_000):
         ledger.enter(4, 1.5)
     assert ledger.lead == KEPT
@@ -62,7 +63,7 @@ def test_old_gains_do_not_pay_for_a_long_loss() -> None:
 
 @pytest.mark.parametrize("before", [1.5, 40.0])
 def test_an_answer_neither_lives_on_the_ones_before_nor_pays_for_them(before: float) -> None:
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     for _ in range(100):
         ledger.enter(4, before)
     ledger.begin()
@@ -71,7 +72,7 @@ def test_an_answer_neither_lives_on_the_ones_before_nor_pays_for_them(before: fl
 
 
 def test_no_more_is_lent_than_answers_before_have_spared() -> None:
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     assert ledger.loan == 0
     ledger.enter(1, 1 + BUFFER)
     ledger.begin()
@@ -90,7 +91,7 @@ def test_no_more_is_lent_than_answers_before_have_spared() -> None:
 
 
 def test_plain_decoding_earns_the_right_to_try_again() -> None:
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     ledger.enter(1, 1 + BUFFER)
     assert ledger.room < 0.5
     for _ in range(150):
@@ -101,7 +102,7 @@ def test_plain_decoding_earns_the_right_to_try_again() -> None:
 @pytest.mark.parametrize("waits_for_both", [True, False])
 def test_a_token_begun_ahead_is_entered_when_it_comes(waits_for_both: bool) -> None:
     """Some backends have it computed within the round before; the sum is the same, and no debt in between."""
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     took = 2.1 if waits_for_both else 1.1
     ledger.enter(1, ledger.ahead(took, 1.1))
     assert ledger.lead == pytest.approx((1 + EPSILON) - 1.1)
@@ -112,7 +113,17 @@ def test_a_token_begun_ahead_is_entered_when_it_comes(waits_for_both: bool) -> N
 
 @pytest.mark.parametrize("waits_for_both", [False, True])
 def test_a_token_that_nobody_waited_for_counts_as_one_of_plain_decoding(waits_for_both: bool) -> None:
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     ledger.ahead(2.1 if waits_for_both else 1.1, 1.1)
     assert ledger.landed(None) == 1.0
     assert ledger.landed(0.0) == 0.0
+
+
+def test_what_one_sequence_spared_another_may_borrow() -> None:
+    """A server makes a sequence for every request: none of them had anything to borrow."""
+    purse = Purse()
+    assert Ledger(purse).loan == 0
+    Ledger(purse).enter(4, 1.5)
+    assert Ledger(purse).loan == LOAN
+    Ledger(purse).enter(1, 5.0)
+    assert Ledger(purse).loan == 0

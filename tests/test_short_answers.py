@@ -37,6 +37,7 @@ from mlx_spec.tuning.ledger import BUFFER, Ledger
 from mlx_spec.tuning.opening import LENGTH, RATES, Kinds, Opening
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.probes import EAGER, Look, Probes
+from mlx_spec.tuning.purse import Purse
 from mlx_spec.types import Round
 
 DEAR = replace(TWO_CORES, passes={1: 1.0, 2: 1.45, 3: 1.85, 5: 2.45, 9: 4.0, 17: 7.5}, drafted=0.35)
@@ -100,7 +101,7 @@ def test_costs_that_are_believed_much_too_high_are_corrected(
 
 
 def test_a_trial_spends_what_earlier_answers_have_spared() -> None:
-    ledger = Ledger()
+    ledger = Ledger(Purse())
     for _ in range(6):
         ledger.begin()
         ledger.enter(100, 100.0)

@@ -20,7 +20,7 @@ class Books:
     """
 
     def __init__(self, costs: Costs, only: Acceptance | None) -> None:
-        self.ledger, self.hindsight = Ledger(), Hindsight()
+        self.ledger, self.hindsight = Ledger(costs.purse), Hindsight()
         self.flight = False  # a token is on its way
         self._costs, self._only = costs, only
         self._opening = True  # nothing was entered in this answer

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mlx_spec.tuning.curve import Curve
+from mlx_spec.tuning.purse import Purse
 
 MAX_DRAFT_TOKENS = 16
 FIRST_EDGE, EDGE_FACTOR = 512, 4  # tokens: buckets of context end at 512, 2048, 8192, ...
@@ -67,7 +68,7 @@ class Costs:
     """
 
     def __init__(self, drafters: Sequence[str] = (), tables: Mapping[int, Table] | None = None) -> None:
-        self.drafters = tuple(drafters)
+        self.drafters, self.purse = tuple(drafters), Purse()
         self._buckets: dict[int, _Bucket] = {}
         self._surprises: dict[tuple[int, ...], list[float]] = {}  # (bucket, drafter or -1) -> ratios in a row
         self.warm: set[tuple[int, bool]] = set()  # by drafter and verified or not: this process did that

@@ -18,20 +18,20 @@ process, which is paid once, and in the first round of an answer, where plain de
 from __future__ import annotations
 
 from mlx_spec.tuning.costs import CLAMP
+from mlx_spec.tuning.purse import KEPT, Purse
 
 EPSILON = 0.01
 BUFFER = 1.6  # plain steps: on two CPU cores, about one draft of two tokens that is rejected
 LOAN = 1.6  # plain steps
-KEPT = 32.0  # plain steps
 PAUSE = 3.0  # times the expected seconds; what goes beyond, after rounds that did not, the machine was paused
 
 
 class Ledger:
     """The lead over plain decoding, in plain steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, purse: Purse) -> None:
         self._in_line = 0  # speculative rounds in a row that took the expected time
-        self._spared = 0.0  # the lead of all answers together, in plain steps
+        self._purse = purse
         self.begin()
 
     def begin(self) -> None:
@@ -47,18 +47,18 @@ class Ledger:
     @property
     def loan(self) -> float:
         """What it may lose beside that, of what the answers before have spared, in plain steps."""
-        return min(max(self._spared, 0.0), LOAN)
+        return min(max(self._purse.spared, 0.0), LOAN)
 
     @property
     def trial_room(self) -> float:
         """What a trial, one round, may lose, in plain steps."""
-        return max(self.room, self._spared)
+        return max(self.room, self._purse.spared)
 
     def enter(self, tokens: int, steps: float) -> None:
         """A round emitted tokens in so many plain steps."""
         gained = (1 + EPSILON) * tokens - steps
         self.lead = min(self.lead + gained, KEPT)
-        self._spared = min(self._spared + gained, KEPT)
+        self._purse.enter(gained)
 
     def counted(self, seconds: float, expected: float) -> tuple[float, bool]:
         """What to count of the seconds of a speculative round, and whether it was late."""
