@@ -68,7 +68,8 @@ class Costs:
     """
 
     def __init__(self, drafters: Sequence[str] = (), tables: Mapping[int, Table] | None = None) -> None:
-        self.drafters, self.purse = tuple(drafters), Purse()
+        self.drafters = tuple(drafters)
+        self.purse = Purse()  # of plain steps at these costs
         self._buckets: dict[int, _Bucket] = {}
         self._surprises: dict[tuple[int, ...], list[float]] = {}  # (bucket, drafter or -1) -> ratios in a row
         self.warm: set[tuple[int, bool]] = set()  # by drafter and verified or not: this process did that

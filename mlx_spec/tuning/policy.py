@@ -157,9 +157,7 @@ class Adaptive:
         afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room.left)
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
-            slow = [d for d in range(len(self._acceptance)) if d not in probes.free]
-            looked = self._planner.why_not(slow) if slow else Reason.PROBE
-            reason = Reason.LEDGER if choices else looked
+            reason = Reason.LEDGER if choices else self._why_none()
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             decision = Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
@@ -170,6 +168,11 @@ class Adaptive:
         if reason is Reason.LEDGER and (trial := self._trial(plan, plain)):
             return trial
         return self._holding(self._aside(reason, plain, afforded), *rounds)
+
+    def _why_none(self) -> Reason:
+        """Why none of those that take time is to draft; where there are none, a free one is looked at."""
+        slow = [d for d in range(len(self._acceptance)) if d not in self._probes.free]
+        return self._planner.why_not(slow) if slow else Reason.PROBE
 
     def _trial(self, plan: Plan, plain: float) -> Decision | None:
         """A draft that is not thought to pay, where one is due: only that shows what it costs."""

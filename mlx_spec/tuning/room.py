@@ -7,7 +7,7 @@ from mlx_spec.tuning.ledger import EPSILON
 from mlx_spec.tuning.plan import Planner
 from mlx_spec.tuning.probes import Probes
 
-HOPE = 0.2  # first tokens expected to pass, above which a drafter may lose what others have spared
+CREDIBLE = 0.2  # first tokens expected to pass, above which a drafter may lose what others have spared
 
 
 class Room:
@@ -18,8 +18,8 @@ class Room:
 
     def left(self, drafter: int) -> float:
         """What a draft may lose: one that is just afforded must be so when what is on its way has landed."""
-        ledger, hope = self._books.ledger, self._planner.acceptance[drafter].first_rate() > HOPE
-        return ledger.room + (ledger.loan if hope else 0.0) - self._landing
+        ledger, credible = self._books.ledger, self._planner.acceptance[drafter].first_rate() > CREDIBLE
+        return ledger.room + (ledger.loan if credible else 0.0) - self._landing
 
     @property
     def _landing(self) -> float:
