@@ -7,6 +7,7 @@ against plain decoding.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -70,10 +71,13 @@ def bound(outcome: Outcome, longest: float) -> float:
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_near_the_best_fixed_length_and_not_slower_than_plain(curve: str, workload: str) -> None:
-    text = Text.make(workload, TOKENS + SLACK, 7)
-    outcome = adaptive(CURVES[curve], text)
-    assert outcome.speed > 0.97 * best(CURVES[curve], text)
-    assert outcome.worst < bound(outcome, 0.2)  # what begins and ends plain decoding is not of the rounds
+    texts = [Text.make(workload, TOKENS + SLACK, seed) for seed in (7, 8, 9)]
+    outcomes = [adaptive(CURVES[curve], text) for text in texts]
+    of_best = [o.speed / best(CURVES[curve], text) for o, text in zip(outcomes, texts, strict=True)]
+    assert statistics.mean(of_best) > 0.98
+    assert min(of_best) > 0.95  # luck is followed, too
+    for outcome in outcomes:  # what begins and ends plain decoding is not of the rounds
+        assert outcome.worst < bound(outcome, 0.2)
 
 
 def test_the_counted_speed_of_a_fixed_length_is_that_of_the_engine() -> None:

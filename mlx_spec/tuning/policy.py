@@ -11,7 +11,8 @@ from mlx_spec.tuning.acceptance import Acceptance, Experience, bin_of
 from mlx_spec.tuning.books import Books
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.curiosity import Curiosity
-from mlx_spec.tuning.lull import LONGEST, Lull
+from mlx_spec.tuning.hold import LONGEST, Hold
+from mlx_spec.tuning.lessons import Lessons
 from mlx_spec.tuning.outlook import Outlook
 from mlx_spec.tuning.plan import FIRST_LENGTH, Plan, Planner
 from mlx_spec.tuning.probes import Probes
@@ -19,8 +20,6 @@ from mlx_spec.tuning.room import Room
 from mlx_spec.types import Choice, Decision, Reason, Round
 
 WARM_UP = 2  # plain tokens timed before anything is drafted
-OFTEN = 0.5  # of the rounds a drafter must have a draft for its shadow tokens to tell soon
-DOUBTFUL = 0.4  # ... and first tokens expected to pass, below which a wrong draft has one come first
 SURE = 0.9  # acceptance from which on a first draft is not preceded by a shadow token
 REVIEWS = (2, 16, 128)  # rounds in a row without the wanted draft, after which the plan is made anew
 
@@ -46,11 +45,12 @@ class Adaptive:
         compares = len(self._acceptance) == 1 and not free  # one drafter that always has a draft
         self._books = Books(costs, self._acceptance[0] if compares else None)
         self._probes = Probes(len(self._acceptance), free)
-        self._outlook, self._lull = Outlook(self._planner, self._acceptance, clock), Lull()
+        self._outlook, self._hold = Outlook(self._planner, self._acceptance, clock), Hold()
         self._curiosity = Curiosity(self._acceptance)
+        self._lessons = Lessons(self._acceptance, self._books, self._probes, self._outlook, self._curiosity)
         self._room = Room(self._planner, self._probes, self._books)
         self._decision: Decision | None = None  # given, and not yet observed
-        self._held = False  # it was one of a lull
+        self._held = False  # it held from the round before
         self._context = 0
         self._asked = self._done = 0.0  # times of the last decision and the last observation
         self._missed = 0  # rounds in a row in which a draft was wanted and none came
@@ -58,7 +58,7 @@ class Adaptive:
 
     def decide(self, history: Sequence[int]) -> Decision:
         """What to draft now. The same answer until the round is observed."""
-        self._asked, held = self._clock(), self._lull.decision
+        self._asked, held = self._clock(), self._hold.decision
         self._held = held is not None
         if held is not None:
             self._decision = held
@@ -93,39 +93,47 @@ class Adaptive:
         now, decision = self._clock(), self._decision
         assert decision is not None, "a round was observed that was never decided on"
         self._decision = None
-        if round.drafter is not None or round.finish_reason:
+        if not self._hold.lasts(round, now - self._asked):
             self._wake()
         elif self._held:
-            self._lull.pass_by(round, self._asked - self._done, now - self._done)
+            self._hold.pass_by(round, self._asked - self._done, now - self._done)
             self._done = now
             return
         if round.certainty is not None:
             for acceptance in self._acceptance:
                 acceptance.begins(round.certainty)
             self._outlook.moved()
-        self._outlook.tick(now - self._asked, judged=round.drafter is not None)
-        for acceptance in self._acceptance:
-            acceptance.tick()
-        if decision.choices and round.drafter is not None:
+        self._passes(now - self._asked, judged=round.drafter is not None)
+        if round.drafter is not None:
             self._drafted(round, decision, now - self._asked)
-        elif round.agreement is not None:
-            self._shadowed(round, decision, now - self._asked)
         else:
             self._plainly(round, decision, now)
         self._done, self._begins = now, False
 
     def _wake(self) -> None:
-        """The lull is over, if there was one: what its rounds teach."""
-        decision, rounds = self._lull.end()
+        """What held does no longer: what the rounds of it teach."""
+        decision, rounds = self._hold.end()
         if decision is None or not rounds:
             return
-        self._outlook.tick(sum(r.took - r.waited for r in rounds), len(rounds), judged=False)
-        for acceptance in self._acceptance:
-            acceptance.tick(len(rounds))
-        self._none_came(decision, len(rounds))
+        if rounds[0].round.drafted:
+            for round, waited, took in rounds:
+                self._passes(took - waited, judged=True)
+                self._lessons.drafted(round, decision.choices, self._context, took - waited)
+            return
+        looked = [r.round for r in rounds if r.round.agreement is not None]
+        self._passes(sum(r.took - r.waited for r in rounds), len(rounds), judged=bool(looked))
+        self._none_came(decision, len(rounds) - len(looked))
         for round, waited, took in rounds:
             self._time_plain(waited, took)
             self._books.steadily(round)
+        for round in looked:
+            self._lessons.compared(round)
+
+    def _passes(self, seconds: float, rounds: int = 1, *, judged: bool) -> None:
+        """Time goes by: so many rounds, which took so long."""
+        self._outlook.tick(seconds, rounds, judged=judged)
+        for acceptance in self._acceptance:
+            acceptance.tick(rounds)
 
     def _next(self) -> Decision:
         context, probes = self._context, self._probes
@@ -161,6 +169,9 @@ class Adaptive:
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             decision = Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
+            if afforded == wanted and reason is Reason.PAYS and not self._books.flight:
+                repeats, most = self._room.repeats(afforded)
+                self._hold.begin_drafts(decision, repeats, probes.drafting, most * plain)
             return self._holding(decision, LONGEST, probes.drafting)
         if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
             others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
@@ -193,7 +204,7 @@ class Adaptive:
         """The decision, which holds for some rounds if it is one to wait or to decode plainly."""
         idle = not decision.choices or decision.reason is Reason.WAITING
         if idle and self._books.flight and (decision.shadow is None or decision.shadow in self._probes.free):
-            self._lull.hold(decision, rounds, passing)
+            self._hold.begin(decision, rounds, passing)
         return decision
 
     def _aside(self, reason: Reason, plain: float, choices: tuple[Choice, ...] = ()) -> Decision:
@@ -221,7 +232,7 @@ class Adaptive:
         if not landing:
             self._none_came(decision, 1)
         if shadow is not None and shadow not in self._probes.free:  # a free one is asked until it has one
-            self._looked_aside(shadow, None)
+            self._lessons.looked_aside(shadow, None)
         goes_on = not landing and (not wanted or decision.unlikely or self._missed > 1)
         if landing:
             books.landed(round, self._context, None if books.paused(self._context, waited) else took)
@@ -251,48 +262,22 @@ class Adaptive:
         if self._books.timed(self._context, waited, took):
             self._probes.retime()
 
-    def _shadowed(self, round: Round, decision: Decision, seconds: float) -> None:
-        """A token was drafted and not verified."""
-        drafter, free = round.drafter, self._books.flight
-        assert drafter is not None and round.agreement is not None
-        self._books.shadowed(round, self._context, seconds, self._planner.price(drafter), free=free)
-        self._acceptance[drafter].saw_shadow(round.agreement, round.confidence)
-        self._looked_aside(drafter, round.agreement)
-
-    def _looked_aside(self, drafter: int, agreement: float | None) -> None:
-        """A shadow token was seen, or the drafter had none: one that does not pay does not pay for that."""
-        self._probes.shadowed(drafter, agreement)
-        if (agreement or 0.0) <= 0.5 and not self._outlook.wants(drafter):
-            return
-        if not self._acceptance[drafter].opening:  # there the plan follows what was judged without that
-            self._outlook.stale()
-
     def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
-        """A round with a draft."""
-        drafter = round.drafter
-        assert drafter is not None
-        choice = next(c for c in decision.choices if c.drafter == drafter)
-        landed, self._books.flight, self._missed = self._books.flight, False, 0
-        if landed and not round.drafted:
-            paused = self._books.paused(self._context, self._asked - self._done)
-            return self._landed(drafter, round, None if paused else seconds)
-        self._curiosity.drafted(choice, round)
-        for other in decision.choices[: decision.choices.index(choice)]:
-            self._acceptance[other.drafter].missed()
-        acceptance = self._acceptance[drafter]
-        acceptance.saw(round, choice.limit)
-        doubtful = acceptance.had > OFTEN and acceptance.first_rate() < DOUBTFUL
-        self._probes.drafted(drafter, accepted=round.accepted > 0, doubtful=doubtful)
-        if self._books.drafted(round, choice, self._context, seconds):
-            self._outlook.stale()
-        if self._probes.trying:
-            self._probes.trying -= 1
-            self._outlook.stale()
+        """A round with a draft, verified or not."""
+        flight, waited = self._books.flight, self._asked - self._done
+        if not decision.choices:
+            self._shadowed(round, seconds)
+            return
+        self._books.flight, self._missed = False, 0
+        if flight and not round.drafted:
+            paused = self._books.paused(self._context, waited)
+            self._lessons.landed(round, self._context, None if paused else seconds)
+        else:
+            self._lessons.drafted(round, decision.choices, self._context, seconds)
 
-    def _landed(self, drafter: int, round: Round, waited: float | None) -> None:
-        """What was found is drafted again in the next round; the token on its way told of it."""
-        self._books.landed(round, self._context, waited)
-        if round.agreement is not None:
-            self._acceptance[drafter].compared(round.agreement, round.confidence)
-            if self._probes.compared(drafter, round.agreement):
-                self._outlook.stale()
+    def _shadowed(self, round: Round, seconds: float) -> None:
+        """A token was drafted and not verified."""
+        assert round.drafter is not None
+        price, free = self._planner.price(round.drafter), self._books.flight
+        self._books.shadowed(round, self._context, seconds, price, free=free)
+        self._lessons.compared(round)
