@@ -1,4 +1,4 @@
-"""What is not done in every round: plans made anew, and learning from rounds in which nothing happens."""
+"""What is not done in every round: plans made anew, and learning from rounds in which nothing changes."""
 
 from __future__ import annotations
 

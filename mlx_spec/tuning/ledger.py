@@ -4,7 +4,8 @@
 
 where plain is what the same tokens would have taken by plain decoding, and elapsed what the rounds take: the
 policy's own work between plain rounds is not entered. A round is begun only if the bound holds even when none
-of its draft is accepted, so an answer that is short loses little. Gains are kept only up to `KEPT`, so that
+of its draft is accepted, so an answer that is short loses little. A draft that is repeated unseen is counted
+ahead for all its rounds, by what they are expected to take. Gains are kept only up to `KEPT`, so that
 what was won long ago does not pay for a long loss, and none is kept for the next answer, but for two things
 that may be paid with what the answers before have spared. `LOAN` plain steps go to a drafter that is still
 expected to be right: three first drafts that were wrong by bad luck, of one whose other answers all gained,

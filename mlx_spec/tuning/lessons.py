@@ -29,9 +29,10 @@ class Lessons:
     def drafted(self, round: Round, choices: Sequence[Choice], context: int, took: float) -> None:
         """A draft was verified, by one of those that were asked in this order."""
         asked = [choice.drafter for choice in choices]
-        choice = choices[asked.index(_drafter(round))]
+        place = asked.index(_drafter(round))
+        choice = choices[place]
         self.curiosity.drafted(choice, round)
-        for other in asked[: asked.index(choice.drafter)]:
+        for other in asked[:place]:
             self.acceptance[other].missed()
         acceptance = self.acceptance[choice.drafter]
         acceptance.saw(round, choice.limit)

@@ -264,13 +264,12 @@ class Adaptive:
 
     def _drafted(self, round: Round, decision: Decision, seconds: float) -> None:
         """A round with a draft, verified or not."""
-        flight, waited = self._books.flight, self._asked - self._done
         if not decision.choices:
             self._shadowed(round, seconds)
             return
-        self._books.flight, self._missed = False, 0
+        flight, self._books.flight, self._missed = self._books.flight, False, 0
         if flight and not round.drafted:
-            paused = self._books.paused(self._context, waited)
+            paused = self._books.paused(self._context, self._asked - self._done)
             self._lessons.landed(round, self._context, None if paused else seconds)
         else:
             self._lessons.drafted(round, decision.choices, self._context, seconds)
