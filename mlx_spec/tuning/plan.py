@@ -35,27 +35,17 @@ WORTH, WORTH_SHARE = 0.01, 0.005  # tokens, and share of a round's, that reading
 
 
 @dataclass(frozen=True)
-class Option:
-    """What one view of the acceptance comes to."""
-
-    rate: float  # tokens a second
-    order: tuple[int, ...]  # drafters that pay, the best first; none: plain decoding
-    actions: tuple[Action, ...]  # by drafter, whether it pays or not
-
-
-@dataclass(frozen=True)
 class Plan:
     """What pays at one moment."""
 
     choices: tuple[Choice, ...]  # none: plain decoding
     reason: Reason
-    option: Option
+    actions: tuple[Action, ...]  # by drafter, whether it pays or not
 
     def best(self, plain: float) -> Choice:
         """What comes nearest to paying, even where nothing does."""
-        actions = self.option.actions
-        drafter = max(range(len(actions)), key=lambda d: actions[d].value(1 / plain))
-        return Choice(drafter, actions[drafter].limit)
+        drafter = max(range(len(self.actions)), key=lambda d: self.actions[d].value(1 / plain))
+        return Choice(drafter, self.actions[drafter].limit)
 
 
 @dataclass
@@ -72,8 +62,11 @@ class Planner:
     _rounds: list[list[float]] = field(default_factory=list)
     _prices: list[float] = field(default_factory=list)  # by drafter: of a shadow token
     _hopeful: list[bool] | None = None  # by drafter; where that was asked since costs were looked at
-    _rate: float = 0.0
-    _on: bool = False
+    _rates: list[float] = field(init=False)  # by drafter: tokens a second that it and plain decoding bring
+    _on: frozenset[int] = frozenset()  # drafters that pay
+
+    def __post_init__(self) -> None:
+        self._rates = [0.0] * len(self.acceptance)
 
     def begin(self) -> None:
         """Another text: what confidence was worth in the last one may not hold."""
@@ -95,17 +88,16 @@ class Planner:
         self._prices = [priced.draft[1] / plain for priced in self._drafting]
         self._hopeful = None
         if again:
-            self._solve(max(self._rate, 1 / plain), context)
+            self._solve(context)
         return self.adjust()
 
     def adjust(self) -> Plan:
         """The plan of `look`, for a text that has become easier or harder since."""
-        option = self._option()
-        self._rate, self._on = max(option.rate, 1 / self._plain), bool(option.order)
-        actions = [option.actions[d] for d in option.order]
-        choices = tuple(Choice(d, a.limit, a.selective) for d, a in zip(option.order, actions, strict=True))
+        order, actions = self._ranked()
+        self._on = frozenset(order)
+        choices = tuple(Choice(d, actions[d].limit, actions[d].selective) for d in order)
         reason = Reason.PAYS if choices else self.why_not(range(len(self.acceptance)))
-        return Plan(choices, reason, option)
+        return Plan(choices, reason, tuple(actions))
 
     def unlikely(self, choices: Sequence[Choice]) -> bool:
         """Whether none of them will have a draft, more often than not."""
@@ -182,24 +174,28 @@ class Planner:
             return choice
         if choice.selective:  # what is not sure of itself is not verified
             return replace(choice, limit=_affordable(steps, most))
-        best, most_gained, reach, tokens = 0, 0.0, 1.0, 1.0
-        for length, rate in enumerate(self.acceptance[choice.drafter].rates()[: choice.limit], 1):
+        rates = self.acceptance[choice.drafter].rates()[: choice.limit]
+        gained, reach, tokens = [0.0], 1.0, 1.0
+        for rate, seconds in zip(rates, steps[1:], strict=True):
             reach *= rate
             tokens += reach
-            gained = tokens - steps[length]
-            if gained > most_gained and steps[length] - 1 <= most:
-                best, most_gained = length, gained
-        return replace(choice, limit=best)
+            gained.append(tokens - seconds)
+        lengths = [length for length in range(1, len(steps)) if steps[length] - 1 <= most]
+        best = max(lengths, key=gained.__getitem__, default=0)
+        # One that does not pay by itself may open the way to those that do.
+        opens = 0.0 if proven else rates[0] * max(gained[-1], 0.0)
+        return replace(choice, limit=best if gained[best] + opens > 0 else 0)
 
     def _priced(self, drafter: int, rows: Sequence[float], context: int) -> Drafting:
         tokens = self.costs.draft_curve(drafter, context)
         assert tokens is not None
         return Drafting(tokens, rows, self.acceptance[drafter].lengths)
 
-    def _solve(self, rate: float, context: int) -> None:
+    def _solve(self, context: int) -> None:
         """What the confidence of each drafter is worth now, over the best length without it."""
         host = self.costs.host(context) or 0.0
         for drafter, acceptance in enumerate(self.acceptance):
+            rate = max(self._rates[drafter], 1 / self._plain)
             now = np.array(acceptance.rates())
             if not acceptance.told or hopeless(self._drafting[drafter], now, host, rate):
                 self._worth.pop(drafter, None)
@@ -211,17 +207,34 @@ class Planner:
             self._worth[drafter] = action.value(rate) - fixed.value(rate)
             self._chosen[drafter], self.rules[drafter] = action, rule
 
-    def _option(self) -> Option:
-        plain, rate = self._plain, max(self._rate, 1 / self._plain)
+    def _ranked(self) -> tuple[list[int], list[Action]]:
+        """The drafters that pay, the best first, and what to do with each, whether it pays or not.
+
+        Each is judged by itself against plain decoding: what one brings where it has a draft says nothing
+        against another where it has none.
+        """
         tokens = [brought(d, a.rates()) for d, a in zip(self._drafting, self.acceptance, strict=True)]
+        actions, rates = zip(*(self._alone(d, expected) for d, expected in enumerate(tokens)), strict=True)
+        least = [(STAY if d in self._on else BEGIN) / self._plain for d in range(len(rates))]
+        order = [d for d, rate in enumerate(rates) if rate > least[d]]
+        order.sort(key=lambda d: -actions[d].tokens / actions[d].seconds)
+        return order, list(actions)
+
+    def _alone(self, drafter: int, tokens: Sequence[float]) -> tuple[Action, float]:
+        """The best it can do, and the rate of tokens that this and plain decoding between bring."""
+        rate = max(self._rates[drafter], 1 / self._plain)
         for _ in range(STEPS):
-            actions = [self._best(d, expected, rate) for d, expected in enumerate(tokens)]
-            order, best = self._order(actions, rate)
-            last, rate = rate, max(best, 1 / plain)
+            action = self._best(drafter, tokens, rate)
+            had, lost = self.acceptance[drafter].had, self._drafting[drafter].verify[1] - self._plain
+            left = 1 - had
+            # A pass that was not begun ahead must wait for the token on its way.
+            lost *= had if left > LIKELY else left * (1 - left**2)
+            mixed = (had * action.tokens + left) / (had * action.seconds + left * self._plain + lost)
+            last, rate = rate, max(mixed, 1 / self._plain)
             if abs(rate / last - 1) < CLOSE:
                 break
-        pays = best * plain > (STAY if self._on else BEGIN)
-        return Option(best, tuple(order) if pays else (), tuple(actions))
+        self._rates[drafter] = rate
+        return action, mixed
 
     def _best(self, drafter: int, tokens: Sequence[float], rate: float) -> Action:
         fixed = steady(self._drafting[drafter], tokens, rate)
@@ -231,26 +244,6 @@ class Planner:
         chosen = self._chosen[drafter]
         value = fixed.value(rate) + worth
         return Action(chosen.limit, value + rate * chosen.seconds, chosen.seconds, selective=True)
-
-    def _order(self, actions: Sequence[Action], rate: float) -> tuple[list[int], float]:
-        """Drafters in the order to ask them, as far as they pay, and the rate of tokens that this brings."""
-        ranked = sorted(range(len(actions)), key=lambda d: -actions[d].value(rate))
-        tokens = seconds = best = 0.0
-        left, order = 1.0, []
-        for place, d in enumerate(ranked):
-            had = self.acceptance[d].had
-            tokens += left * had * actions[d].tokens
-            seconds += left * had * actions[d].seconds
-            left *= 1 - had
-            broken = self._drafting[d].verify[1] - self._plain  # a pass that was not begun ahead
-            found = 1 - left  # it must wait for the token on its way, where plain decoding looks ahead
-            lost = broken * (found if left > LIKELY else left * (1 - left**2))
-            total = (tokens + left) / (seconds + left * self._plain + lost)
-            if total > best:
-                best, order = total, ranked[: place + 1]
-        plainly = 1 - best * self._plain  # what a round is worth in which none of these has a draft
-        others = [d for d in ranked if d not in order and actions[d].value(best) > plainly]
-        return [*order, *others], best
 
 
 def _affordable(steps: Sequence[float], room: float) -> int:

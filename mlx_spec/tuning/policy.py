@@ -163,6 +163,8 @@ class Adaptive:
             choices = tuple(Choice(c.drafter, min(c.limit, FIRST_LENGTH)) for c in choices)
         afforded = self._planner.afforded(choices, self._room.left, probes.proven)
         afforded += self._planner.untried((d for d in others if d not in probes.doubted), self._room.left)
+        asked = {*others, *probes.proven, *(c.drafter for c in afforded)}
+        others += [c.drafter for c in choices if c.drafter not in asked]  # to be looked at beside the rest
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
             reason = Reason.LEDGER if choices else self._why_none()
@@ -173,8 +175,6 @@ class Adaptive:
                 repeats, most = self._room.repeats(afforded)
                 self._hold.begin_drafts(decision, repeats, probes.drafting, most * plain)
             return self._holding(decision, LONGEST, probes.drafting)
-        if not afforded:  # as little as can be risked does not pay: a shadow token may raise what is believed
-            others += [c.drafter for c in choices if c.drafter not in {*probes.proven, *others}]
         rounds = self._rest(others, hopeful=True, first=None if afforded else doubted)
         if reason is Reason.LEDGER and (trial := self._trial(plan, plain)):
             return trial
