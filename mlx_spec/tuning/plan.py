@@ -155,7 +155,7 @@ class Planner:
         """Choices that lose no more than the drafter's `room`, in plain steps, when nothing is accepted.
 
         Shorter ones that pay, if need be. Of a drafter that was not `proven` right in this answer no more
-        than a few tokens.
+        than a few tokens, even where only more of them would pay.
         """
         shortened = [self._shortened(c, room(c.drafter), proven=c.drafter in proven) for c in choices]
         return tuple(choice for choice in shortened if choice.limit)
