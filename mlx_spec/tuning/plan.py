@@ -223,12 +223,13 @@ class Planner:
     def _alone(self, drafter: int, tokens: Sequence[float]) -> tuple[Action, float]:
         """The best it can do, and the rate of tokens that this and plain decoding between bring."""
         rate = max(self._rates[drafter], 1 / self._plain)
+        had = self.acceptance[drafter].had
+        left = 1 - had
+        # A pass that was not begun ahead must wait for the token on its way.
+        lost = self._drafting[drafter].verify[1] - self._plain
+        lost *= had if left > LIKELY else left * (1 - left**2)
         for _ in range(STEPS):
             action = self._best(drafter, tokens, rate)
-            had, lost = self.acceptance[drafter].had, self._drafting[drafter].verify[1] - self._plain
-            left = 1 - had
-            # A pass that was not begun ahead must wait for the token on its way.
-            lost *= had if left > LIKELY else left * (1 - left**2)
             mixed = (had * action.tokens + left) / (had * action.seconds + left * self._plain + lost)
             last, rate = rate, max(mixed, 1 / self._plain)
             if abs(rate / last - 1) < CLOSE:
