@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from timing import finish, parser, table
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import virtual
 from virtual import CURVES, TWO_CORES, WORKLOADS, Answers, Curve, Device, Text, VirtualDrafter

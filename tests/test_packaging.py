@@ -16,7 +16,7 @@ import pytest
 
 import mlx_spec
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 TREE = ("pyproject.toml", "README.md", "LICENSE", "mlx_spec", "apps", "convert")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache", ".DS_Store")
 

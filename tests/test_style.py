@@ -9,7 +9,7 @@ import pytest
 import style
 from style import Source
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("mlx_spec", "apps", "convert")
 
 

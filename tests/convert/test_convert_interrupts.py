@@ -1,0 +1,214 @@
+"""Killed, interrupted or out of space, a conversion leaves nothing that looks finished, and runs again."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_convert import GOLDEN, converted
+
+from mlx_spec.convert import output
+from mlx_spec.convert.command import main
+from mlx_spec.convert.output import check_space, writing
+from mlx_spec.convert.progress import Progress
+from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.hub import NoSpace
+
+ROOT = Path(__file__).parents[2]
+PAIR = GOLDEN / "e2b"
+PARTS = [str(PAIR / "target"), "--drafter", str(PAIR / "assistant")]
+LIMIT = 120  # seconds until a process counts as hung
+CODE = """
+import resource, sys
+from mlx_spec.convert.command import main
+limit = int(sys.argv.pop(1))
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+print("started", flush=True)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(out: Path, *, file_limit: int = 0, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """A conversion in a process of its own, which may write files of at most `file_limit` bytes."""
+    arguments = [*PARTS, "-o", str(out)]
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CODE, str(file_limit), *arguments, "--no-self-test"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+
+
+def is_complete(out: Path) -> bool:
+    manifest = json.loads((out / "pair.json").read_text())
+    return all(
+        (out / name / file).stat().st_size == facts["bytes"]
+        for name, part in manifest["parts"].items()
+        for file, facts in part["files"].items()
+    )
+
+
+def wait_for(condition: object, process: subprocess.Popen[bytes]) -> None:
+    """Until `condition` holds or the process ends."""
+    assert callable(condition)
+    end = time.monotonic() + LIMIT
+    while not condition() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def test_killed_at_any_point(tmp_path: Path) -> None:
+    out, left = tmp_path / "out", 0
+    for point in ("", "/target/model.safetensors", "/drafter/config.json"):
+        with start(out) as process:
+            wait_for(lambda point=point: list(tmp_path.glob(f".out.partial-*{point}")), process)
+            time.sleep(random.uniform(0, 0.01))
+            process.kill()
+        if out.exists():
+            assert is_complete(out)
+            (out / "pair.json").unlink()
+            out.rename(tmp_path / f"done-{point.replace('/', '-')}")
+        left += bool(list(tmp_path.glob(".out.partial-*")))
+    assert left > 0, "every run was killed too late"
+    assert main([*PARTS, "-o", str(out), "--no-self-test"]) == 0
+    assert is_complete(out) and not list(tmp_path.glob(".*"))
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with start(out) as process:
+        wait_for(lambda: list(tmp_path.glob(".out.partial-*/target")), process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT) in (130, 0)
+        assert process.stderr is not None
+        shown = process.stderr.read().decode()
+    if process.returncode == 130:
+        assert shown.splitlines()[-1] == "mlx-spec: interrupted, nothing was written"
+        assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(folder: Path, needed: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_spec.convert.conversion.check_space", interrupt)
+    arguments = [str(PAIR / "target"), "--drafter", "none", "-o", str(tmp_path / "out")]
+    assert main(arguments) == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    with start(tmp_path / "out", file_limit=100_000) as process:
+        assert process.wait(LIMIT) == 1
+        assert process.stderr is not None
+        *_, line = process.stderr.read().decode().splitlines()
+    assert line.startswith(f"mlx-spec: the disk of {tmp_path} is full")
+    assert not list(tmp_path.iterdir())
+
+
+def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_space(tmp_path, 1000)
+    with pytest.raises(NoSpace, match=r"the disk of .* has .* free and .* are needed: make room there"):
+        check_space(tmp_path, 1 << 60)
+    monkeypatch.setattr(output, "SPARE", 1 << 60)
+    with pytest.raises(NoSpace):
+        converted("e2b", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_run_a_place(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with writing(out) as folder:
+        (folder / "x").write_text("x")
+        with pytest.raises(InvalidValue, match="another conversion is writing"), writing(out):
+            pass
+        with writing(tmp_path / "other"):
+            pass
+        assert folder.is_dir() and not out.exists()
+    assert (out / "x").read_text() == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "o[u]t*"
+    for failure in (SpecError("no"), OSError("no"), KeyboardInterrupt()):
+        with pytest.raises(type(failure)), writing(out) as folder:
+            (folder / "x").write_text("x")
+            raise failure
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
+    mine, others = tmp_path / ".out.partial-99999", tmp_path / ".out2.partial-99999"
+    for folder in (mine, others):
+        folder.mkdir()
+        (folder / "x").write_text("x")
+    (tmp_path / ".out.lock").touch()
+    with writing(tmp_path / "out"):
+        assert not mine.exists()
+    assert others.exists() and not (tmp_path / ".out.lock").exists()
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InvalidValue, match="exists already"), writing(out):
+        out.mkdir()
+        (out / "mine").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+# --- progress
+
+
+def test_progress_on_a_terminal(tmp_path: Path) -> None:
+    main_end, process_end = pty.openpty()
+    with start(tmp_path / "out", stderr=process_end) as process:
+        os.close(process_end)
+        shown = b""
+        while select.select([main_end], [], [], LIMIT)[0]:
+            try:
+                shown += os.read(main_end, 4096)
+            except OSError:  # the other end is closed
+                break
+        assert process.wait(LIMIT) == 0
+    os.close(main_end)
+    assert b"\r\x1b[Kwriting the target  " in shown and b"tensors" in shown
+
+
+def test_progress_in_a_file() -> None:
+    shown = io.StringIO()
+    progress = Progress(shown)
+    progress.stage("writing", tensors=2, size=3_000_000)
+    for _ in range(2):
+        progress.advance(1_500_000)
+        progress.count()
+    progress.stage("testing")
+    progress.end()
+    assert shown.getvalue() == "writing (2 tensors, 3.0 MB)\ntesting\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown = _Terminal()
+    progress = Progress(shown)
+    progress.stage("writing", tensors=4, size=4_000_000_000)
+    progress.advance(1_000_000_000)
+    now[0] += 30
+    progress.count()
+    assert shown.getvalue().split("\r\033[K")[-1] == "writing  1/4 tensors  1.0 GB of 4.0 GB  1:30 left"

@@ -1,0 +1,326 @@
+"""DFlash: mlx-vlm's numbers, its traps one by one, and the target's own text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import fitted
+import lossless
+import mlx.core as mx
+import pytest
+import tiny
+from fitted import largest, opened, random_rows, replay
+from one_pass_law import control_excess, drafted_excess, law_target, seeded_texts
+from synthetic import Checkpoint
+
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.drafters.context import BACKLOG
+from mlx_spec.drafters.dflash import DFlash
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.types import Features, TargetParts
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dflash"
+TOLERANCE = 1e-5
+CAPTURE = (0, 1, 2)
+TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
+
+
+# --- the same numbers as mlx-vlm
+
+
+@cache
+def golden() -> tuple[list[int], list[int], dict[str, mx.array]]:
+    facts = json.loads((GOLDEN / "golden.json").read_text())
+    return facts["history"], facts["begins"], mx.load(str(GOLDEN / "golden.safetensors"))
+
+
+def published(**config: object) -> Checkpoint:
+    found = json.loads((GOLDEN / "config.json").read_text())
+    sizes = found["num_target_layers"], found["hidden_size"], found["vocab_size"]
+    tensors = mx.load(str(GOLDEN / "model.safetensors"))
+    return Checkpoint(tensors, {**found, **config}, fitted.target_config(*sizes))
+
+
+def made(source: DrafterSource) -> DFlash:
+    _, _, tensors = golden()
+    return source.make(TargetParts(lambda ids: tensors["embed"][ids], lambda x: x @ tensors["head"].T))
+
+
+def layers(shift: int = 0) -> list[mx.array]:
+    """What the target's layers gave out; shifted, row i would be what belongs to row i + shift."""
+    return mx.split(mx.roll(golden()[2]["features"], -shift, axis=0), 3, axis=-1)
+
+
+def worst(found: list[mx.array]) -> float:
+    """Of the differences from mlx-vlm."""
+    return max(largest(ours, golden()[2][f"logits.{i}"]) for i, ours in enumerate(found))
+
+
+@pytest.mark.parametrize("chunks", [(), (3, 4, 7)])
+def test_six_rounds(chunks, tmp_path):
+    history, begins, _ = golden()
+    drafter = made(opened(published(), tmp_path))
+    assert worst(replay(drafter, history, layers(), begins, 4, chunks)) < TOLERANCE
+
+
+def test_rows_that_are_missing_at_a_border_would_show(tmp_path):
+    history, begins, tensors = golden()
+    drafter, end = made(opened(published(), tmp_path)), begins[0]
+    drafter.observe(history[:5], Features(tuple(layer[:4] for layer in layers())))
+    drafter.observe(history[:end], Features(tuple(layer[5 : end - 1] for layer in layers())))
+    assert largest(fitted.logits_of(drafter, history[:end], 4), tensors["logits.0"]) > 100 * TOLERANCE
+
+
+def test_part_of_a_block_is_the_part_of_the_whole(tmp_path):
+    history, begins, tensors = golden()
+    found = replay(made(opened(published(), tmp_path)), history, layers(), begins, 2)
+    assert max(largest(ours, tensors[f"logits.{i}"][:2]) for i, ours in enumerate(found)) < TOLERANCE
+
+
+# --- traps, each of which changes the numbers
+
+
+def test_rows_belong_to_their_positions(tmp_path):
+    history, begins, _ = golden()
+    assert worst(replay(made(opened(published(), tmp_path)), history, layers(shift=1), begins, 4)) > 0.1
+
+
+@pytest.mark.parametrize(("key", "value"), [("shift", 1), ("position_offset", -1), ("norm_offset", 1)])
+def test_conventions_count(key, value, tmp_path):
+    history, begins, _ = golden()
+    source = opened(published(), tmp_path, edit=lambda config: config["mlx_spec"].update({key: value}))
+    assert worst(replay(made(source), history, layers(), begins, 4)) > 0.05
+
+
+def test_norms_without_their_1(tmp_path):
+    history, begins, _ = golden()
+    less = {name: w - 1 if "norm" in name else w for name, w in published().tensors.items()}
+    source = opened(
+        replace(published(), tensors=less),
+        tmp_path,
+        edit=lambda config: config["mlx_spec"].update(norm_offset=1),
+    )
+    assert worst(replay(made(source), history, layers(), begins, 4)) < TOLERANCE
+
+
+def test_rope_is_its_own(tmp_path):
+    history, begins, _ = golden()
+    source = opened(published(rope_theta=1e4), tmp_path)
+    assert worst(replay(made(source), history, layers(), begins, 4)) > 1e-3
+
+
+def test_slots_see_each_other(tmp_path):
+    """Both ways: a causal block would make the first slot blind for the number of those behind it."""
+    history, begins, _ = golden()
+    longer = opened(published(block_size=6), tmp_path)
+    assert worst([x[:4] for x in replay(made(longer), history, layers(), begins, 4)]) > 1e-3
+
+
+def test_outputs_and_inputs_of_layers(tmp_path):
+    """z-lab's ids number the outputs of layers, those of vLLM their inputs."""
+    config = json.loads((GOLDEN / "config.json").read_text())
+    assert opened(published(), tmp_path / "a").needs.hidden_layers == (1, 2, 4)
+    inputs = {"mask_token_id": 39, "aux_hidden_state_layer_ids": [2, 3, 5]}
+    assert opened(published(dflash_config=inputs), tmp_path / "b").needs.hidden_layers == (1, 2, 4)
+    assert config["dflash_config"]["target_layer_ids"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("window", [3, 8])
+def test_sliding_layers_see_the_end_of_the_context(window, tmp_path):
+    """As if the context had begun there: rotary positions are relative."""
+    history, begins, _ = golden()
+    kinds = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
+    source = opened(published(**kinds), tmp_path)
+    found = replay(made(source), history, layers(), begins, 4)
+    whole = made(opened(published(), tmp_path / "whole"))
+    begin = begins[-1]
+    rows = tuple(layer[begin - window : begin - 1] for layer in layers())
+    whole.observe(history[:begin], Features(rows))
+    assert largest(found[-1], fitted.logits_of(whole, history[:begin], 4)) < TOLERANCE
+    assert worst(found) > 1e-3
+
+
+# --- the rows it keeps
+
+
+def small(layers: int = 3, **config: object) -> Checkpoint:
+    return fitted.dflash(layers, CAPTURE, **config)
+
+
+@cache
+def parts(kind: str = "full") -> TargetParts:
+    return fitted.LMTarget(getattr(tiny, kind)()).parts
+
+
+@pytest.mark.parametrize("length", [5, BACKLOG + 40])
+def test_after_any_rounds_it_is_as_good_as_new(length, tmp_path):
+    source, rows = opened(small(), tmp_path), random_rows(length + 30, 3)
+    history = tiny.prompt(length + 31)
+    begins = [length, length + 1, length + 5, length + 5, length + 8, length + 9]
+    found = replay(source.make(parts()), history, rows, begins, 4)
+    for begin, logits in zip(begins, found, strict=True):
+        assert largest(logits, replay(source.make(parts()), history, rows, [begin], 4)[0]) < TOLERANCE
+
+
+def test_masks_do_not_stay(tmp_path, monkeypatch):
+    source, rows, history = opened(small(), tmp_path), random_rows(30, 3), tiny.prompt(31)
+    right = replay(source.make(parts()), history, rows, [9, 12], 4)
+    cut, kept = Rows.cut, []
+    monkeypatch.setattr(Rows, "cut", lambda self, size, position: kept.append(size))
+    wrong = replay(source.make(parts()), history, rows, [9, 12], 4)
+    assert kept and cut is not Rows.cut
+    assert largest(right[0], wrong[0]) < TOLERANCE and largest(right[1], wrong[1]) > 0.01
+
+
+def test_history_goes_back(tmp_path):
+    """To any earlier place: what is shared stays, the rest is forgotten."""
+    source, rows, history = opened(small(), tmp_path), random_rows(60, 3), tiny.prompt(61)
+    drafter = source.make(parts())
+    replay(drafter, history, rows, [40], 4)
+    other, changed = [*history[:25], *tiny.prompt(30, seed=8)], [mx.array(r) for r in rows]
+    for row in changed:
+        row[25:] = row[25:] + 1
+    drafter.observe(other[:31], Features(tuple(r[25:30] for r in changed)))
+    fresh = replay(source.make(parts()), other, changed, [31], 4)[0]
+    assert largest(fitted.logits_of(drafter, other[:31], 4), fresh) < TOLERANCE
+    stale = replay(source.make(parts()), other, rows, [31], 4)[0]
+    assert largest(stale, fresh) > 0.01
+
+
+def test_cold_start(tmp_path):
+    """A prefix that the target held already was never seen: drafts from what there is."""
+    source, rows, history = opened(small(), tmp_path), random_rows(30, 3), tiny.prompt(31)
+    drafter = source.make(parts())
+    assert drafter.draft(history[:1], 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
+    drafter.observe(history[:21], Features(tuple(r[15:20] for r in rows)))
+    cold = fitted.logits_of(drafter, history[:21], 4)
+    again = source.make(parts())
+    again.observe(history[15:21], Features(tuple(r[15:20] for r in rows)))
+    assert largest(cold, fitted.logits_of(again, history[15:21], 4)) < 1e-4
+    assert drafter.draft(history[:20], 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
+    assert drafter.draft([*history[:20], 3], 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
+
+
+def test_limits(tmp_path):
+    source, rows, history = opened(small(), tmp_path), random_rows(9, 3), tiny.prompt(10)
+    drafter, sampler = source.make(parts()), lossless.GREEDY.sampler(1, 256)
+    drafter.observe(history, Features(tuple(rows)))
+    assert [drafter.draft(history, k, sampler).tokens.size for k in (0, 1, 3, 9)] == [0, 1, 3, 4]
+    draft = drafter.draft(history, 4, sampler)
+    assert draft.confidence.shape == (4,) and draft.probs is None
+
+
+# --- at work
+
+
+@cache
+def fit(kind: str) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
+    """A target, a prompt, its greedy text, and a drafter that knows most of it."""
+    import tempfile
+
+    model = getattr(tiny, "full" if kind == "quantized" else kind)()
+    prompt = tiny.prompt(25)
+    truth = lossless.plain(model, prompt, 40, TARGETS[kind])
+    published = small(len(model.layers))
+    with tempfile.TemporaryDirectory() as folder:
+        rows, wanted = fitted.gather(opened(published, Path(folder)), model, prompt, truth, 4)
+    return model, prompt, truth, published.changed(lm_head__weight=fitted.head_of(rows, wanted))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_lossless(kind, tmp_path):
+    model, prompt, truth, published = fit(kind)
+    accepted = fitted.lossless_rounds(opened(published, tmp_path), model, prompt, truth, 4, TARGETS[kind])
+    assert set(accepted) & {1, 2, 3} and sum(accepted) > len(accepted) // 2
+
+
+def test_quantized_weights(tmp_path):
+    model, prompt, truth, published = fit("full")
+    source = opened(published, tmp_path, bits=8)
+    assert sum(fitted.lossless_rounds(source, model, prompt, truth, 4)) > 0
+    assert "scales" in source.network.layers[0].mlp.gate_proj
+
+
+def test_features_line_up_with_the_target(tmp_path):
+    """Rows from the taps are those of one plain forward pass over the history, and of no other layers."""
+    model, prompt = tiny.full(), tiny.prompt(20)
+    source = opened(small(), tmp_path)
+    target = fitted.LMTarget(model, source.needs)
+    drafter = source.make(target.parts)
+    drafter.observe(prompt[:15], target.prefill(prompt[:14]))
+    target.verify(mx.array([*prompt[14:19], 7, 7]))
+    drafter.observe(prompt, target.commit(5))
+    rows, found = fitted.layer_outputs(model, prompt[:-1]), fitted.logits_of(drafter, prompt, 4)
+    for layers, right in ((rows, True), ([*rows[1:], rows[-1]], False), ([rows[0], *rows[:-1]], False)):
+        fresh = replay(source.make(target.parts), prompt, layers, [20], 4)[0]
+        assert (largest(found, fresh) < 1e-4) == right and (right or largest(found, fresh) > 0.01)
+
+
+def test_reduced_vocabulary(tmp_path):
+    """d2t holds offsets; what is outside has no chance."""
+    kept = [i for i in range(256) if i % 5 == 2]
+    tensors = {
+        "lm_head__weight": mx.random.normal((len(kept), 64)),
+        "d2t": mx.array(kept) - mx.arange(len(kept)),
+    }
+    published = small(draft_vocab_size=len(kept), speculators_model_type="dflash").changed(**tensors)
+    source, rows, history = opened(published, tmp_path), random_rows(9, 3), tiny.prompt(10)
+    drafter = source.make(parts())
+    drafter.observe(history, Features(tuple(rows)))
+    logits = fitted.logits_of(drafter, history, 4)
+    assert mx.isfinite(logits).sum(axis=-1).tolist() == [len(kept)] * 4
+    assert {int(t) % 5 for t in logits.argmax(axis=-1)} == {2}
+    draft = drafter.draft(history, 4, lossless.Sampling(1.0).sampler(1, 256))
+    assert mx.where(mx.arange(256) % 5 == 2, 0, draft.probs).max().item() == 0
+
+
+# --- the law
+
+
+def law_source(folder: Path) -> DrafterSource:
+    return opened(fitted.dflash(2, (0, 1), 16, 8, block_size=4), folder)
+
+
+def test_sampled_drafts_keep_the_law(tmp_path):
+    assert drafted_excess(law_source(tmp_path)) < 1
+
+
+def test_argmax_drafts_that_pose_as_sampled_are_caught(tmp_path):
+    assert control_excess(law_source(tmp_path)) > 1
+
+
+def test_seeded_text_is_the_same_without(tmp_path):
+    with_drafter, without = seeded_texts(law_source(tmp_path))
+    assert with_drafter == without and law_target() is not None
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"mlx_spec": None}, BadCheckpoint, "mlx-spec convert"),
+        ({"is_causal": True}, BadCheckpoint, "is_causal = True"),
+        ({"final_logit_softcapping": 30.0}, BadCheckpoint, "final_logit_softcapping"),
+        (
+            {"target": {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256}},
+            Mismatch,
+            "5, target has 3",
+        ),
+        ({"draft_vocab_size": 100}, BadCheckpoint, "draft_ids"),
+    ],
+)
+def test_refusals(changes, kind, text, tmp_path):
+    with pytest.raises(kind, match=text):
+        opened(small(), tmp_path, edit=lambda config: config.update(changes))
+
+
+@pytest.mark.parametrize("capture", [[0, 1, 3], [-1, 1, 2], [1, 1, 2]])
+def test_layers_that_the_target_does_not_have_or_that_are_read_twice(capture, tmp_path):
+    with pytest.raises(Mismatch, match="layers 0 to 2"):
+        opened(small(), tmp_path, edit=lambda config: config["mlx_spec"].update(capture=capture))

@@ -1,0 +1,368 @@
+"""The Gemma 4 assistant against transformers' numbers, at work with its target, and at the door."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import weakref
+from functools import cache
+from pathlib import Path
+
+import lossless
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from mlx_spec.drafters import open_drafter
+from mlx_spec.drafters.gemma4_assistant import AssistantSource, Gemma4Assistant, visible
+from mlx_spec.engine import generate
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Decision, Features, Reason, TargetParts
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+VARIANTS = ("e2b", "e4b", "26b", "31b", "12b")
+TRAINED = tuple(f"{variant}-trained" for variant in VARIANTS)
+CASES = ("short", "long")
+VOCAB = 512
+TOLERANCE = 1e-4
+
+
+def config_of(pair: str, part: str) -> dict:
+    return json.loads((GOLDEN / pair / part / "config.json").read_text())
+
+
+def open_pair_drafter(pair: str) -> AssistantSource:
+    source = open_drafter(
+        GOLDEN / pair / "assistant", config_of(pair, "assistant"), config_of(pair, "target")
+    )
+    source.network.set_dtype(mx.float32)
+    return source
+
+
+@cache
+def load(pair: str) -> tuple[nn.Module, AssistantSource]:
+    model, _ = load_model(GOLDEN / pair / "target")
+    model.set_dtype(mx.float32)
+    return model, open_pair_drafter(pair)
+
+
+@cache
+def golden(pair: str, case: str) -> tuple[dict, dict[str, mx.array]]:
+    tensors = mx.load(str(GOLDEN / pair / "golden.safetensors"))
+    found = {name.replace(f".{case}", ""): array for name, array in tensors.items() if f".{case}" in name}
+    return json.loads((GOLDEN / pair / "golden.json").read_text())["cases"][case], found
+
+
+def largest(a: mx.array, b: mx.array) -> float:
+    return mx.abs(a - b).max().item()
+
+
+# --- the same numbers as transformers
+
+
+def write_whole(target: LMTarget, ids: list[int]) -> Features:
+    """The last row apart: of a prompt the assistant reads no hidden states."""
+    assert target.prefill(ids[:-1]).final_hidden is None
+    target.verify(mx.array(ids[-1:]))
+    return target.commit(1)
+
+
+def write_in_pieces(target: LMTarget, ids: list[int]) -> Features:
+    """Chunks, a rejected trial, a partly accepted one, single steps."""
+    target.prefill(ids[:4])
+    target.prefill(ids[4:-5])
+    target.verify(mx.array([7, 8, 9]))
+    target.commit(0)
+    target.verify(mx.array([*ids[-5:-3], 7, 7, 7]))
+    target.commit(2)
+    for token in ids[-3:-1]:
+        target.verify(mx.array([token]))
+        target.commit(1)
+    target.verify(mx.array([ids[-1], 5]))
+    return target.commit(1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
+def test_target(pair, case):
+    facts, tensors = golden(pair, case)
+    target = LMTarget(load(pair)[0], Gemma4Assistant.needs)
+    logits = target.verify(mx.array(facts["ids"]))
+    features = target.commit(len(facts["ids"]))
+    assert largest(logits, tensors["target.logits"]) < TOLERANCE
+    assert largest(features.final_hidden, tensors["target.hidden"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("write", [write_whole, write_in_pieces])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
+def test_three_steps(pair, case, write):
+    facts, tensors = golden(pair, case)
+    model, source = load(pair)
+    target = LMTarget(model, source.needs)
+    features = write(target, facts["ids"])
+    expected = {key: tensors[f"draft.pos0_exact.{key}"] for key in ("logits", "dense", "hidden", "tokens")}
+    network, shared = source.network, visible(features.shared_kv(), source.sliding_window)
+    hidden, token = features.final_hidden[-1:], facts["greedy"][0]
+    for step in range(3):
+        embedded = target.parts.embed(mx.array([token]))
+        hidden, normed = network(embedded, hidden, mx.array(facts["length"]), shared)
+        logits, token = network.logits(normed)[0], facts["drafts"][step]
+        assert logits.argmax().item() == token
+        assert largest(hidden[0], expected["hidden"][step]) < TOLERANCE
+        unselected = expected["logits"][step].min() if "masked_embedding" in network else -mx.inf
+        selected = expected["logits"][step] > unselected
+        assert mx.array_equal(logits > -mx.inf, selected)
+        assert (
+            largest(mx.where(selected, logits, 0), mx.where(selected, expected["logits"][step], 0))
+            < TOLERANCE
+        )
+        dense = network.model.embed_tokens.as_linear(normed)[0]
+        order = network.masked_embedding.token_ordering if "masked_embedding" in network else slice(None)
+        assert largest(dense, expected["dense"][step][order]) < TOLERANCE
+
+
+# --- at work
+
+
+def speculate(pair: str, case: str, K: int, count: int = 207) -> list:
+    """Rounds behind the first greedy token, which comes without a draft: where the golden rounds begin."""
+    model, source = load(pair)
+    target = LMTarget(model, source.needs)
+    facts = golden(pair, case)[0]
+    first, *done = lossless.rounds(target, source.make(target.parts), K, facts["ids"], count + 1, VOCAB)
+    assert first.tokens == facts["greedy"][:1] and not first.drafted
+    return done
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pair", TRAINED)
+def test_rounds_are_those_of_an_exact_engine(pair, case):
+    facts, done = golden(pair, case)[0], speculate(pair, case, 3)
+    accepted = [round.accepted for round in done]
+    assert lossless.emitted(done) == facts["greedy"][1:]
+    assert accepted[: len(facts["accepted"])] == facts["accepted"]
+    assert {0, 1, 3} <= set(accepted)
+
+
+@pytest.mark.parametrize("K", [0, 1, 4, 7])
+@pytest.mark.parametrize("pair", TRAINED)
+def test_same_tokens_as_plain_decoding(pair, K):
+    facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 64)
+    assert lossless.emitted(done) == facts["greedy"][1:65]
+    assert not K or sum(round.accepted for round in done) > 15
+
+
+@pytest.mark.parametrize(("K", "count"), [(1, 24), (3, 64), (4, 24), (7, 24)])
+@pytest.mark.parametrize("pair", VARIANTS)
+def test_same_tokens_when_all_drafts_fail(pair, K, count):
+    done = speculate(pair, "long", K, count)
+    assert lossless.emitted(done) == golden(pair, "long")[0]["greedy"][1 : count + 1]
+    assert sum(round.accepted for round in done) <= 2
+
+
+KEPT = "model.layers.1.mlp.up_proj"
+
+
+def quantize(model: nn.Module, bits: int) -> None:
+    """All layers that allow it, but one."""
+
+    def chosen(path: str, layer: nn.Module) -> bool:
+        return path != KEPT and hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 64 == 0
+
+    nn.quantize(model, 64, bits, class_predicate=chosen)
+
+
+def save_quantized(pair: str, bits: int, folder: Path) -> None:
+    """The drafter as `mlx_lm.convert` would write it."""
+    network = copy.deepcopy(open_pair_drafter(pair).network)
+    if "masked_embedding" in network:
+        order = network.masked_embedding.token_ordering
+        network.model.embed_tokens.weight = network.model.embed_tokens.weight[mx.argsort(order)]
+    quantize(network, bits)
+    config = config_of(pair, "assistant") | {"quantization": {"group_size": 64, "bits": bits}}
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(network.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("pair", TRAINED)
+def test_quantized(pair, bits, tmp_path):
+    model = copy.deepcopy(load(pair)[0])
+    quantize(model, bits)
+    save_quantized(pair, bits, tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    source = open_drafter(tmp_path / "drafter", config, config_of(pair, "target"))
+    layers = dict(source.network.named_modules())
+    assert isinstance(layers["model.embed_tokens"], nn.QuantizedEmbedding)
+    assert layers["pre_projection"].bits == bits
+    assert isinstance(layers[KEPT], nn.Linear)
+    prompt = golden(pair, "long")[0]["ids"]
+    target = LMTarget(model, source.needs)
+    done = lossless.rounds(target, source.make(target.parts), 3, prompt, 32, VOCAB)
+    plain = lossless.rounds(LMTarget(model), lossless.Scripted([]), 0, prompt, 32, VOCAB)
+    assert lossless.emitted(done) == lossless.emitted(plain)
+    assert sum(round.accepted for round in done) >= 10
+
+
+def clusters_scored(source: AssistantSource, seed: int) -> tuple[mx.array, mx.array]:
+    """The scores of a centroid head, and the same from single rows of the table."""
+    network = source.network
+    table, order = network.model.embed_tokens, network.masked_embedding.token_ordering
+    normed = mx.random.normal((1, table.weight.shape[0] // 8), key=mx.random.key(seed))
+    tokens, scores = network.masked_embedding(normed, table)
+    return scores, (table(mx.argsort(order)[tokens[0]]) @ normed.T).T
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_centroid_head_scores_the_rows_of_its_tokens(bits):
+    source = open_pair_drafter("e4b")
+    if bits:
+        nn.quantize(source.network, 64, bits)
+    for seed in range(5):
+        assert largest(*clusters_scored(source, seed)) < TOLERANCE
+
+
+# --- what it must not be fed: each of these errors would only lower acceptance
+
+
+@pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
+def test_wrong_input_changes_the_first_step(pair):
+    facts, tensors = golden(pair, "long")
+    model, source = load(pair)
+    target = LMTarget(model, dataclasses.replace(source.needs, hidden_layers=(-1,), prompt=True))
+    features = target.prefill(facts["ids"])
+    token, last = mx.array(facts["greedy"][:1]), features.final_hidden[-1:]
+    length, window = facts["length"], source.sliding_window
+
+    def error(*, position=length, visible_rows=window, hidden=last, scale=1.0) -> float:
+        shared = visible(features.shared_kv(), visible_rows)
+        embedded = target.parts.embed(token) * scale
+        found = source.network(embedded, hidden, mx.array(position), shared)[0]
+        return largest(found, tensors["draft.pos0_exact.hidden"][:1])
+
+    assert error() < TOLERANCE
+    assert error(position=length - 1) > 100 * TOLERANCE
+    assert error(visible_rows=window - 1) > 10 * TOLERANCE
+    assert error(hidden=features.final_hidden[-2:-1]) > 100 * TOLERANCE
+    assert error(hidden=features.hidden[0][-1:]) > 100 * TOLERANCE  # before the final norm
+    assert error(scale=64**-0.5) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("pair", ["e2b-trained", "12b-trained"])
+def test_unscaled_embedding_costs_acceptance(pair):
+    facts = golden(pair, "long")[0]
+    model, source = load(pair)
+    target = LMTarget(model, source.needs)
+    parts = TargetParts(lambda tokens: target.parts.embed(tokens) * 64**-0.5, target.parts.unembed)
+    done = lossless.rounds(target, source.make(parts), 3, facts["ids"], 48, VOCAB)
+    assert lossless.emitted(done) == facts["greedy"][:48]
+    assert sum(round.accepted for round in done) < 0.25 * len(done)
+
+
+# --- its state
+
+
+@pytest.mark.parametrize("pair", ["e2b-trained", "31b-trained"])
+def test_after_any_round_it_is_as_good_as_new(pair):
+    """Full, partial and no acceptance, twice: the drafts are those of a new drafter and a new target."""
+    facts = golden(pair, "long")[0]
+    model, source = load(pair)
+    truth, end = facts["ids"] + facts["greedy"], facts["length"]
+    target = LMTarget(model, source.needs)
+    drafter, sampler = source.make(target.parts), lossless.GREEDY.sampler(end, VOCAB)
+    drafter.observe(truth[:end], write_whole(target, truth[: end - 1]))
+    for kept in (4, 2, 1, 4, 2, 1):
+        block = [*truth[end - 1 : end - 1 + kept], *[5] * (4 - kept)]
+        target.verify(mx.array(block))
+        end += kept
+        drafter.observe(truth[:end], target.commit(kept))
+        fresh = LMTarget(model, source.needs)
+        other = source.make(fresh.parts)
+        other.observe(truth[:end], write_whole(fresh, truth[: end - 1]))
+        ours, theirs = (d.draft(truth[:end], 4, sampler).tokens for d in (drafter, other))
+        assert ours.tolist() == theirs.tolist()
+
+
+class Shadows:
+    """Decodes plainly and asks for a shadow token in every round."""
+
+    def begin(self):
+        pass
+
+    def decide(self, history):
+        return Decision((), Reason.PROBE, shadow=0)
+
+    def observe(self, round):
+        pass
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pair", ["e2b-trained", "31b-trained"])
+def test_a_shadow_token_is_what_would_be_drafted(pair, case):
+    """A token is on its way then, whose row is in the caches: the drafter does not see it."""
+    facts = golden(pair, case)[0]
+    model, source = load(pair)
+    truth, end = facts["ids"] + facts["greedy"], facts["length"]
+    target, sampler = LMTarget(model, source.needs), lossless.GREEDY.sampler(end, VOCAB)
+    count, drafter = len(facts["greedy"]), source.make(target.parts)
+    rounds = list(generate(target, [drafter], Shadows(), sampler, facts["ids"], max_tokens=count))
+    assert lossless.emitted(rounds) == facts["greedy"]
+    other, target = source.make(target.parts), LMTarget(model, source.needs)
+    other.observe(truth[:end], target.prefill(truth[: end - 1]))
+    right = []
+    for place in range(end, len(truth)):
+        right += [float(t == truth[place]) for t in other.draft(truth[:place], 1, sampler).tokens.tolist()]
+        target.verify(mx.array(truth[place - 1 : place]))
+        other.observe(truth[: place + 1], target.commit(1))
+    assert [round.agreement for round in rounds] == [None, *right]
+    assert 0 < sum(right) < len(right)
+
+
+def test_no_draft_without_the_features_of_this_history():
+    model, source = load("e2b")
+    target, history = LMTarget(model, source.needs), golden("e2b", "short")[0]["ids"]
+    drafter, sampler = source.make(target.parts), lossless.GREEDY.sampler(1, VOCAB)
+    assert drafter.draft(history[:1], 3, sampler).tokens.size == 0
+    drafter.observe(history[:-1], target.prefill(history[:-2]))
+    assert drafter.draft(history[:-1], 3, sampler).tokens.size == 0  # behind a prompt
+    target.verify(mx.array(history[-2:-1]))
+    drafter.observe(history, target.commit(1))
+    assert drafter.draft(history, 3, sampler).tokens.size == 3
+    assert drafter.draft(history, 0, sampler).tokens.size == 0
+    assert drafter.draft(history[:-1], 3, sampler).tokens.size == 0
+    assert drafter.draft([*history, 5], 3, sampler).tokens.size == 0
+
+
+def test_draft_keeps_no_view_of_the_cache():
+    model, source = load("26b")
+    target, history = LMTarget(model, source.needs), golden("26b", "long")[0]["ids"]
+    drafter, seen = source.make(target.parts), []
+    features = write_whole(target, history[:-1])
+
+    def shared_kv():
+        rows = features.shared_kv()
+        seen.extend(weakref.ref(r) for r in rows.values())
+        return rows
+
+    drafter.observe(history, dataclasses.replace(features, shared_kv=shared_kv))
+    draft = drafter.draft(history, 3, lossless.GREEDY.sampler(1, VOCAB))
+    assert draft.tokens.size == 3
+    assert len(seen) == 2
+    assert all(view() is None for view in seen)
+
+
+def test_draws_with_chance_leave_their_law():
+    model, source = load("e4b-trained")
+    target, history = LMTarget(model, source.needs), golden("e4b-trained", "long")[0]["ids"]
+    drafter = source.make(target.parts)
+    drafter.observe(history, write_whole(target, history[:-1]))
+    draft = drafter.draft(history, 3, lossless.Sampling(temperature=1.0).sampler(1, VOCAB))
+    assert draft.probs.shape == (3, VOCAB)
+    assert largest(draft.probs.sum(axis=-1), mx.ones(3)) < 1e-5
+    assert (draft.probs > 0).sum(axis=-1).max().item() <= 64  # 4 clusters of 16 tokens
+    assert mx.take_along_axis(draft.probs, draft.tokens[:, None], axis=-1).min().item() > 0

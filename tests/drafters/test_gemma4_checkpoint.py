@@ -1,0 +1,270 @@
+"""Gemma 4 assistants that are incomplete, damaged or made for another target are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec.drafters import FAMILIES, open_drafter
+from mlx_spec.drafters.gemma4_assistant import check_fit
+from mlx_spec.drafters.gemma4_network import AssistantConfig, HeadShape
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.known import mended
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def config_of(pair: str, part: str) -> dict:
+    return json.loads((GOLDEN / pair / part / "config.json").read_text())
+
+
+# --- config.json
+
+
+@pytest.mark.parametrize("pair", ["e2b", "e4b", "26b", "31b", "12b"])
+def test_made_for_each_other(pair):
+    config = AssistantConfig.from_dict(config_of(pair, "assistant"))
+    check_fit(config, config_of(pair, "target"))
+    check_fit(config, config_of(pair, "target")["text_config"])
+    with pytest.raises(Mismatch, match="use the assistant made for this target"):
+        check_fit(config, config_of({"e2b": "e4b", "31b": "26b"}.get(pair, "31b"), "target"))
+
+
+TOP_KEYS = ("backbone_hidden_size", "use_ordered_embeddings", "text_config")
+CENTROID_KEYS = ("num_centroids", "centroid_intermediate_top_k")
+TEXT_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "global_head_dim",
+    "layer_types",
+    "sliding_window",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+@pytest.mark.parametrize("key", [*TOP_KEYS, *CENTROID_KEYS, *TEXT_KEYS])
+def test_missing_key(key):
+    config = config_of("e2b", "assistant")
+    del (config["text_config"] if key in TEXT_KEYS else config)[key]
+    with pytest.raises(BadCheckpoint, match=f"has no '{key}'"):
+        AssistantConfig.from_dict(config)
+
+
+def test_centroid_keys_are_for_centroid_heads():
+    config = config_of("26b", "assistant")
+    for key in CENTROID_KEYS:
+        config.pop(key, None)
+    assert AssistantConfig.from_dict(config).num_centroids == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value", "message"),
+    [
+        ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is no int"),
+        ("top", "use_ordered_embeddings", 1, "which is no bool"),
+        ("top", "num_centroids", 31, "num_centroids 31 does not divide its vocab_size 512"),
+        ("top", "centroid_intermediate_top_k", 33, "33 is not in 1..32"),
+        ("top", "centroid_intermediate_top_k", 0, "0 is not in 1..32"),
+        ("top", "tie_word_embeddings", False, "LM head of its own"),
+        ("text", "layer_types", [SLIDING, "chunked_attention"], "chunked_attention"),
+        ("text", "layer_types", [], "layer_types"),
+        ("text", "hidden_activation", "silu", "'silu'"),
+        ("text", "rope_parameters", {FULL: {"rope_theta": 1e6}}, "has no 'sliding_attention'"),
+        ("text", "rms_norm_eps", None, "has no 'rms_norm_eps'"),
+    ],
+)
+def test_bad_value(where, key, value, message):
+    config = config_of("e2b", "assistant")
+    (config["text_config"] if where == "text" else config)[key] = value
+    with pytest.raises(BadCheckpoint, match=re.escape(message)):
+        AssistantConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("pair", ["e2b", "26b", "12b"])
+def test_both_ways_to_write_the_full_layers(pair):
+    """transformers 5.23 writes `per_layer_config` where the published checkpoints have `global_` keys."""
+    published, written = config_of(pair, "assistant"), config_of(pair, "assistant")
+    text = written["text_config"]
+    heads = text.pop("num_global_key_value_heads", None)
+    own = {"head_dim": text.pop("global_head_dim")} | ({"num_key_value_heads": heads} if heads else {})
+    text["per_layer_config"] = {"3": own}
+    assert AssistantConfig.from_dict(written) == AssistantConfig.from_dict(published)
+    assert AssistantConfig.from_dict(published | {"a_new_key": 1}) == AssistantConfig.from_dict(published)
+
+
+# --- the target
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", 128, "expects hidden size 64, target has 128"),
+        ("vocab_size", 1024, "expects vocabulary size 512, target has 1024"),
+        ("vocab_size", None, "expects vocabulary size 512, target has None"),
+        ("num_key_value_heads", 1, "expects sliding_attention K/V heads 2, target has 1"),
+        ("num_global_key_value_heads", 2, "expects full_attention K/V heads 1, target has 2"),
+        ("head_dim", 64, "expects sliding_attention head dimension 16, target has 64"),
+        ("global_head_dim", 64, "expects full_attention head dimension 32, target has 64"),
+        ("sliding_window", 32, "expects sliding window 16, target has 32"),
+        ("layer_types", [SLIDING] * 4, "reads full_attention K/V, the target has ['sliding_attention']"),
+        ("layer_types", [FULL] * 4, "reads sliding_attention K/V, the target has ['full_attention']"),
+        ("layer_types", None, "the target has none"),
+        (
+            "rope_parameters",
+            {SLIDING: {"rope_theta": 5e5}},
+            "expects sliding_attention rope_theta 10000.0, target has 500000.0",
+        ),
+        (
+            "rope_parameters",
+            {FULL: {"partial_rotary_factor": 0.5}},
+            "expects full_attention partial_rotary_factor 0.25, target has 0.5",
+        ),
+    ],
+)
+def test_misfit(key, value, message):
+    config = AssistantConfig.from_dict(config_of("26b", "assistant"))
+    target = config_of("26b", "target")
+    target["text_config"][key] = value
+    with pytest.raises(Mismatch, match=re.escape(message)):
+        check_fit(config, target)
+
+
+def test_only_layers_with_a_cache_count():
+    """In the last layers of E2B nothing is stored: of [s s s s f s | s s s f] the drafter reads 4 and 5."""
+    config, target = AssistantConfig.from_dict(config_of("e2b", "assistant")), config_of("e2b", "target")
+    target["text_config"]["num_kv_shared_layers"] = 6
+    with pytest.raises(Mismatch, match="reads full_attention K/V"):
+        check_fit(config, target)
+
+
+def test_mended_target_config_fits_too():
+    target = config_of("12b", "target")
+    heads = target["text_config"].pop("num_global_key_value_heads")
+    own = {"head_dim": target["text_config"].pop("global_head_dim"), "num_key_value_heads": heads}
+    layers = target["text_config"]["layer_types"]
+    target["text_config"]["per_layer_config"] = {str(i): own for i, kind in enumerate(layers) if kind == FULL}
+    for written in (target, mended(copy.deepcopy(target))):
+        check_fit(AssistantConfig.from_dict(config_of("12b", "assistant")), written)
+
+
+# --- the tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "e2b" / "assistant", tmp_path / "assistant"))
+
+
+def change(folder: Path, edit) -> None:
+    """Rewrite the safetensors of `folder` after `edit` of its tensors."""
+    file = str(folder / "model.safetensors")
+    tensors = {name: mx.array(array) for name, array in mx.load(file).items()}
+    mx.eval(tensors)
+    edit(tensors)
+    mx.save_safetensors(file, tensors)
+
+
+def open_in(folder: Path):
+    return open_drafter(folder, json.loads((folder / "config.json").read_text()), config_of("e2b", "target"))
+
+
+def test_copy_of_the_head_is_ignored(folder):
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert open_in(folder).vocab_size == 512
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.layer_scalar", "masked_embedding.token_ordering"])
+def test_missing_tensor(folder, name):
+    change(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(BadCheckpoint, match=f"lacks the tensors {name}"):
+        open_in(folder)
+
+
+def test_every_tensor_is_needed(folder):
+    names = list(mx.load(str(folder / "model.safetensors")))
+    change(folder, lambda tensors: [tensors.pop(name) for name in names[:-1]])
+    with pytest.raises(BadCheckpoint, match=f"and {len(names) - 4} more"):
+        open_in(folder)
+
+
+def test_tensor_of_no_use(folder):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    change(folder, lambda tensors: tensors.update({name: mx.zeros((16, 64))}))
+    with pytest.raises(BadCheckpoint, match=f"no use for: {name}"):
+        open_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("pre_projection.weight", mx.zeros((64, 64)), r"floats \[64, 64\] instead of floats \[64, 128\]"),
+        ("masked_embedding.token_ordering", mx.zeros(512), r"floats \[512\] instead of integers \[512\]"),
+        ("model.norm.weight", mx.zeros(64, dtype=mx.int32), r"integers \[64\] instead of floats \[64\]"),
+    ],
+)
+def test_tensor_of_another_form(folder, name, value, found):
+    change(folder, lambda tensors: tensors.update({name: value}))
+    with pytest.raises(BadCheckpoint, match=f"{name} {found}"):
+        open_in(folder)
+
+
+def test_scales_of_no_layer(folder):
+    change(folder, lambda tensors: tensors.update({"model.norm.scales": mx.zeros(1)}))
+    with pytest.raises(BadCheckpoint, match=r"no use for: model\.norm\.scales"):
+        open_in(folder)
+
+
+def test_scales_that_fit_no_quantization(folder):
+    change(
+        folder, lambda tensors: tensors.update({"post_projection.scales": mx.zeros((64, 1), dtype=mx.uint8)})
+    )
+    with pytest.raises(BadCheckpoint, match="post_projection"):
+        open_in(folder)
+
+
+def test_cut_file(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
+        open_in(folder)
+
+
+def test_missing_shard(folder):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadCheckpoint, match="model-00001-of-00002"):
+        open_in(folder)
+
+
+# --- the registry
+
+
+def test_head_shape_of_each_layer():
+    config = AssistantConfig.from_dict(config_of("26b", "assistant"))
+    assert config.heads == (HeadShape(2, 16),) * 3 + (HeadShape(1, 32),)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}])
+def test_no_model_type(config, tmp_path):
+    with pytest.raises(BadCheckpoint, match="has no 'model_type'"):
+        open_drafter(tmp_path, config, {})
+
+
+@pytest.mark.parametrize("model_type", ["eagle1", "../llama", "no_such_model"])
+def test_unknown_family(model_type, tmp_path):
+    with pytest.raises(BadCheckpoint) as caught:
+        open_drafter(tmp_path, {"model_type": model_type}, {})
+    assert repr(model_type) in str(caught.value)
+    assert all(family in str(caught.value) for family in FAMILIES)

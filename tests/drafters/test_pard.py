@@ -1,0 +1,265 @@
+"""PARD: transformers' numbers, masks that leave nothing behind, and the target's own text."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fitted
+import lossless
+import mlx.core as mx
+import pytest
+import tiny
+from fitted import largest, logits_of, opened
+from mlx_lm.utils import load_model
+from one_pass_law import control_excess, drafted_excess, law_target, seeded_texts
+
+import mlx_spec.drafters.pard as module
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.draft_model import BACKLOG, Vocabulary
+from mlx_spec.drafters.pard import Pard
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Features
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "pard"
+TOLERANCE = 1e-5
+MASK = tiny.VOCAB - 1
+NOTHING = Features()
+TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
+
+
+# --- the same numbers as transformers
+
+
+def published(name: str, **config: Any) -> fitted.Checkpoint:
+    found = json.loads((GOLDEN / name / "config.json").read_text())
+    tensors = mx.load(str(GOLDEN / name / "model.safetensors"))
+    return fitted.Checkpoint(tensors, {**found, **config}, fitted.target_config(3, vocab=found["vocab_size"]))
+
+
+def errors(made: fitted.Checkpoint, name: str, folder: Path, late: int = 0) -> list[float]:
+    """Largest difference of each round, whose history is as golden.json says but for the last `late`."""
+    facts = json.loads((GOLDEN / name / "golden.json").read_text())
+    golden = mx.load(str(GOLDEN / name / "golden.safetensors"))
+    drafter, found = opened(made, folder).make(LMTarget(tiny.full()).parts), []
+    for i, begin in enumerate(facts["begins"]):
+        history = facts["history"][: begin - late]
+        drafter.observe(history, NOTHING)
+        found.append(largest(logits_of(drafter, history, 4), golden[f"logits.{i}"]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_five_rounds_of_transformers(name, tmp_path):
+    """2, none, all, 1 and 3 of the 4 drafts are accepted."""
+    assert max(errors(published(name), name, tmp_path)) < TOLERANCE
+
+
+WRONG = {
+    "another mask": {"pard_token": 46},
+    "another rope": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "another epsilon": {"rms_norm_eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_every_round_would_show_a_mistake(name, wrong, tmp_path):
+    assert min(errors(published(name, **WRONG[wrong]), name, tmp_path)) > 100 * TOLERANCE
+
+
+def test_a_round_late_would_show(tmp_path):
+    assert min(errors(published("llama"), "llama", tmp_path, late=1)) > 100 * TOLERANCE
+
+
+# --- the same numbers as one pass without a cache
+
+
+@cache
+def model() -> fitted.nn.Module:
+    return tiny.full(seed=1)
+
+
+def pard() -> Pard:
+    return Pard(model(), Vocabulary(256, 256), MASK)
+
+
+def whole(history: list[int], limit: int) -> mx.array:
+    """The last K logits of one pass without a cache."""
+    return model()(mx.array([history + [MASK] * (limit - 1)]))[0, -limit:]
+
+
+def grown(drafter: Pard, history: list[int], tokens: list[int]) -> list[int]:
+    history = [*history, *tokens]
+    drafter.observe(history, NOTHING)
+    return history
+
+
+@pytest.mark.parametrize("length", [1, 7, 20, BACKLOG + 30])
+def test_rounds(length, monkeypatch):
+    """All, none and some accepted, other limits, plain rounds in between: always the rows of one pass."""
+    monkeypatch.setattr(module, "CHUNK", 50)
+    drafter, history = pard(), tiny.prompt(length)
+    drafter.observe(history, NOTHING)
+    for kept, limit in ((5, 4), (1, 4), (3, 2), (1, 7), (2, 1), (8, 4)):
+        assert largest(logits_of(drafter, history, limit), whole(history, limit)) < TOLERANCE
+        history = grown(drafter, history, tiny.prompt(kept, seed=kept + 4))
+
+
+def test_masks_do_not_stay(monkeypatch):
+    commit = LMTarget.commit
+    drafter, history = pard(), tiny.prompt(9)
+    logits_of(drafter, history, 4)
+    history = grown(drafter, history, [3, 4])
+    assert largest(logits_of(drafter, history, 4), whole(history, 4)) < TOLERANCE
+    monkeypatch.setattr(LMTarget, "commit", lambda self, keep: commit(self, self.on_trial))
+    monkeypatch.setattr(LMTarget, "rewind", lambda self, size: size)  # which would mend it
+    spoiled, history = pard(), tiny.prompt(9)
+    logits_of(spoiled, history, 4)
+    history = grown(spoiled, history, [3, 4])
+    assert largest(logits_of(spoiled, history, 4), whole(history, 4)) > 0.01
+
+
+def test_rows_are_shifted():
+    """The last known token already asks for the first draft token: a mask more would be one too late."""
+    history = tiny.prompt(9)
+    found = logits_of(pard(), history, 3)
+    late = model()(mx.array([[*history, MASK, MASK, MASK]]))[0, -3:]
+    assert largest(found, late) > 0.01 and largest(found[1:], late[:2]) < TOLERANCE
+
+
+def test_history_goes_back():
+    drafter, first = pard(), tiny.prompt(50)
+    for history in (
+        first,
+        first[:30],
+        [*first[:30], 9, 9],
+        first[:31],
+        tiny.prompt(40, seed=5),
+        first[:1],
+        first,
+    ):
+        assert largest(logits_of(drafter, history, 3), whole(history, 3)) < TOLERANCE
+        assert largest(logits_of(drafter, history, 3), whole(history, 3)) < TOLERANCE
+        drafter.observe([*history, 7], NOTHING)
+
+
+def test_interrupted_draft(monkeypatch):
+    drafter, history = pard(), tiny.prompt(12)
+    logits_of(drafter, history, 4)
+    history = grown(drafter, history, [1, 2])
+    layer = model().model.layers[2]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "__call__", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.draft(history, 4, fitted.Recorder())
+    assert largest(logits_of(drafter, history, 4), whole(history, 4)) < TOLERANCE
+
+
+# --- from disk
+
+
+@pytest.mark.parametrize("build", [tiny.full, tiny.qwen], ids=["llama", "qwen3"])
+def test_what_is_loaded_is_what_mlx_lm_loads(build, tmp_path):
+    source = opened(fitted.pard(build(seed=2), 3), tmp_path)
+    reference, _ = load_model(tmp_path / "published")
+    drafter, history = source.make(LMTarget(tiny.full()).parts), tiny.prompt(9)
+    for kept in (3, 1):
+        expected = reference(mx.array([[*history, MASK, MASK]]))[0, -3:]
+        assert largest(logits_of(drafter, history, 3), expected) < TOLERANCE
+        history = grown(drafter, history, [7] * kept)
+    assert source.mask_token == MASK and source.vocab_size == 256
+
+
+def test_norms_without_their_1(tmp_path):
+    made, history = fitted.pard(model(), 3), tiny.prompt(9)
+    less = {name: w - 1 if "norm" in name else w for name, w in made.tensors.items()}
+    made = fitted.Checkpoint(less, made.config, made.target)
+    for folder, offset in (("with", 1), ("without", 0)):
+        source = opened(made, tmp_path / folder, edit=lambda c, o=offset: c["mlx_spec"].update(norm_offset=o))
+        found = logits_of(source.make(LMTarget(tiny.full()).parts), history, 3)
+        assert (largest(found, whole(history, 3)) < TOLERANCE) == (offset == 1)
+
+
+@pytest.mark.parametrize("size", [200, 300])
+def test_padded_vocabulary(size, tmp_path):
+    """Tables that differ by their padding: nothing is drafted that the target does not know."""
+    drafter = Pard(tiny.full(seed=1, vocab=size), Vocabulary(size, tiny.VOCAB), size - 1)
+    history = [*tiny.prompt(10), tiny.VOCAB - 1]
+    draft = drafter.draft(history, 5, Sampling(1.0).sampler(10, tiny.VOCAB))
+    assert draft.tokens.max().item() < min(size, tiny.VOCAB)
+    assert draft.probs.shape == (5, tiny.VOCAB) and largest(draft.probs.sum(axis=-1), mx.ones(5)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mlx_spec": None}, "mlx-spec convert"),
+        ({"layer_config": None}, "layer_config"),
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"layer_config": {"model_type": "llama", "vocab_size": 256}}, "cannot be loaded"),
+    ],
+)
+def test_refusals(changes, text, tmp_path):
+    with pytest.raises(BadCheckpoint, match=text):
+        opened(fitted.pard(model(), 3), tmp_path, edit=lambda config: config.update(changes))
+
+
+def test_positions_of_a_language_model_are_fixed(tmp_path):
+    with pytest.raises(BadCheckpoint, match="position_offset -1"):
+        opened(
+            fitted.pard(model(), 3),
+            tmp_path,
+            edit=lambda config: config["mlx_spec"].update(position_offset=-1),
+        )
+
+
+# --- at work
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_lossless(kind, tmp_path):
+    """The drafter is the target itself, disturbed, where it can be one; else a stranger."""
+    target, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
+    truth = lossless.plain(target, prompt, 40, TARGETS[kind])
+    own = kind in ("full", "quantized")
+    made = (
+        fitted.pard(tiny.full(), len(target.layers), 0.02)
+        if own
+        else fitted.pard(model(), len(target.layers))
+    )
+    source = opened(made, tmp_path)
+    accepted = fitted.lossless_rounds(source, target, prompt, truth, 4, TARGETS[kind])
+    assert not own or set(accepted) & {1, 2, 3}
+
+
+def test_quantized_weights(tmp_path):
+    target, prompt = tiny.full(), tiny.prompt(25)
+    truth = lossless.plain(target, prompt, 40)
+    source = opened(fitted.pard(tiny.full(), 3), tmp_path, bits=8)
+    assert sum(fitted.lossless_rounds(source, target, prompt, truth, 4)) > 0
+    assert "scales" in source.model.model.layers[0].mlp.gate_proj
+
+
+# --- the law
+
+
+def law_source(folder: Path) -> DrafterSource:
+    return opened(fitted.pard(law_target.__wrapped__(), 2, 0.2), folder)
+
+
+def test_sampled_drafts_keep_the_law(tmp_path):
+    assert drafted_excess(law_source(tmp_path)) < 1
+
+
+def test_argmax_drafts_that_pose_as_sampled_are_caught(tmp_path):
+    assert control_excess(law_source(tmp_path)) > 1
+
+
+def test_seeded_text_is_the_same_without(tmp_path):
+    with_drafter, without = seeded_texts(law_source(tmp_path))
+    assert with_drafter == without

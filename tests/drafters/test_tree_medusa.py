@@ -1,0 +1,366 @@
+"""Medusa's small trees at work: the target's own text, side branches accepted, and what users see of it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import fitted
+import grammars
+import lossless
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from drafting import QUESTIONS
+from fitted import opened
+from likelihood import TEXT, TOP
+from synthetic import Checkpoint
+from test_tree_policy import FLAT, PLAIN, STEEP
+from virtual import Curve
+
+from mlx_spec import load
+from mlx_spec.convert.conversion import Request, convert
+from mlx_spec.convert.progress import Progress
+from mlx_spec.drafters.legal import Legal
+from mlx_spec.drafters.medusa import MedusaTree
+from mlx_spec.engine import generate
+from mlx_spec.recorder import Recorder
+from mlx_spec.sampling import Law, Sampling
+from mlx_spec.session import Statistics
+from mlx_spec.target import LMTarget
+from mlx_spec.tree import Tree, grown
+from mlx_spec.tuning.costs import Costs, Table
+from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.tuning.policy import Adaptive
+from mlx_spec.tuning.tuner import Tuner
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HEADS, COUNT = 4, 48
+RATES = [[0.6, 0.15, 0.07, 0.04]] * HEADS
+TARGETS = {"full": None, "sliding": None, "shared": None, "quantized": 8}
+PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.1, seed=3)
+
+
+def small(nodes: int, height: int = HEADS) -> Tree:
+    return grown(nodes, RATES[:height]).tree(nodes)
+
+
+@cache
+def fit(
+    kind: str, sampling: Sampling = lossless.GREEDY
+) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
+    """A target, a prompt, its text, and heads whose first guess is right, or else the second."""
+    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
+    truth = text(model, kind, prompt, Scripted([]), sampling, 0)[0]
+    made = fitted.medusa(len(model.layers), HEADS)
+    with tempfile.TemporaryDirectory() as folder:
+        needs = opened(made, Path(folder)).needs
+    target = LMTarget(model, needs, kv_bits=TARGETS[kind])
+    target.prefill(prompt[:-1])
+    hidden = []
+    for token in [prompt[-1], *truth[:-1]]:
+        target.verify(mx.array([token]))
+        hidden.append(np.array(target.commit(1).final_hidden)[0])
+    changes = {}
+    for k in range(HEADS):
+        wanted = [*truth[k + 1 :], *[0] * (k + 1)]
+        other = [(token + 1) % 256 for token in wanted]
+        swapped = [(i + k) % 3 == 1 for i in range(len(wanted))]
+        first = [b if s else a for a, b, s in zip(wanted, other, swapped, strict=True)]
+        second = [a if s else b for a, b, s in zip(wanted, other, swapped, strict=True)]
+        changes[f"{k}__0__linear__weight"] = mx.zeros((64, 64))
+        changes[f"{k}__0__linear__bias"] = mx.zeros(64)
+        changes[f"{k}__1__weight"] = 2 * fitted.head_of(np.array(hidden), first) + fitted.head_of(
+            np.array(hidden), second
+        )
+    return model, prompt, truth, made.changed(**changes)
+
+
+class Scripted:
+    """Trees whose path of truth goes now by first guesses and now by others, and ends now and then."""
+
+    def __init__(self, truth: Sequence[int], needs: FeatureSpec | None = None) -> None:
+        self.truth, self.drafts, self.needs = list(truth), 0, needs or FeatureSpec()
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        ahead = self.truth[len(history) : len(history) + limit]
+        self.drafts += 1
+        if not ahead:
+            return Draft(mx.array([], dtype=mx.int32))
+        tree = small(14, len(ahead))
+        leaves = [path for path in tree.paths if len(path) > 1]
+        path = leaves[5 * self.drafts % len(leaves)][1:]
+        tokens = [
+            (ahead[depth - 1] + 1 + rank) % 256 for depth, rank in zip(tree.depths, tree.ranks, strict=True)
+        ][1:]
+        for row in path:
+            tokens[row - 1] = ahead[tree.depths[row] - 1]
+        return Draft(mx.array(tokens, dtype=mx.int32), parents=tree.parents)
+
+
+def text(
+    model: fitted.nn.Module,
+    kind: str,
+    prompt: list[int],
+    drafter: Drafter,
+    sampling: Sampling,
+    K: int,
+    stop: Sequence[int] = (),
+    count: int = COUNT,
+) -> tuple[list[int], list[Round]]:
+    """Tokens and rounds; K is the most tokens of a tree."""
+    target = LMTarget(model, drafter.needs, kv_bits=TARGETS[kind])
+    sampler = sampling.sampler(len(prompt), 256)
+    done = list(generate(target, [drafter], Fixed(K), sampler, prompt, max_tokens=count, stop=stop))
+    return lossless.emitted(done), done
+
+
+def tree_drafter(made: Checkpoint, model: fitted.nn.Module, folder: Path, nodes: int = 16) -> MedusaTree:
+    source = opened(made, folder)
+    return MedusaTree(source.make(LMTarget(model, source.needs).parts), lambda: small(nodes))
+
+
+# --- the draft
+
+
+def test_a_tree_of_the_heads_likeliest_tokens(tmp_path: Path) -> None:
+    """Node by node from the heads' own rows, in the order of an independent ranking."""
+    model, prompt, _, made = fit("full")
+    source = opened(made, tmp_path)
+    medusa, row = source.make(LMTarget(model, source.needs).parts), fitted.random_rows(1, 1)[0]
+    asked = [small(16)]
+    drafter = MedusaTree(medusa, lambda: asked[0])
+    drafter.observe(prompt, Features(final_hidden=row))
+    ranked = np.argsort(-np.array(source.network(row, HEADS)), axis=-1, kind="stable")
+    for nodes in (1, 2, 7, 16):
+        tree = asked[0] = small(nodes)
+        draft = drafter.draft(prompt, 16, lossless.GREEDY.sampler(1, 256))
+        assert draft.parents == tree.parents and draft.probs is None
+        for j, token in enumerate(draft.tokens.tolist()):
+            assert token == ranked[tree.depths[j + 1] - 1, tree.ranks[j + 1]]
+    chain = medusa.draft(prompt, HEADS, lossless.GREEDY.sampler(1, 256)).tokens.tolist()
+    assert draft.tokens.tolist()[: tree.height] == chain[: tree.height]
+
+
+def test_a_chain_where_no_tree_is_asked_for(tmp_path: Path) -> None:
+    model, prompt, _, made = fit("full")
+    source = opened(made, tmp_path)
+    asked: list[Tree | None] = [None]
+    drafter = MedusaTree(source.make(LMTarget(model, source.needs).parts), lambda: asked[0])
+    sampler = lossless.GREEDY.sampler(1, 256)
+    assert drafter.draft(prompt, 9, sampler).tokens.size == 0  # nothing was observed
+    drafter.observe(prompt, Features(final_hidden=fitted.random_rows(1, 1)[0]))
+    chain = drafter.draft(prompt, 9, sampler)
+    assert chain.parents is None and chain.tokens.size == HEADS and chain.confidence is not None
+    asked[0] = small(9)
+    assert drafter.draft(prompt, 9, sampler).parents == small(9).parents
+    assert drafter.draft(prompt, 8, sampler).parents is None, "no room for the tree"
+    assert drafter.draft(prompt, 0, sampler).tokens.size == 0
+    assert drafter.draft([*prompt, 1], 9, sampler).tokens.size == 0
+
+
+# --- the text
+
+
+def check(done: list[Round], nodes: int) -> None:
+    """Side branches, whole and partial acceptance, and figures that fit together."""
+    trees = [round for round in done if round.nodes]
+    assert any(any(round.ranks) for round in trees), "no side branch was accepted"
+    assert any(0 < round.accepted < round.drafted for round in trees)
+    assert any(rank > 0 and i > 0 for round in trees for i, rank in enumerate(round.ranks))
+    for round in trees:
+        assert round.accepted <= round.drafted <= round.nodes <= nodes and round.nodes == round.proposed
+        assert len(round.ranks) == round.accepted <= len(round.tokens) <= round.accepted + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"), [*((kind, lossless.GREEDY) for kind in TARGETS), ("sliding", PENALTIES)]
+)
+def test_scripted_trees_leave_the_text(kind: str, sampling: Sampling) -> None:
+    """Past the sliding window; with penalties, which count the tokens of each path."""
+    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
+    truth, _ = text(model, kind, prompt, Scripted([]), sampling, 0)
+    emitted, done = text(model, kind, prompt, Scripted([*prompt, *truth]), sampling, 14)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    check(done, 14)
+    assert len(done) < COUNT // 2
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [*((kind, 16) for kind in TARGETS), ("sliding", 6)])
+def test_medusa_trees_leave_the_text(kind: str, nodes: int, tmp_path: Path) -> None:
+    model, prompt, truth, made = fit(kind)
+    drafter = tree_drafter(made, model, tmp_path, nodes)
+    emitted, done = text(model, kind, prompt, drafter, lossless.GREEDY, nodes)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    check(done, nodes)
+
+
+def test_a_tree_accepts_more_than_a_chain(tmp_path: Path) -> None:
+    model, prompt, _, made = fit("sliding")
+    _, tree = text(model, "sliding", prompt, tree_drafter(made, model, tmp_path), lossless.GREEDY, 16)
+    source = opened(made, tmp_path / "chain")
+    medusa = source.make(LMTarget(model, source.needs).parts)
+    _, chain = text(model, "sliding", prompt, medusa, lossless.GREEDY, HEADS)
+    assert len(tree) < 0.9 * len(chain), (len(tree), len(chain))
+
+
+def test_seeded_text_is_the_same(tmp_path: Path) -> None:
+    model, prompt, truth, made = fit("sliding", PENALTIES)
+    emitted, done = text(model, "sliding", prompt, tree_drafter(made, model, tmp_path), PENALTIES, 16)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    check(done, 16)
+
+
+@pytest.mark.parametrize("place", [13, 16, 17])
+def test_a_stop_token_inside_a_path(place: int) -> None:
+    """The text ends with it, the caches hold all before it, and what follows is right."""
+    model, prompt = tiny.sliding(), tiny.prompt(25)
+    truth, _ = text(model, "sliding", prompt, Scripted([]), lossless.GREEDY, 0)
+    place = truth.index(truth[place])
+    target = LMTarget(model)
+    sampler = lossless.GREEDY.sampler(len(prompt), 256)
+    drafter = Scripted([*prompt, *truth])
+    rounds = list(
+        generate(target, [drafter], Fixed(14), sampler, prompt, max_tokens=COUNT, stop=[truth[place]])
+    )
+    emitted = lossless.emitted(rounds)
+    assert emitted == truth[: place + 1] and rounds[-1].finish_reason == "stop"
+    assert rounds[-1].accepted <= len(rounds[-1].tokens)
+    assert target.size == len(prompt) + place and target.on_trial == 0
+    history = [*prompt, *emitted]
+    again = list(generate(target, [drafter], Fixed(14), sampler, history, max_tokens=COUNT - place - 1))
+    assert lossless.emitted(again) == truth[place + 1 :]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_no_more_tokens_than_asked_for(count: int) -> None:
+    model, prompt = tiny.full(), tiny.prompt(25)
+    truth, _ = text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)
+    emitted, done = text(model, "full", prompt, Scripted([*prompt, *truth]), lossless.GREEDY, 14, count=count)
+    assert emitted == truth[:count] and done[-1].finish_reason == "length"
+
+
+# --- heads that were trained, from `load` on
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "pair"
+    target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
+    convert(Request(target, heads, out, "none", None, "none", "float32", False), Progress(io.StringIO()))
+    return out
+
+
+class Simulated:
+    """The adaptive policy as it is, but for the clock: rounds take what the curve says."""
+
+    def __init__(self, tuner: Tuner, curve: Curve) -> None:
+        self.curve, self.now = curve, 0.0
+        self.policy = Adaptive(tuner.costs, len(tuner.names), lambda: self.now)
+        self.decide, self.cut, self.begin = self.policy.decide, self.policy.cut, self.policy.begin
+
+    def observe(self, round: Round) -> None:
+        """Host time is hidden behind a plain token that was begun ahead."""
+        curve, broken = self.curve, round.drafter is not None
+        drafted = curve.drafted * max(round.proposed if not round.nodes else round.drafted, int(broken))
+        steps = curve.rows(1 + (round.nodes or round.drafted)) + broken * (curve.host + drafted)
+        self.now += PLAIN * steps
+        self.policy.observe(round)
+
+
+def answered(folder: Path, sampling: Sampling, curve: Curve, patch: pytest.MonkeyPatch) -> list[Round]:
+    """Rounds of a pair whose rounds take what the curve says; all texts are plain's."""
+    patch.setattr(Tuner, "make", lambda tuner, *_: Simulated(tuner, curve))
+    pair, alone = load(folder), load(folder, "none")
+    tuner, one = pair.policies, curve.table(PLAIN)
+    assert isinstance(tuner, Tuner) and pair.drafter_names[0] == "medusa"
+    table = Table(one.plain, one.verify, one.draft * len(tuner.names), one.host)
+    tuner.costs = Costs(tuner.names, {512: table})
+    done: list[Round] = []
+    for question in QUESTIONS:
+        prompt = [2, *pair.text.encode(question)]
+        found = list(pair.generate(prompt, sampling=sampling, max_tokens=COUNT))
+        plain = lossless.emitted(list(alone.generate(prompt, sampling=sampling, max_tokens=COUNT)))
+        assert lossless.emitted(found) == plain, question
+        done += found
+    return done
+
+
+@pytest.mark.parametrize("sampling", [lossless.GREEDY, Sampling(0.8, top_p=0.95, seed=6)])
+def test_trained_heads_draft_trees_where_width_is_free(trained, sampling, monkeypatch) -> None:
+    """Past the target's window of 16; every answer is the first of its conversation."""
+    done = answered(trained, sampling, FLAT, monkeypatch)
+    check(done, 16)
+    trees = [round for round in done if round.nodes]
+    assert len(trees) > 0.6 * sum(round.drafted > 0 for round in done)
+    assert {0, 3} <= {round.accepted for round in trees}
+    assert sum(round.accepted for round in trees) > 1.5 * len(trees)
+
+
+def test_trained_heads_draft_chains_where_rows_are_dear(trained, monkeypatch) -> None:
+    done = answered(trained, lossless.GREEDY, STEEP, monkeypatch)
+    assert any(round.drafted for round in done) and not any(round.nodes for round in done)
+
+
+# --- what is seen of it
+
+
+def test_statistics_count_places_of_the_longest_path() -> None:
+    model, prompt = tiny.full(), tiny.prompt(25)
+    truth, _ = text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)
+    _, done = text(model, "full", prompt, Scripted([*prompt, *truth]), lossless.GREEDY, 14)
+    seen = Statistics()
+    for round in done:
+        seen = seen.plus(round, round.seconds)
+    depths = [round.drafted for round in done if round.nodes]
+    assert seen.drafted == sum(depths) and seen.accepted == sum(round.accepted for round in done)
+    assert list(seen.drafted_at) == [sum(depth > i for depth in depths) for i in range(max(depths))]
+    for drafted, accepted in itertools.zip_longest(seen.drafted_at, seen.accepted_at, fillvalue=0):
+        assert accepted <= drafted
+
+
+@pytest.mark.parametrize("sampling", [lossless.GREEDY, PENALTIES])
+def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
+    """As those of plain decoding, token for token."""
+    model, prompt = tiny.sliding(), tiny.prompt(25)
+    found = []
+    truth: list[int] = []
+    for K in (0, 14):
+        recorder = Recorder(sampling.sampler(25, 256), Law(sampling, 25, 256), TEXT, TOP)
+        drafter, position = Scripted([*prompt, *truth]), len(prompt)
+        rounds, said = [], []
+        for round in generate(LMTarget(model), [drafter], Fixed(K), recorder, prompt, max_tokens=40):
+            rounds.append(round)
+            said += recorder.of(position, round.tokens)
+            position += len(round.tokens)
+        truth = lossless.emitted(rounds)
+        found.append(said)
+    check(rounds, 14)
+    assert len(recorder._kept) == 0, "what was read is dropped"
+    for plain, drafted in zip(*found, strict=True):
+        assert (plain.token, [a.token for a in plain.top]) == (drafted.token, [a.token for a in drafted.top])
+        assert drafted.logprob == pytest.approx(plain.logprob, abs=1e-4)
+
+
+def test_a_grammar_holds_on_every_path() -> None:
+    model, prompt = tiny.full(), tiny.prompt(25)
+    sampling = Sampling(grammar=grammars.compiled("regex", "[a-f]{30}[0-9]{40}"))
+    truth, _ = text(model, "full", prompt, Scripted([]), sampling, 0)
+    assert (
+        bytes(truth[:32]).isalnum()
+        and truth != text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)[0]
+    )
+    matcher = sampling.grammar.matcher(prompt)
+    drafter = Legal(Scripted([*prompt, *truth]), matcher, len(prompt))
+    emitted, done = text(model, "full", prompt, drafter, sampling, 14)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    check(done, 14)

@@ -1,0 +1,525 @@
+"""Names to a ready pair; whatever is wrong with them is one line that says what and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import synthetic
+import tiny
+from hub_stand_in import Hub, serving
+from mlx.utils import tree_flatten
+from test_session import TEMPLATE, TOKENIZER
+
+import mlx_spec
+from mlx_spec import hub, known
+from mlx_spec.checkpoint import check_weights
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NotRewindable, SpecError
+from mlx_spec.load import load
+from mlx_spec.types import Reason
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def save(model: nn.Module, folder: Path, **changes: Any) -> Path:
+    """A checkpoint as mlx-lm writes them, with a tokenizer of bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {"max_position_embeddings": 512, "eos_token_id": 2, **dataclasses.asdict(model.args), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small target and, in "drafter", a smaller one of its kind."""
+    folder = tmp_path_factory.mktemp("models")
+    save(tiny.full(), folder / "target")
+    save(tiny.full(1), folder / "drafter")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden pairs in float32: without a GPU, MLX has experts in no other type."""
+    folder = Path(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden"), dirs_exist_ok=True))
+    for file in folder.glob("*/*/model.safetensors"):
+        weights = mx.load(str(file))
+        assert isinstance(weights, dict)
+        wide = {k: v.astype(mx.float32) if v.dtype == mx.bfloat16 else v for k, v in weights.items()}
+        mx.save_safetensors(str(file), wide)
+    return folder
+
+
+@pytest.fixture
+def target(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the target to damage."""
+    return Path(shutil.copytree(saved / "target", tmp_path / "target"))
+
+
+def refused(error: type[SpecError], *arguments: Any, **options: Any) -> str:
+    """The message of the error that `load` raises: one line."""
+    with pytest.raises(error) as caught:
+        load(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+# --- what loads
+
+
+@pytest.mark.parametrize("name", ["12b", "26b", "31b", "e2b", "e4b"])
+def test_assistants(golden: Path, name: str) -> None:
+    pair = load(golden / name / "target", golden / name / "assistant", num_draft_tokens=3)
+    case = json.loads((GOLDEN / name / "golden.json").read_text())["cases"]["long"]
+    rounds = list(pair.generate(case["ids"], max_tokens=16))
+    assert [t for r in rounds for t in r.tokens] == case["greedy"][:16]
+    assert sum(r.drafted for r in rounds) > 0
+    assert (pair.facts.vocab_size, pair.facts.context_length) == (512, 4096)
+    assert pair.facts.drafter_bytes == (golden / name / "assistant" / "model.safetensors").stat().st_size
+
+
+def test_draft_model_and_lookup(saved: Path) -> None:
+    prompt = tiny.prompt(15) * 2
+    plain = load(saved / "target", "none")
+    expected = [t for r in plain.generate(prompt, max_tokens=20) for t in r.tokens]
+    for drafter in (saved / "drafter", "lookup"):
+        pair = load(saved / "target", drafter, num_draft_tokens=4)
+        rounds = list(pair.generate(prompt, max_tokens=20))
+        assert [t for r in rounds for t in r.tokens] == expected
+        assert {r.reason for r in rounds} == {Reason.FIXED} and sum(r.drafted for r in rounds) > 0
+        assert pair.facts.drafter == str(drafter)
+    assert (plain.facts.drafter, plain.facts.drafter_bytes) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "reason"),
+    [
+        (None, {}, Reason.NO_DRAFTER),
+        (None, {"num_draft_tokens": 4}, Reason.NO_DRAFTER),
+        ("none", {}, Reason.DISABLED),
+        ("lookup", {"num_draft_tokens": 0}, Reason.DISABLED),
+        ("lookup", {}, Reason.WARMING_UP),
+    ],
+)
+def test_reason_is_visible(saved: Path, drafter: str | None, options: dict, reason: Reason) -> None:
+    pair = load(saved / "target", drafter, **options)
+    assert next(iter(pair.generate([1, 2, 3], max_tokens=5))).reason == reason
+
+
+def test_shards(target: Path) -> None:
+    weights = mx.load(str(target / "model.safetensors"))
+    assert isinstance(weights, dict)
+    names = sorted(weights)
+    halves = {f"model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
+    for file, part in halves.items():
+        mx.save_safetensors(str(target / file), {name: weights[name] for name in part})
+    (target / "model.safetensors").unlink()
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert len(list(load(target).generate([1, 2], max_tokens=3))) == 3
+    (target / "model-00002-of-00002.safetensors").unlink()
+    message = refused(BadCheckpoint, target)
+    assert "lacks model-00002-of-00002.safetensors, which model.safetensors.index.json lists" in message
+
+
+def test_quantized_kv(saved: Path) -> None:
+    pair = load(saved / "target", "lookup", kv_bits=8, num_draft_tokens=4)
+    plain = load(saved / "target", "none", kv_bits=8)
+    prompt = tiny.prompt(30)
+    tokens = [[t for r in p.generate(prompt, max_tokens=20) for t in r.tokens] for p in (pair, plain)]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_manifest(saved: Path, tmp_path: Path, inside: bool) -> None:
+    shutil.copytree(saved, tmp_path / "pair")
+    place = tmp_path / "pair" / ("target" if inside else "")
+    manifest = {"drafter": "../drafter"} if inside else {"target": "target", "drafter": "drafter"}
+    (place / "pair.json").write_text(json.dumps(manifest))
+    pair = load(place)
+    assert pair.facts.target == str(place) and Path(pair.facts.drafter or "").name == "drafter"
+    assert load(place, "none").facts.drafter is None
+    (place / "pair.json").write_text('{"drafter": 3}')
+    assert "target and drafter must be paths" in refused(BadCheckpoint, place)
+
+
+@pytest.mark.skipif(
+    not (ROOT / "mlx_spec/demo/drafter/config.json").is_file(), reason="the demo pair is not built"
+)
+def test_demo() -> None:
+    pair = load("demo")
+    assert (pair.facts.target, pair.facts.drafter) == ("demo", "demo")
+    pieces = list(pair.session().stream("What does os.path.join do?", max_tokens=60))
+    assert "".join(piece.text for piece in pieces if piece.kind == "answer")
+
+
+def test_import_is_light() -> None:
+    code = """
+import sys, mlx_spec
+heavy = {"mlx", "mlx_lm", "transformers", "huggingface_hub"}
+assert not heavy & {name.split(".")[0] for name in sys.modules}
+import mlx_spec.load, mlx_spec.session
+assert callable(mlx_spec.load) and mlx_spec.Session is mlx_spec.session.Session
+assert set(dir(mlx_spec)) >= {"load", "__version__"} and all(hasattr(mlx_spec, n) for n in mlx_spec.__all__)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="'mlx_spec' has no attribute 'nothing'"):
+        _ = mlx_spec.nothing
+
+
+# --- what does not
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1, it must be 0 to 16"),
+        ({"num_draft_tokens": 17}, "num_draft_tokens is 17, it must be 0 to 16"),
+        ({"kv_bits": 5}, "kv_bits is 5, it must be 4 or 8"),
+    ],
+)
+def test_values(saved: Path, options: dict, message: str) -> None:
+    assert message in refused(InvalidValue, saved / "target", **options)
+
+
+def test_missing_path(tmp_path: Path) -> None:
+    assert f"there is no folder {tmp_path}/none" in refused(NotFound, tmp_path / "none")
+    (tmp_path / "file").touch()
+    assert "is a file: give the folder that holds it" in refused(NotFound, tmp_path / "file")
+    for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", ""):
+        assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name or "./none")
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_type": "llama"', "config.json is not valid JSON"),
+        ("[1]", "config.json holds a list where a JSON object belongs"),
+        ("{}", "config.json has no model_type"),
+        (
+            '{"model_type": "llama", "model_file": "own.py"}',
+            "needs its own code (own.py), which is never run",
+        ),
+        ('{"model_type": "nothing_known"}', "is of model_type nothing_known, which mlx-lm does not support"),
+        ('{"model_type": "../llama"}', "is of model_type ../llama, which mlx-lm does not support"),
+        ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
+        ('{"model_type": "llama"}', "cannot be loaded as llama: "),
+        ("\xff", "config.json is not valid JSON"),
+    ],
+)
+def test_config(target: Path, content: str, message: str) -> None:
+    (target / "config.json").write_text(content, encoding="latin-1")
+    assert message in refused(BadCheckpoint, target)
+
+
+def test_truncated_weights(target: Path) -> None:
+    file = target / "model.safetensors"
+    whole = file.read_bytes()
+    for end in (len(whole) - 1, len(whole) // 2):
+        file.write_bytes(whole[:end])
+        message = refused(BadCheckpoint, target)
+        assert f"{file} has {end} bytes, its header promises {len(whole)}" in message
+    file.write_bytes(whole[:100])
+    assert f"{file} ends after 100 bytes, inside its header" in refused(BadCheckpoint, target)
+    file.write_bytes(whole + b"x")
+    assert f"has {len(whole) + 1} bytes, its header promises {len(whole)}" in refused(BadCheckpoint, target)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\x10" + b"\0" * 7 + b"no json at all..", b"\xff" * 50])
+def test_not_safetensors(target: Path, content: bytes) -> None:
+    (target / "model.safetensors").write_bytes(content)
+    assert "model.safetensors" in refused(BadCheckpoint, target)
+
+
+def test_lfs_pointer(target: Path) -> None:
+    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "is a Git LFS pointer" in refused(BadCheckpoint, target)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "model.gguf"])
+def test_other_weights(target: Path, name: str) -> None:
+    (target / "model.safetensors").rename(target / name)
+    said = refused(BadCheckpoint, target)
+    assert f"holds {name} but no model*.safetensors, and nothing else is read" in said
+
+
+def test_no_weights(target: Path) -> None:
+    (target / "model.safetensors").unlink()
+    assert "holds no weights" in refused(BadCheckpoint, target)
+
+
+def test_tensors_that_do_not_fit(target: Path) -> None:
+    weights = mx.load(str(target / "model.safetensors"))
+    assert isinstance(weights, dict)
+    name = "model.layers.0.mlp.up_proj.weight"
+    mx.save_safetensors(str(target / "model.safetensors"), {k: v for k, v in weights.items() if k != name})
+    assert f"Missing 1 parameters: {name}" in refused(BadCheckpoint, target)
+    mx.save_safetensors(str(target / "model.safetensors"), weights | {"extra.weight": mx.zeros(1)})
+    assert "extra.weight" in refused(BadCheckpoint, target)
+    mx.save_safetensors(str(target / "model.safetensors"), weights | {name: mx.zeros((2, 2))})
+    assert name in refused(BadCheckpoint, target)
+
+
+def test_no_tokenizer(target: Path) -> None:
+    (target / "tokenizer.json").unlink()
+    assert "has no tokenizer.json or tokenizer.model" in refused(BadCheckpoint, target)
+
+
+def test_cache_without_a_rule(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd:
+        pass
+
+    monkeypatch.setattr("mlx_spec.cache.make_prompt_cache", lambda model: [Odd()])
+    assert "no exact rollback rule for the cache class Odd" in refused(NotRewindable, target)
+
+
+# --- pairs that do not fit
+
+
+def test_assistant_of_another_target() -> None:
+    message = refused(Mismatch, GOLDEN / "e2b" / "target", GOLDEN / "31b" / "assistant")
+    assert "drafter expects" in message and "target has" in message
+
+
+def test_draft_model_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
+    other = save(tiny.full(1, vocab=288), tmp_path / "drafter")
+    (other / "tokenizer.json").unlink()
+    message = refused(Mismatch, saved / "target", other)
+    assert f"the draft model {other} knows 288 tokens, the target 256, and without its tokenizer" in message
+    same = save(tiny.full(1), tmp_path / "same")
+    (same / "tokenizer.json").unlink()
+    assert load(saved / "target", same, num_draft_tokens=2).drafter_names == ("llama",)
+
+
+def exchanged(folder: Path) -> tuple[str, str]:
+    """Two tokens of the tokenizer in `folder` exchange their ids, 7 and 9. Returns what they were."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    a, b = next(k for k, v in vocab.items() if v == 7), next(k for k, v in vocab.items() if v == 9)
+    vocab[a], vocab[b] = 9, 7
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return a, b
+
+
+def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) -> None:
+    """A language model goes by way of its text, a family that reads the target by the target's ids."""
+    other = Path(shutil.copytree(saved / "drafter", tmp_path / "drafter"))
+    exchanged(other)
+    assert load(saved / "target", other, num_draft_tokens=2).drafter_names == ("llama, re-tokenized",)
+    # written differently, but the same tokens
+    same = json.loads((saved / "target" / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(same, indent=1))
+    assert load(saved / "target", other, num_draft_tokens=2).drafter_names == ("llama",)
+    target, assistant = (
+        Path(shutil.copytree(golden / "e2b" / name, tmp_path / name)) for name in ("target", "assistant")
+    )
+    for folder in (target, assistant):
+        TOKENIZER.save(str(folder / "tokenizer.json"))
+    a, b = exchanged(assistant)
+    message = refused(Mismatch, target, assistant)
+    assert f"token 7 is {b!r} for the drafter" in message and f"{a!r} for the target" in message
+    assert 'use a drafter with the target\'s vocabulary; drafter="none" decodes without one' in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("EAGLE-3", synthetic.eagle3),
+        ("EAGLE-3", synthetic.speculators_eagle3),
+        ("P-EAGLE", synthetic.peagle),
+        ("DFlash", synthetic.dflash),
+        ("PARD", lambda: synthetic.pard("qwen3")),
+        ("Medusa", synthetic.medusa),
+        ("Medusa", synthetic.vllm_medusa),
+        ("MTP head", lambda: sidecar("qwen3_5_text", "mtp.")),
+        ("MTP head", lambda: sidecar("glm4_moe", "model.layers.2.")),
+    ],
+)
+def test_drafter_that_was_not_converted(
+    saved: Path, tmp_path: Path, kind: str, made: Callable[[], synthetic.Checkpoint]
+) -> None:
+    folder = made().write(tmp_path / "published")
+    message = refused(BadCheckpoint, saved / "target", folder)
+    assert message == (
+        f"{folder} is a drafter of the kind {kind} as published: run `mlx-spec convert {saved / 'target'} "
+        f"--drafter {folder} -o OUT` first, then give OUT as the target"
+    )
+
+
+def sidecar(model_type: str, prefix: str) -> synthetic.Checkpoint:
+    """The head of a target in a folder of its own."""
+    made = synthetic.native(model_type)
+    own = {name: tensor for name, tensor in made.tensors.items() if name.startswith(prefix)}
+    return dataclasses.replace(made, tensors=own)
+
+
+def test_drafter_that_is_not_there(saved: Path) -> None:
+    message = refused(NotFound, saved / "target", saved / "nothing")
+    assert (
+        message.startswith("drafter: there is no folder") and 'drafter="none" decodes without one' in message
+    )
+
+
+# --- configs in other writers' words
+
+
+@pytest.mark.parametrize("name", ["e2b", "26b", "12b"])
+def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(golden / name / "target", tmp_path / "target"))
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+    own = {"head_dim": text.pop("global_head_dim")}
+    if (heads := text.pop("num_global_key_value_heads")) is not None:
+        own["num_key_value_heads"] = heads
+    text["per_layer_config"] = {str(i): own for i in full}
+    if name == "12b":
+        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp"):
+            text.pop(key)
+    config.pop("vocab_size")
+    (folder / "config.json").write_text(json.dumps(config))
+    pair = load(folder, golden / name / "assistant", num_draft_tokens=3)
+    case = json.loads((GOLDEN / name / "golden.json").read_text())["cases"]["short"]
+    assert [t for r in pair.generate(case["ids"], max_tokens=10) for t in r.tokens] == case["greedy"][:10]
+    assert pair.facts.vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("repository", "drafter"),
+    [
+        ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant"),
+        ("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B-it-assistant"),
+        ("mlx-community/gemma-4-e4b-it-4bit", "google/gemma-4-E4B-it-assistant"),
+        ("mlx-community/gemma-4-31B-it-bf16", "google/gemma-4-31B-it-assistant"),
+        ("mlx-community/gemma-4-12b-it-qat-4bit", "google/gemma-4-12B-it-assistant"),
+        ("mlx-community/gemma-4-31b-it-mxfp4", "google/gemma-4-31B-it-assistant"),
+        ("google/gemma-4-E2B-it-assistant", None),
+        ("google/gemma-4-E2B", None),
+        ("someone/gemma-4-E2B-it", None),
+        ("mlx-community/Qwen3-8B-4bit", None),
+        ("/folder/gemma-4-E2B-it", None),
+    ],
+)
+def test_published_pairs(repository: str, drafter: str | None) -> None:
+    assert known.drafter_of(repository) == drafter
+
+
+# --- repositories
+
+
+Find = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def served(target: Path) -> Iterator[Hub]:
+    """A hub with owner/model, which holds more than a checkpoint needs."""
+    (target / "pytorch_model.bin").write_bytes(b"x")
+    (target / "own.py").write_text("x = 1")
+    with serving({"owner/model": target}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def find(served: Hub, tmp_path: Path) -> Find:
+    """`hub.find` in a process of its own, that asks the little hub and has an empty cache."""
+
+    def run(name: str, setup: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        code = f"""
+import sys
+{setup}
+from mlx_spec import hub
+from mlx_spec.errors import SpecError
+try:
+    print(hub.find({name!r}))
+except SpecError as error:
+    print(type(error).__name__, error)
+"""
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            env=served.variables(tmp_path / "hf") | environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+def test_download(find: Find, served: Hub, target: Path) -> None:
+    done = find("owner/model")
+    folder = Path(done.stdout.strip())
+    assert folder.is_dir(), done.stderr
+    assert {file.name for file in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    assert "Fetching" in done.stderr and "bytes" not in done.stdout
+    assert check_weights(folder) == (target / "model.safetensors").stat().st_size
+    # once it is there, nobody is asked
+    served.asked.clear()
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        assert find("owner/model", **environment).stdout.strip() == str(folder)
+    assert served.asked == []
+    (folder / "model.safetensors").unlink()
+    assert "not complete in the local cache" in find("owner/model", HF_HUB_OFFLINE="1").stdout
+    assert find("owner/model").stdout.strip() == str(folder) and check_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "owner/gated",
+            "NotFound owner/gated is gated: accept the licence at https://huggingface.co/owner/gated",
+        ),
+        ("owner/nothing", "NotFound there is no repository https://huggingface.co/owner/nothing"),
+        ("owner/torn", "NotFound https://huggingface.co/owner/torn cannot be downloaded"),
+        ("owner/mo--del", "NotFound there is no folder owner/mo--del"),
+    ],
+)
+def test_hub_errors(find: Find, name: str, message: str) -> None:
+    done = find(name)
+    assert done.stdout.startswith(message), done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
+
+
+def test_offline(find: Find) -> None:
+    done = find("owner/model", HF_HUB_OFFLINE="1")
+    assert done.stdout.startswith(
+        "NotFound owner/model is not complete in the local cache and HF_HUB_OFFLINE"
+    )
+    done = find("owner/model", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "owner/model" in done.stdout and "cannot be" in done.stdout and done.stdout.count("\n") == 1
+
+
+def test_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_000_000_000))
+    hub.check_space("owner/model", 900_000_000, Path("/tmp/hub"))
+    with pytest.raises(hub.NoSpace, match=r"owner/model needs 2.3 GB on the disk of .*, 2.0 GB are free"):
+        hub.check_space("owner/model", 1_200_000_000, Path("/tmp/hub"))
+    hub.check_space("owner/model", 0, Path("/tmp/hub"))

@@ -1,0 +1,446 @@
+"""What a checkpoint is, told from config.json and headers alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sparse
+from hub_stand_in import serving
+
+from mlx_spec.apps import described
+from mlx_spec.apps.models import inspect_main
+from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect
+from mlx_spec.errors import BadCheckpoint, NotFound
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+WEIGHT = {"model.embed_tokens.weight": ("BF16", (64, 32))}
+
+
+def one(folder: Path) -> Checkpoint:
+    """The description of a folder, which must also make lines and JSON."""
+    found = inspect(str(folder))
+    assert isinstance(found, Checkpoint)
+    assert json.loads(json.dumps(described.as_json(found)))["name"] == str(folder)
+    assert all("\n" not in line for line in described.description(found))
+    return found
+
+
+# --- sizes and numbers
+
+
+def test_target(tmp_path: Path) -> None:
+    table = {"language_model.model.embed_tokens.weight": ("BF16", (262144, 1536))}
+    folder = sparse.checkpoint(tmp_path / "target", sparse.gemma4("E2B"), table)
+    (folder / "chat_template.jinja").touch()
+    found = one(folder)
+    assert (found.family, found.kind, found.precision) == ("gemma4", None, "bfloat16")
+    assert found.parameters == 262144 * 1536
+    assert found.size == (folder / "model.safetensors").stat().st_size > 800e6
+    assert (found.layers, found.hidden_size, found.heads, found.kv_heads) == (35, 1536, 8, 1)
+    assert (found.vocab_size, found.window, found.context) == (262144, 512, 131072)
+    assert (found.head_dim, found.global_head_dim, found.global_kv_heads) == (256, 512, None)
+    assert (found.has_tokenizer, found.has_template, found.problem) == (True, True, None)
+    assert found.goes_with == ("google/gemma-4-E2B-it-assistant",)
+    assert found.speculative_heads == "none"
+
+
+def test_golden_files() -> None:
+    target, assistant = one(GOLDEN / "26b" / "target"), one(GOLDEN / "26b" / "assistant")
+    assert (
+        target.layer_types == {"sliding": 10, "full": 2} or sum(target.layer_types.values()) == target.layers
+    )
+    assert (target.has_template, assistant.kind) == (True, "Gemma 4 assistant")
+    assert assistant.needs is not None and assistant.needs.hidden_size == target.hidden_size
+    assert assistant.goes_with == ()
+
+
+def test_window_that_is_not_used(tmp_path: Path) -> None:
+    assert one(sparse.checkpoint(tmp_path / "a", sparse.QWEN3, WEIGHT)).window is None
+    config = sparse.QWEN3 | {"use_sliding_window": True}
+    assert one(sparse.checkpoint(tmp_path / "b", config, WEIGHT)).window == 4096
+
+
+def test_config_as_transformers_saves_it(tmp_path: Path) -> None:
+    config = sparse.gemma4("31B")
+    text = config["text_config"]
+    own = {
+        "head_dim": text.pop("global_head_dim"),
+        "num_key_value_heads": text.pop("num_global_key_value_heads"),
+    }
+    text |= {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "per_layer_config": {"5": own}}
+    found = one(sparse.checkpoint(tmp_path / "a", config, WEIGHT))
+    assert (found.global_head_dim, found.global_kv_heads) == (512, 4)
+    assert found.goes_with == ("google/gemma-4-31B-it-assistant",)
+
+
+MLX_4 = {"l.weight": ("U32", (64, 8)), "l.scales": ("BF16", (64, 1)), "l.biases": ("BF16", (64, 1))}
+MIXED = MLX_4 | {
+    "head.weight": ("U32", (10, 16)),
+    "head.scales": ("F16", (10, 2)),
+    "head.biases": ("F16", (10, 2)),
+}
+GPTQ = {"l.qweight": ("I32", (8, 64)), "l.scales": ("F16", (1, 64)), "l.qzeros": ("I32", (1, 8))}
+FP8 = {"l.weight": ("F8_E4M3", (128, 64)), "l.weight_scale_inv": ("F32", (1, 1))}
+BLOCKS = {"l.down_proj_blocks": ("U8", (2, 32, 16)), "l.down_proj_scales": ("U8", (2, 32))}
+PACKED = {"l.weight_packed": ("I32", (64, 8)), "l.weight_scale": ("BF16", (64, 2))}
+NVFP4 = {
+    "l.weight": ("U8", (64, 32)),
+    "l.weight_scale": ("F8_E4M3", (64, 4)),
+    "l.weight_scale_2": ("F32", ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "precision", "parameters"),
+    [
+        ({}, {"l.weight": ("F32", (4, 4)), "l.bias": ("F32", (4,))}, "float32", 20),
+        (
+            {},
+            {"l.weight": ("BF16", (9, 9)), "norm.weight": ("F32", (9,)), "map": ("I64", (99,))},
+            "bfloat16",
+            90,
+        ),
+        ({"quantization": {"bits": 4, "group_size": 64}}, MLX_4, "4-bit MLX, groups of 64", 64 * 64),
+        (
+            {"quantization": {"bits": 4, "group_size": 64, "head": {"bits": 8, "group_size": 32}}},
+            MIXED,
+            "4-bit MLX, groups of 64, some layers 8-bit",
+            64 * 64 + 10 * 64,
+        ),
+        (
+            {"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}},
+            {"l.weight": ("U32", (64, 8)), "l.scales": ("U8", (64, 2))},
+            "mxfp4 MLX, groups of 32",
+            64 * 64,
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}},
+            GPTQ,
+            "GPTQ 4-bit, groups of 64",
+            4096,
+        ),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, GPTQ, "AWQ 4-bit", 4096),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            FP8,
+            "FP8, blocks of 128x128",
+            128 * 64,
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, BLOCKS, "MXFP4", 2 * 32 * 32),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "format": "pack-quantized",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+                }
+            },
+            PACKED,
+            "compressed-tensors pack-quantized",
+            64 * 64,
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            NVFP4,
+            "ModelOpt NVFP4",
+            64 * 64,
+        ),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 8}}},
+            GPTQ,
+            "GPTQ 8-bit",
+            2048,
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            NVFP4,
+            "bitsandbytes 4-bit",
+            4096,
+        ),
+        ({"quantization": "odd", "quantization_config": 3}, {"l.weight": ("F16", (2, 2))}, "float16", 4),
+    ],
+)
+def test_precision(
+    tmp_path: Path, settings: dict[str, Any], tensors: sparse.Tensors, precision: str, parameters: int
+) -> None:
+    found = one(sparse.checkpoint(tmp_path / "x", {"model_type": "llama"} | settings, tensors))
+    assert (found.precision, found.parameters) == (precision, parameters)
+
+
+# --- drafters
+
+
+@pytest.mark.parametrize("size", sparse.GEMMA4)
+def test_assistant_fits_its_target_alone(tmp_path: Path, size: str) -> None:
+    folder = sparse.checkpoint(tmp_path / "assistant", sparse.gemma4_assistant(size), WEIGHT)
+    found = one(folder)
+    assert found.kind == "Gemma 4 assistant"
+    assert found.goes_with == (f"google/gemma-4-{size}-it",)
+    for other in sparse.GEMMA4:
+        target = sparse.checkpoint(tmp_path / other, sparse.gemma4(other), WEIGHT)
+        (tmp_path / "pair.json").write_text(json.dumps({"target": other, "drafter": "assistant"}))
+        pair = inspect(str(tmp_path))
+        assert isinstance(pair, ConvertedPair) and pair.target is not None
+        assert (pair.problem is None) == (other == size), (target, pair.problem)
+
+
+HEADS = {"0.0.linear.weight": ("F16", (64, 64)), "0.1.weight": ("F16", (320, 64))}
+EAGLE = {
+    "fc.weight": ("BF16", (64, 192)),
+    "d2t": ("I64", (32,)),
+    "t2d": ("BOOL", (320,)),
+    "lm_head.weight": ("BF16", (32, 64)),
+}
+CONVERTED_FOR = {"hidden_size": 96, "vocab_size": 99, "num_hidden_layers": 7, "rope": {}}
+LAYER = {"model_type": "llama", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "kind", "needs"),
+    [
+        (LAYER, EAGLE, "EAGLE-3", (64, 320, None)),
+        (LAYER | {"draft_vocab_size": 32, "target_hidden_size": 96}, WEIGHT, "EAGLE-3", (96, 320, None)),
+        (LAYER, EAGLE | {"mask_hidden": ("BF16", (1, 1, 192))}, "P-EAGLE", (64, 320, None)),
+        (
+            LAYER | {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36},
+            {"fc.weight": ("BF16", (64, 320)), "hidden_norm.weight": ("BF16", (64,))},
+            "DFlash",
+            (64, 320, 36),
+        ),
+        (LAYER | {"pard_token": 319}, WEIGHT, "PARD", (None, None, None)),
+        ({"model_type": "llama", "medusa_num_heads": 2}, HEADS, "Medusa", (64, None, None)),
+        (
+            LAYER | {"model_type": "qwen3_5_mtp"},
+            {"fc.weight": ("BF16", (64, 128))},
+            "MTP head",
+            (64, 320, None),
+        ),
+        (
+            LAYER,
+            {"mtp.fc.weight": ("BF16", (64, 128)), "mtp.norm.weight": ("BF16", (64,))},
+            "MTP head",
+            (64, 320, None),
+        ),
+        (
+            {"model_type": "dflash", "target": CONVERTED_FOR, "layer_config": LAYER},
+            WEIGHT,
+            "DFlash",
+            (96, 99, 7),
+        ),
+        ({"model_type": "pard", "target": CONVERTED_FOR}, WEIGHT, "PARD", (96, 99, 7)),
+        ({"model_type": "glm_mtp", "target": CONVERTED_FOR}, WEIGHT, "MTP head", (96, 99, 7)),
+        ({"speculators_model_type": "eagle3", "model_type": "x"}, WEIGHT, "EAGLE-3", (None, None, None)),
+        (LAYER, WEIGHT, None, None),
+    ],
+)
+def test_kinds(
+    tmp_path: Path, config: dict[str, Any], tensors: sparse.Tensors, kind: str | None, needs: Any
+) -> None:
+    found = one(sparse.checkpoint(tmp_path / "drafter", config, tensors))
+    assert found.kind == kind
+    shape = found.needs
+    assert (shape and (shape.hidden_size, shape.vocab_size, shape.layers)) == needs
+
+
+def test_what_a_drafter_says_it_is_for(tmp_path: Path) -> None:
+    verifier = {"verifier": {"name_or_path": "owner/target"}}
+    config = LAYER | {"draft_vocab_size": 32, "speculators_config": verifier}
+    assert one(sparse.checkpoint(tmp_path / "a", config, EAGLE)).goes_with == ("owner/target",)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "state"),
+    [
+        ({"num_nextn_predict_layers": 1}, "model.layers.36.eh_proj.weight", "present"),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, "mtp.fc.weight", "present"),
+        ({"num_nextn_predict_layers": 1}, "model.layers.36.mlp.up_proj.weight", "stripped"),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, "model.norm.weight", "stripped"),
+        ({"num_nextn_predict_layers": 0}, "model.norm.weight", "none"),
+        ({}, "model.norm.weight", "none"),
+        ({}, "medusa_head.0.0.linear.weight", "present"),
+    ],
+)
+def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: str) -> None:
+    tensors = WEIGHT | {tensor: ("BF16", (2, 2))}
+    found = one(sparse.checkpoint(tmp_path / "target", sparse.QWEN3 | config, tensors))
+    assert (found.kind, found.speculative_heads) == (None, state)
+    assert any(state in line for line in described.description(found) if "own draft heads" in line)
+
+
+# --- what is damaged
+
+
+def test_truncated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("ab") as stream:
+        stream.truncate(size - 1)
+    found = one(folder)
+    assert found.problem is not None and f"has {size - 1} bytes, its header promises {size}" in found.problem
+    assert found.parameters == 64 * 32
+    assert inspect_main([str(folder)]) == 1
+    assert f"its header promises {size}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        (b"abc", "is not a safetensors file"),
+        (b"\x10" + bytes(7) + b"no json at all..", "damaged header"),
+        (b"\x02" + bytes(7) + b"[]", "damaged header"),
+        (b'\x11\0\0\0\0\0\0\0{"a": {"dtype":1}}', "damaged header"),
+        (b"\xff" * 50, "is not a safetensors file"),
+    ],
+)
+def test_not_safetensors(tmp_path: Path, content: bytes, message: str) -> None:
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
+    (folder / "model.safetensors").write_bytes(content)
+    assert message in (one(folder).problem or "")
+
+
+def test_shape_that_its_bytes_do_not_hold(tmp_path: Path) -> None:
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"[64, 32]", b"[64, 33]"))
+    assert "another size than their shape: model.embed_tokens.weight" in (one(folder).problem or "")
+
+
+def test_index(tmp_path: Path) -> None:
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
+    index = folder / "model.safetensors.index.json"
+    names = {"a.weight": "model.safetensors", "b.weight": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": names}))
+    assert "lacks model-2.safetensors, which model.safetensors.index.json lists" in (
+        one(folder).problem or ""
+    )
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
+    assert "lists a.weight, which no file holds" in (one(folder).problem or "")
+    index.write_text('{"weight_map": 1}')
+    assert "has no weight_map" in (one(folder).problem or "")
+
+
+def test_what_cannot_be_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no config"):
+        inspect(str(tmp_path))
+    with pytest.raises(NotFound, match="is a file"):
+        inspect(__file__)
+    with pytest.raises(NotFound, match="there is no folder"):
+        inspect(str(tmp_path / "none"))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(BadCheckpoint, match="a JSON object belongs"):
+        inspect(str(tmp_path))
+    odd = {"model_type": "gemma4", "text_config": {"per_layer_config": 3, "layer_types": ["full_attention"]}}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(BadCheckpoint, match="is malformed"):
+        inspect(str(tmp_path))
+
+
+def test_config_of_nonsense(tmp_path: Path) -> None:
+    config = {key: "x" for key in sparse.QWEN3} | {"layer_types": 5, "architectures": "x", "vocab_size": True}
+    found = one(sparse.checkpoint(tmp_path / "x", config, WEIGHT))
+    assert (found.family, found.layers, found.heads, found.vocab_size) == ("x", None, None, None)
+
+
+# --- converted pairs
+
+
+def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sparse.checkpoint(tmp_path / "target", sparse.gemma4("E4B"), WEIGHT)
+    sparse.checkpoint(tmp_path / "drafter", sparse.gemma4_assistant("E4B"), WEIGHT)
+    test = {"result": "passed", "acceptance": 0.61234, "prompts": ["x"]}
+    manifest = {"target": "target", "drafter": "drafter", "self_test": test, "format": 9}
+    (tmp_path / "pair.json").write_text(json.dumps(manifest))
+    assert inspect_main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "self-test          passed, acceptance 0.612" in out and "Gemma 4 assistant" in out
+    assert inspect_main([str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["self_test"] == test and found["drafter"]["needs"]["hidden_size"] == 2560
+    shutil.rmtree(tmp_path / "drafter")
+    assert inspect_main([str(tmp_path)]) == 1
+    assert "no config.json" in capsys.readouterr().out
+    (tmp_path / "pair.json").write_text(json.dumps({"target": "target", "drafter": None, "self_test": 3}))
+    assert inspect_main([str(tmp_path)]) == 0
+    (tmp_path / "pair.json").write_text(json.dumps({"target": 3}))
+    assert inspect_main([str(tmp_path)]) == 1
+    assert "target must be a path" in capsys.readouterr().out
+
+
+# --- without MLX, at once, from afar
+
+
+def test_no_mlx_and_no_weights() -> None:
+    code = """
+import sys
+sys.modules["mlx"] = sys.modules["mlx_lm"] = None  # an import fails
+from mlx_spec.apps.models import inspect_main
+code = inspect_main(["demo"])
+assert sys.modules["mlx"] is None and "mlx.core" not in sys.modules and "numpy" not in sys.modules
+sys.exit(code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gemma4_assistant" in done.stdout and "no " not in done.stderr
+
+
+def test_huge(tmp_path: Path) -> None:
+    """More than 2 TB and 30 000 tensors: anything that read the data would be noticed."""
+    names: dict[str, str] = {}
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3 | {"model_type": "x"}, {})
+    for shard in range(20):
+        file = f"model-{shard:05}-of-00020.safetensors"
+        tensors = {f"model.layers.{shard}.experts.{i}.up.weight": ("BF16", (4096, 8192)) for i in range(1500)}
+        sparse.write(folder / file, tensors)
+        names |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    start = time.process_time()
+    found = inspect(str(folder))
+    assert time.process_time() - start < 1
+    assert isinstance(found, Checkpoint) and found.problem is None
+    assert found.parameters == 30_000 * 4096 * 8192 and found.size > 2e12
+
+
+def test_repository_that_is_not_here(tmp_path: Path) -> None:
+    folder = sparse.checkpoint(tmp_path / "repo", sparse.gemma4("E2B"), {"a.weight": ("BF16", (4096, 4096))})
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (folder / "own.py").touch()
+    code = "import sys; from mlx_spec.apps.models import inspect_main; sys.exit(inspect_main(sys.argv[1:]))"
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", code, *arguments],
+            env=hub.variables(tmp_path / "home") | environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    with serving({"owner/model": folder}) as hub:
+        done = run("owner/model", "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["parameters"] == 4096 * 4096 and found["size"] > 33e6
+        assert (found["family"], found["has_tokenizer"], found["has_template"]) == ("gemma4", True, True)
+        assert not (tmp_path / "home" / "hub").exists()
+        assert hub.sent < 1e6
+        done = run("owner/model", HF_HUB_OFFLINE="1")
+        assert done.returncode == 1 and done.stdout == ""
+        assert (
+            "HF_HUB_OFFLINE forbids" in done.stderr
+            and "`mlx-spec pull owner/model` fetches it" in done.stderr
+        )
+        assert done.stderr.count("\n") == 1

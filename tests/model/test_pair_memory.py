@@ -1,0 +1,58 @@
+"""A pair takes the memory of its two checkpoints: no drafter holds a copy of anything of the target."""
+
+from __future__ import annotations
+
+import gc
+import io
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_spec
+from mlx_spec.convert.conversion import Request, convert
+from mlx_spec.convert.progress import Progress
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TRAINED = GOLDEN / "trained"
+PUBLISHED = {
+    "gemma4_assistant": (GOLDEN / "12b-trained" / "target", str(GOLDEN / "12b-trained" / "assistant")),
+    "qwen_mtp": (TRAINED / "qwen", "auto"),
+    "eagle3": (TRAINED / "llama", str(TRAINED / "eagle3")),
+    **{
+        family: (GOLDEN / "12b-trained" / "target", str(TRAINED / family))
+        for family in ("medusa", "pard", "dflash", "peagle")
+    },
+}
+SLACK = 8192  # bytes: constants such as rotary frequencies
+
+
+def taken(target: Path, drafter: Path | str) -> int:
+    """Bytes that a pair holds after an answer, its caches given back."""
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    pair = mlx_spec.load(target, drafter, num_draft_tokens=3)
+    rounds = list(pair.generate([2, *pair.text.encode("where is the red fox")], max_tokens=12))
+    assert any(round.drafted for round in rounds) == (drafter != "none")
+    del rounds
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory() - before
+
+
+def tensors(folder: Path) -> int:
+    """Bytes of the tensors of a checkpoint."""
+    return sum(array.nbytes for file in folder.glob("*.safetensors") for array in mx.load(str(file)).values())
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_loads_without_a_copy_of_the_target(family: str, tmp_path: Path) -> None:
+    """The smallest tensor that drafters share, the target's embedding, is far larger than the slack."""
+    target, drafter = PUBLISHED[family]
+    request = Request(str(target), drafter, tmp_path / "out", "none", 32, "none", None, False)
+    convert(request, Progress(io.StringIO()))
+    mine = tmp_path / "out" / "target", tmp_path / "out" / "drafter"
+    alone, pair = taken(mine[0], "none"), taken(*mine)
+    assert pair - alone <= tensors(mine[1]) + SLACK, (alone, pair, tensors(mine[0]), tensors(mine[1]))
+    assert alone <= tensors(mine[0]) + SLACK

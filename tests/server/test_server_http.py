@@ -1,0 +1,393 @@
+"""The server around its answers: errors, limits, health, models, metrics, options, start and end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from endpoint import (
+    CHAT,
+    DEMO,
+    HELLO,
+    STATISTICS,
+    TEXT,
+    Stub,
+    StubJob,
+    error_of,
+    fresh,
+    stubbed,
+    wait_until,
+)
+
+from mlx_spec import __version__
+from mlx_spec.apps.server import main, metrics
+from mlx_spec.apps.server.arguments import parse
+from mlx_spec.apps.server.ask import Ask, Event, Failed, Opened, Raw, RoundDone
+from mlx_spec.apps.server.failures import broken, busy, unavailable
+from mlx_spec.apps.server.metrics import Metrics, Observed
+from mlx_spec.apps.server.settings import GB, Limits, Served, Settings
+from mlx_spec.apps.server.status import Status
+from mlx_spec.sampling import Sampling
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60  # seconds until a process counts as hung
+LEAVING = 10  # seconds; it takes one where nothing else runs
+
+
+@pytest.fixture
+def stub() -> Stub:
+    return Stub()
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
+)
+def test_no_json_object_is_400(stub, path, body):
+    error = error_of(stubbed(stub).client.post(path, content=body), 400)
+    assert error["type"] == "invalid_request_error" and stub.asks == []
+
+
+def test_unknown_path_is_404(stub):
+    assert error_of(stubbed(stub).client.get("/v1/nothing"), 404)["code"] == "unknown_url"
+    assert error_of(stubbed(stub).client.get("/docs"), 404)  # nor pages that load scripts from elsewhere
+    assert error_of(stubbed(stub).client.get("/openapi.json"), 404)
+
+
+def test_wrong_method_is_405(stub):
+    response = stubbed(stub).client.get(CHAT)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+def test_unknown_model_is_404_before_the_worker_hears_of_it(stub):
+    for path in (CHAT, TEXT):
+        error = stubbed(stub).refused(path, 404, model="gpt-9", prompt="x")
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert stub.asks == []
+
+
+def test_a_long_name_is_not_sent_back(stub):
+    error = stubbed(stub).refused(CHAT, 404, model="x" * 100_000)
+    assert error["code"] == "model_not_found" and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+def test_an_empty_name_is_none_in_every_protocol(stub, path):
+    body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, {"messages": HELLO})
+    response = stubbed(stub).post(path, model="", max_tokens=9, **body)
+    assert response.status_code == 200 and stub.asks[0].model == "demo"
+
+
+@pytest.mark.parametrize("model", [None, "", "demo", "alias"])
+def test_model_may_be_left_out(stub, model):
+    assert stubbed(stub).chat(model=model).json()["model"] == "demo"
+    assert stubbed(stub).post(CHAT, messages=HELLO).status_code == 200
+
+
+def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
+    endpoint = stubbed(stub, Settings(DEMO, limits=Limits(body_bytes=1000)))
+    content = [b'{"messages": "', b"x" * 2000, b'"}']
+    for path in (CHAT, TEXT, "/v1/responses"):
+        error_of(endpoint.client.post(path, content=b"".join(content)), 413)
+        error_of(endpoint.client.post(path, content=iter(content)), 413)
+    found = endpoint.client.post("/v1/messages", content=iter(content))
+    assert found.status_code == 413 and found.json()["type"] == "error"
+    assert endpoint.chat().status_code == 200
+
+
+DEEP = '{"a":' * 400 + "1" + "}" * 400
+BIASES = ",".join(f'"{token}":1' for token in range(20_000))
+CALLABLE = '[{"type":"function","function":{"name":"f","parameters":' + DEEP + "}}]"
+ASKED = '{"messages":[{"role":"user","content":"x"}],'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, '{"messages":' + DEEP + "}", 400),
+        (CHAT, ASKED + '"metadata":' + DEEP + "}", 400),
+        (CHAT, ASKED + '"nobody knows it":' + DEEP + "}", 400),
+        (CHAT, ASKED + '"tools":' + CALLABLE + "}", 400),
+        (CHAT, ASKED + '"logit_bias":{' + BIASES + "}}", 400),
+        (CHAT, ASKED + '"logit_bias":{' + ",".join([BIASES] * 45) + "}}", 413),
+        (TEXT, '{"prompt":' + DEEP + "}", 400),
+        (TEXT, '{"prompt":[' + ",".join(["1"] * 5_000_000) + "]}", 413),
+        ("/v1/responses", '{"input":' + DEEP + "}", 400),
+    ],
+    ids=[*"abcdefghi"],
+)
+def test_bodies_without_measure_are_refused_at_once(path, body, status):
+    stub, endpoint = fresh()
+    began = time.process_time()
+    error_of(endpoint.client.post(path, content=body), status)
+    assert time.process_time() - began < 1 and not stub.asks
+
+
+def test_full_queue_is_429_with_the_time_to_wait(stub):
+    stub.refusal = busy(3, 7)
+    for body in ({}, {"stream": True}):
+        response = stubbed(stub).chat(**body)
+        assert error_of(response, 429)["code"] == "queue_full"
+        assert response.headers["retry-after"] == "7"
+
+
+def test_loading_is_503(stub):
+    stub.refusal = unavailable("the server is loading its model", "loading")
+    assert stubbed(stub).refused(status=503)["code"] == "loading"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failure_before_the_first_event_keeps_its_status(stub, stream):
+    stub.events = (Failed(broken()),)
+    error = stubbed(stub).refused(status=500, stream=stream)
+    assert error["type"] == "server_error"
+
+
+def test_our_own_bug_is_500_and_tells_nothing(stub, monkeypatch, caplog):
+    def buggy(_name):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(stub, "resolve", buggy)
+    response = stubbed(stub).chat()
+    assert error_of(response, 500)["code"] == "internal_error" and "secret" not in response.text
+    assert [record.getMessage() for record in caplog.records] == ["a request failed"]
+
+
+# --- health, models, metrics
+
+
+def test_health_says_who_we_are(stub):
+    found = stubbed(stub).client.get("/health")
+    assert found.status_code == 200
+    expected = {"status": "ok", "service": "mlx_spec", "version": __version__, "waiting": 0, "running": 0}
+    assert found.json() == expected
+    for state in ("loading", "draining", "failed"):
+        stub.state = Status(state)
+        found = stubbed(stub).client.get("/health")
+        assert (found.status_code, found.json()["status"]) == (503, state)
+
+
+def test_models(stub):
+    client = stubbed(stub).client
+    listed = client.get("/v1/models?").json()
+    assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["demo", "alias"]
+    one = client.get("/v1/models/alias").json()
+    assert (one["id"], one["model"], one["object"], one["context_length"]) == ("alias", "demo", "model", 64)
+    assert {"created", "owned_by"} <= set(one)
+    assert error_of(client.get("/v1/models/owner/name"), 404)["code"] == "model_not_found"
+
+
+def figures(client) -> dict[str, float]:
+    lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_metrics(stub):
+    endpoint = stubbed(stub)
+    endpoint.chat()
+    endpoint.chat(stream=True)
+    endpoint.chat(temperature=-1)
+    endpoint.client.get("/made/up")
+    endpoint.client.get("/v1/models/made-up")
+    found = figures(endpoint.client)
+    assert found['mlx_spec_requests_total{path="/v1/chat/completions",status="200"}'] == 2
+    assert found['mlx_spec_requests_total{path="/v1/chat/completions",status="400"}'] == 1
+    assert found['mlx_spec_requests_total{path="other",status="404"}'] == 1
+    assert not any("made" in name for name in found)
+    expected = {
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "generation_tokens": 8,
+        "spec_decode_num_drafts": 4,
+        "spec_decode_num_draft_tokens": 12,
+        "spec_decode_num_accepted_tokens": 4,
+    }
+    for name, value in expected.items():
+        assert found[f'mlx_spec_{name}_total{{model="demo"}}'] == value
+    at = 'mlx_spec_spec_decode_num_accepted_tokens_per_pos_total{model="demo",position="%d"}'
+    assert found[at % 0] == found[at % 1] == 2 and at % 2 not in found
+    assert found['mlx_spec_time_to_first_token_seconds_count{model="demo"}'] == 2
+    assert found['mlx_spec_gain{model="demo"}'] == pytest.approx(1.5)
+    assert found['mlx_spec_reason{model="demo",reason="speculation pays"}'] == 1
+    assert {"mlx_spec_queue_depth", "mlx_spec_running"} <= set(found)
+
+
+class Held(Stub):
+    """A worker whose events are sent by hand."""
+
+    def submit(self, ask: Ask, send: Callable[[Event], None]) -> StubJob:
+        self.send = send
+        return super().submit(ask, lambda _: None)
+
+
+def test_metrics_move_while_an_answer_streams(monkeypatch):
+    def value(name: str) -> float | None:
+        return counted.registry.get_sample_value(f"mlx_spec_{name}_total", {"model": "demo"})
+
+    worker, seen = Held(), []
+    counted = Metrics(worker)  # type: ignore[arg-type]
+    job = Observed(worker, counted).submit(Ask("demo", Raw(("x",)), Sampling()), seen.append)
+    first = replace(STATISTICS, generated_tokens=3, drafted=4, drafted_at=(2, 2), decode_seconds=0.1)
+    events = (Opened(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
+    for event in events[:2]:
+        worker.send(event)
+    assert [value(name) for name in ("prompt_tokens", "generation_tokens")] == [5, 3]
+    monkeypatch.setattr(metrics, "EVERY", 0.0)
+    for event in events[2:]:
+        worker.send(event)
+    assert value("generation_tokens") == 4 + 3 and value("spec_decode_num_draft_tokens") == 6 + 4
+    assert value("generation_seconds") == pytest.approx(0.3)
+    monkeypatch.setattr(metrics, "EVERY", 1e9)
+    worker.send(RoundDone(1, STATISTICS))
+    assert value("generation_tokens") == 7, "counted a few times a second, not with every round"
+    job.cancel()
+    job.cancel()
+    assert value("generation_tokens") == 8 and value("cancelled") == 1
+    assert seen == [*events, RoundDone(1, STATISTICS)]
+
+
+# --- the command line
+
+
+def test_defaults():
+    assert parse([]) == Settings((Served("demo", "demo"),))
+
+
+def test_options():
+    words = "--target a/b --drafter lookup --model c=d,e --model f=g --alias h=c --pin c --port 0"
+    words += " --num-draft-tokens 3 --kv-bits 8 --api-key k --host 0.0.0.0 --allow-host me --memory 1.5"
+    words += (
+        " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --max-running 2 --conversations 1"
+    )
+    found = parse(words.split())
+    assert found.models == (
+        Served("b", "a/b", "lookup", 3, 8),
+        Served("c", "d", "e", 3, 8, pinned=True),
+        Served("f", "g", None, 3, 8),
+    )
+    assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
+    assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
+    assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
+    assert parse(["--model", "c=d"]).models == (Served("c", "d"),)
+
+
+def test_key_from_a_file(tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+    assert parse(["--api-key-file", str(tmp_path / "key")]).api_key == "secret"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--host 0.0.0.0",
+        "--host 192.168.1.2",
+        "--host example.org",
+        "--port x",
+        "--port 65536",
+        "--model x",
+        "--model x=a --model x=b",
+        "--model x=a --drafter b",
+        "--alias a=b",
+        "--alias demo=demo",
+        "--pin b",
+        "--memory 0",
+        "--idle nan",
+        "--max-running 0",
+        "--api-key-file /nonexistent",
+        "--api-key a --api-key-file /nonexistent",
+        "--cors-origin localhost",
+        "--cors-origin http://a/b",
+        "--nonsense",
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(capsys, words):
+    with pytest.raises(SystemExit) as left:
+        parse(words.split())
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mlx-spec: ") and line.endswith("(see mlx-spec serve --help)")
+
+
+def test_empty_key_is_refused():
+    with pytest.raises(SystemExit):
+        parse(["--host", "0.0.0.0", "--api-key", ""])
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys\nfrom mlx_spec.apps.server import main\ntry: main(['--help'])\n"
+    code += "except SystemExit: print(sorted({'mlx', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=LIMIT, check=True)
+    assert done.stdout.decode().splitlines()[-1] == "[]"
+
+
+# --- as a process
+
+
+@contextmanager
+def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, Any]]:
+    """A server that is ready, the line that it begins with, and a client of it."""
+    command = [sys.executable, "-W", "error", "-m", "mlx_spec.serve", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+        assert found, line
+        url = f"http://127.0.0.1:{found[1]}"
+        with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
+            wait_until(lambda: client.get("/health").json()["status"] == "ok")
+            yield process, line, client
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
+    ask = {"messages": HELLO, "max_tokens": 4000, "temperature": 2, "stream": True}
+    ask["logit_bias"] = {"106": -100, "1": -100}  # it never ends by itself
+    with started() as (process, line, client):
+        assert "demo at" in line and "Ctrl-C" in line
+        with client.stream("POST", CHAT, json=ask) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            last = [text for text in lines if text][-1]
+        assert process.wait(LIMIT) == 0 and time.monotonic() - began < LEAVING
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_port_that_is_taken_is_one_line(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["--port", str(taken.getsockname()[1])]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "mlx_spec.serve", "--port", "0", "--target", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mlx-spec: ") and str(tmp_path) in line

@@ -1,0 +1,235 @@
+"""The page in a real browser, before a real server on the demo pair, and before recorded events."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import uvicorn
+from endpoint import CLOSED, DEMO, STATISTICS, Stub, stubbed
+
+from mlx_spec.apps.server.ask import Ended, Event, Opened, Piece, RoundDone, Span
+from mlx_spec.apps.server.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import chromium
+from chromium import Browser, Tab
+from serving import CHAT, Serving, serving
+
+BROWSER = chromium.found()
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
+QUESTION = "What does os.path.join do?"
+READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
+DONE = "document.querySelectorAll('.turn.assistant[aria-busy=false]').length"
+ENDS = {"1": -100, "15": -100}  # the demo's end tokens; without them it does not stop
+RECORD = """window.lengths = []; new MutationObserver(() => {
+  const length = document.querySelector('.turn.assistant:last-child .answer')?.textContent.length ?? 0;
+  if (length !== window.lengths.at(-1)) window.lengths.push(length);
+}).observe(document.querySelector('#log'), {childList: true, subtree: true, characterData: true})"""
+ENDLESS = f"""window.fetched ??= window.fetch; window.fetch = (path, options) => {{
+  if (options?.body) options.body = JSON.stringify(
+    {{...JSON.parse(options.body), logit_bias: {ENDS}, max_completion_tokens: 2000}});
+  return window.fetched(path, options);
+}}"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving("--num-draft-tokens", "4") as started:  # drafts in every round, whatever it costs here
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium.browser(BROWSER or "") as started:
+        yield started
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    with browser.tab() as opened:
+        yield opened
+
+
+@contextmanager
+def recorded(events: tuple[Event, ...], *, pause: float = 0.0, api_key: str | None = None) -> Iterator[str]:
+    """The address of our application before a worker that sends these events."""
+    settings = replace(Settings(DEMO), api_key=api_key)
+    app = stubbed(Stub(events, pause=pause), settings).app
+    listening = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, ws="none"))
+    thread = threading.Thread(target=running.run, args=([listening],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        running.should_exit = True
+        thread.join(20)
+        listening.close()
+
+
+def text(tab: Tab, selector: str) -> str:
+    found: str = tab.value(f"document.querySelector({selector!r}).textContent")
+    return found
+
+
+def ask(tab: Tab, question: str = QUESTION) -> None:
+    before = tab.value(DONE)
+    tab.until("!document.querySelector('#send').hidden && document.activeElement.id === 'message'")
+    tab.write(question)
+    tab.press("Enter")
+    tab.until(f"{DONE} > {before}")
+
+
+def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
+    tab.open(server.url)
+    tab.until(READY)
+    assert text(tab, "#endpoint") == f"{server.url}/v1" and text(tab, "#model-name") == "demo"
+    assert text(tab, "#speed") == "–" and "not measured yet" in text(tab, "#speed-note")
+    tab.value(RECORD)
+    ask(tab)
+    plain = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
+    said = server.send(CHAT, plain).json["choices"][0]["message"]["content"]
+    assert text(tab, ".turn.assistant .answer") == said
+    lengths = tab.value("window.lengths.filter((n) => n)")
+    assert len(lengths) >= 3 and lengths == sorted(lengths), "the text has to come in steps"
+    drafted = tab.value("[...document.querySelectorAll('.answer .run.drafter')].map((n) => n.textContent)")
+    own = tab.value("document.querySelectorAll('.answer .run.target').length")
+    assert drafted and own and sum(map(len, drafted)) < len(said)
+    assert "gemma4_assistant, token 1 of its draft" in tab.value("document.querySelector('.run.k1').title")
+    tab.until("Number(document.querySelector('#speed').textContent) > 0")
+    assert text(tab, "#speed-note") == "this answer" and text(tab, "#per-round") != "not measured yet"
+    for chart in ("speed", "length", "acceptance"):
+        tab.until(f"document.querySelector('#{chart}-chart svg[role=img]')")
+    assert tab.value("document.querySelectorAll('#acceptance-chart .bar-front').length") >= 1
+    first = text(tab, "#speed-chart svg") + tab.value(
+        "document.querySelector('#length-chart .line').outerHTML"
+    )
+    ask(tab, "and what is functools.lru_cache for?")
+    tab.until("document.querySelectorAll('.turn.assistant .facts').length === 2")
+    second = text(tab, "#speed-chart svg") + tab.value(
+        "document.querySelector('#length-chart .line').outerHTML"
+    )
+    assert first != second
+    assert "reused" in text(tab, ".turn:last-child .facts"), "a second turn goes on from the first"
+    assert tab.complaints == []
+    assert all(url.startswith(server.url) for url in tab.requested)
+
+
+def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
+    tab.open(server.url)
+    tab.until(READY)
+    tab.value(ENDLESS)
+    for how in ("click", "key"):
+        tab.until("document.activeElement.id === 'message'")
+        tab.write(QUESTION)
+        tab.press("Enter")
+        tab.until("document.querySelector('.turn:last-child .answer')?.textContent.length > 60")
+        assert tab.value("document.querySelector('.turn:last-child').ariaBusy") == "true"
+        tab.click("#stop") if how == "click" else tab.press("Escape")
+        tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
+        assert text(tab, "#announce") == "Stopped"
+    end = time.monotonic() + 10
+    while server.send("/health").json["running"] and time.monotonic() < end:
+        time.sleep(0.05)
+    assert server.send("/health").json["running"] == 0, "the server has to stop, too"
+    tab.value("window.fetch = window.fetched")
+    tab.click("#restart")
+    assert tab.value("document.querySelectorAll('.turn').length") == 0
+    ask(tab)
+    assert "os.path.join" in text(tab, ".turn.assistant .answer")
+
+
+def test_other_clients_move_the_figures(server, tab):
+    tab.open(server.url)
+    tab.until(READY)
+    tab.until("document.querySelector('#memory-note').textContent.includes('MB')")
+    server.send(CHAT, {"messages": [{"role": "user", "content": QUESTION}]})
+    tab.until("document.querySelector('#speed-note').textContent === \"another client's answer\"", 10)
+    assert tab.value("Number(document.querySelector('#speed').textContent)") > 0
+    assert text(tab, "#reason").startswith("The draft length was fixed")
+
+
+def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
+    tab.open(server.url)
+    tab.until(READY)
+    tab.click("#settings summary")
+    tab.value("document.querySelector('#max-tokens').value = 3")
+    tab.value("document.querySelector('#settings').dispatchEvent(new Event('input'))")
+    assert "up to 3 tokens" in text(tab, "#settings-summary")
+    tab.value("document.querySelector('#message').focus()")
+    tab.write("What does zip")
+    tab.press("Enter", shift=True)
+    tab.write("do?")
+    assert tab.value("document.querySelector('#message').value") == "What does zip\ndo?"
+    tab.press("Enter")
+    tab.until("document.querySelector('.facts')?.textContent.includes('cut at the most tokens')")
+    assert text(tab, ".facts").startswith("3 tokens")
+    tab.click("#highlight")
+    paint = "getComputedStyle(document.querySelector('.answer .run')).boxShadow"
+    assert tab.value(paint) == "none", "no mark of any kind when nobody wants them"
+
+
+def test_the_guide_names_this_server(tab):
+    with recorded(()) as url:
+        tab.open(url)
+        tab.until(READY)
+        tab.click("#guide-toggle")
+        tab.click("#tab-claude-code")
+        assert f"ANTHROPIC_BASE_URL={url}\n" in text(tab, "#panel-claude-code code")
+        assert tab.value("document.querySelector('#panel-curl').hidden")
+        for client in ("curl", "python", "environment"):
+            assert f"{url}/v1" in text(tab, f"#panel-{client} code")
+
+
+def test_a_key_is_asked_for_and_kept_in_memory(tab):
+    with recorded((), api_key="secret") as url:
+        tab.open(url)
+        tab.until("!document.querySelector('#key-form').hidden")
+        tab.click("#key")
+        tab.write("wrong")
+        tab.press("Enter")
+        tab.until("document.querySelector('#key-problem').textContent.includes('wrong')")
+        tab.value("document.querySelector('#key').value = 'secret'")
+        tab.press("Enter")
+        tab.until("document.querySelector('#key-form').hidden && document.querySelector('#model').value")
+        assert tab.value("document.querySelector('#key').value") == ""
+        assert tab.value("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+
+
+HOSTILE = (
+    '<img src=x onerror="window.hit=1"> **bold and `code`** *so*\n\n'
+    "- one\n- two\n\n```html\n<b>&amp;</b>\n```\nend"
+)
+
+
+def test_text_is_shown_and_never_run(tab):
+    sources = (None, "gemma4_assistant", "lookup", "grammar", "prediction")
+    parts = [HOSTILE[i : i + 3] for i in range(0, len(HOSTILE), 3)]
+    pieces = (
+        Piece(0, "answer", part, (), (Span(part, sources[i % 5], i % 5),)) for i, part in enumerate(parts)
+    )
+    rounds = (event for piece in pieces for event in (piece, RoundDone(0, STATISTICS)))
+    with recorded((Opened(5, 2), *rounds, Ended(0, "stop"), CLOSED), pause=0.002) as url:
+        tab.open(url)
+        tab.until(READY)
+        ask(tab)
+        assert tab.value("window.hit === undefined && !document.querySelector('.answer img')")
+        assert '<img src=x onerror="window.hit=1"> bold and code so' in text(tab, ".answer p")
+        assert text(tab, ".answer strong") == "bold and code" and text(tab, ".answer em") == "so"
+        assert text(tab, ".answer pre code") == "<b>&amp;</b>" and text(tab, ".answer .language") == "html"
+        assert tab.value("[...document.querySelectorAll('.answer li')].map((n) => n.textContent)") == [
+            "one",
+            "two",
+        ]
+        for name in ("target", "drafter", "lookup", "grammar", "prediction"):
+            assert tab.value(f"document.querySelectorAll('.answer .run.{name}').length"), name
+        for name in ("gemma4_assistant", "lookup", "grammar", "prediction"):
+            assert name in text(tab, "#legend")
