@@ -98,8 +98,8 @@ def _as_json(pair: Pair, found: Sequence[Speed], answers: Sequence[Sequence[Run]
 
     return {
         "device": device_name(),
-        "target": pair.facts.target,
-        "drafter": pair.facts.drafter,
+        "target": pair.info.target,
+        "drafter": pair.info.drafter,
         "answers": len(answers),
         "decoders": [dataclasses.asdict(speed) for speed in found],
     }
@@ -109,7 +109,7 @@ def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
     from mlx_spec.apps.described import table
     from mlx_spec.tuning.bandwidth import device_name
 
-    names = f"{pair.facts.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
+    names = f"{pair.info.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
     lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *table([HEAD, *map(_row, found)])]
     if not pair.drafter_names:
         lines += ["", "this target has no drafter here: --drafter names one, or is lookup"]

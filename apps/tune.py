@@ -84,7 +84,7 @@ def _tuner(pair: Pair) -> Tuner:
     if isinstance(pair.policies, Tuner):
         return pair.policies
     raise InvalidValue(
-        f"there is nothing to tune: {pair.facts.target} has no drafter here, and plain decoding needs none; "
+        f"there is nothing to tune: {pair.info.target} has no drafter here, and plain decoding needs none; "
         "name one with --drafter"
     )
 

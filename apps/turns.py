@@ -19,8 +19,8 @@ import mlx.core as mx
 
 from mlx_spec.engine import prefill
 from mlx_spec.pair import Pair
-from mlx_spec.reuse import Decoding
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.sequence import SequenceParts
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Round
 
 BURST = 8  # tokens
@@ -31,7 +31,7 @@ class Arm:
     """A way to decode. What it opens keeps its policy from one prompt to the next."""
 
     name: str
-    decoding: Decoding
+    decoding: SequenceParts
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
     if num_draft_tokens is None:
         return Arm(name, parts)
     drafters = parts.drafters[:1] if num_draft_tokens else ()
-    return Arm(name, Decoding(parts.target, drafters, Fixed(num_draft_tokens)))
+    return Arm(name, SequenceParts(parts.target, drafters, Fixed(num_draft_tokens)))
 
 
 def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int, start: int) -> list[Run]:

@@ -84,7 +84,7 @@ def measure(
     pair: Pair, prompt: list[int], sampling: Sampling, settings: argparse.Namespace
 ) -> Iterator[Measured]:
     for text in range(settings.texts):
-        law = Law(sampling, len(prompt), pair.facts.vocab_size)
+        law = Law(sampling, len(prompt), pair.info.vocab_size)
         sampler = Unseeded(law, key=settings.seed * 1000 + text)
         decoding = pair.open()
         history = list(prompt)
@@ -125,7 +125,7 @@ def sampled(decoding: Decoding, law: Law, sampler: Unseeded, history: list[int])
 
 def walked(pair: Pair, decoding: Decoding, law: Law, history: list[int]) -> Floats:
     """The expectation of the target's draws following the drafter's greedy chain."""
-    draft = decoding.drafters[0].draft(history, K, Sampling().sampler(len(history), pair.facts.vocab_size))
+    draft = decoding.drafters[0].draft(history, K, Sampling().sampler(len(history), pair.info.vocab_size))
     p = target_law(decoding, law, history, draft.tokens)
     return runs(p[np.arange(K), np.array(draft.tokens)])
 

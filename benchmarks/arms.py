@@ -21,9 +21,9 @@ from mlx_spec import load
 from mlx_spec.engine import generate, prefill
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import Decoding
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.tuning import profile
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.tuning.tuner import Tuner
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
@@ -158,7 +158,7 @@ def fixed(pair: Pair, k: int) -> Decoder:
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         opened = pair.open()
-        decoding = Decoding(opened.target, opened.drafters[:1], Fixed(k))
+        decoding = SequenceParts(opened.target, opened.drafters[:1], Fixed(k))
         return rounds(pair, decoding, prompt, read)
 
     return run
@@ -188,10 +188,10 @@ def conversation(pair: Pair) -> Decoder:
     return run
 
 
-def rounds(pair: Pair, decoding: Decoding, prompt: Prompt, read: Read) -> Iterator[Step]:
+def rounds(pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read) -> Iterator[Step]:
     """Greedy rounds of a fixed number of tokens: nothing stops them."""
     target, drafters, policy = decoding.target, decoding.drafters, decoding.policy
-    sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.facts.vocab_size)
+    sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.info.vocab_size)
     for _ in prefill(target, drafters, prompt.tokens):
         pass
     read()

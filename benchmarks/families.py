@@ -143,7 +143,7 @@ def time_drafts(live: Live, found: Found) -> None:
 
 def summary(family: Family, found: Found, settings: argparse.Namespace) -> dict[str, Any]:
     plain = statistics.median(found.plain)
-    facts = family.pair.facts
+    facts = family.pair.info
     return {
         "arms": {arm: of_arm(arm, found.blocks, settings.seed) for arm in ARMS},
         "plain, microseconds": round(1e6 * plain, 1),

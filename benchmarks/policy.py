@@ -39,7 +39,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import virtual
 from virtual import CURVES, TWO_CORES, WORKLOADS, Answers, Curve, Device, Text, VirtualDrafter
 
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs
+from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.types import Decision, DraftLengthPolicy, Round
 

@@ -15,7 +15,7 @@ from timing import finish, parser, table
 import mlx_spec
 from mlx_spec.grammar import compile
 from mlx_spec.pair import Pair
-from mlx_spec.reuse import Decoding
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.sampling import Sampling
 
 FLAG = {"type": "boolean"}
@@ -59,7 +59,7 @@ def main() -> None:
     settings = options.parse_args()
     started = time.time()
     pair = mlx_spec.load("demo")
-    vocabulary = pair.facts.vocab_size
+    vocabulary = pair.info.vocab_size
     grammars = {
         name: compile("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=10)
         for name, schema in SCHEMAS.items()
@@ -78,7 +78,7 @@ def main() -> None:
     finish("records", found, settings, started)
 
 
-def seconds(pair: Pair, decoding: Decoding, sampling: Sampling, prompt: list[int]) -> float:
+def seconds(pair: Pair, decoding: SequenceParts, sampling: Sampling, prompt: list[int]) -> float:
     """A token of an answer."""
     decoding.target.rewind(0)
     rounds = list(pair.run(decoding, prompt, sampling=sampling, max_tokens=60))

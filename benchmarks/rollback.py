@@ -39,7 +39,7 @@ from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.engine import generate
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 WRITTEN, KEPT = 8, 3

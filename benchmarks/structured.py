@@ -122,7 +122,7 @@ def measured(pairs: Mapping[bool, Pair], schemas: list[Schema], settings: Any) -
 def answer(pairs: Mapping[bool, Pair], schema: Schema, number: int, arm: str, count: int) -> Answer:
     constrained, drafted = ARMS[arm]
     pair = pairs[drafted]
-    vocabulary = pair.facts.vocab_size
+    vocabulary = pair.info.vocab_size
     question = QUESTION.format(NAMES[number % len(NAMES)])
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     grammar: Grammar | None = None

@@ -15,7 +15,7 @@ from mlx_spec import load
 from mlx_spec.engine import PREFILL_STEP, generate
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.tuning.roofline import Format
 from mlx_spec.tuning.sizes import model_of
 from mlx_spec.types import Draft, Drafter, Round, Sampler
@@ -135,10 +135,10 @@ def of_checkpoint(name: str, folders: Folders, kv_bits: int | None) -> Subject:
         name,
         model.format,
         model.read,
-        pair.facts.vocab_size,
+        pair.info.vocab_size,
         pair.text.encode((PROMPTS / "chat.txt").read_text()),
         parts,
-        pair.facts.context_length,
+        pair.info.context_length,
     )
 
 

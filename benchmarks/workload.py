@@ -35,7 +35,7 @@ def read_prompts(settings: argparse.Namespace, pair: Pair, target: Path) -> list
 def _prompt(
     kind: str, tokens: list[int], ends: bool, pair: Pair, settings: argparse.Namespace
 ) -> Prompt | None:
-    length = pair.facts.context_length
+    length = pair.info.context_length
     most = min(settings.tokens, length - len(tokens)) if length else settings.tokens
     if most < min(settings.least, settings.tokens):
         print(f"a prompt of kind {kind} has {len(tokens)} tokens, too many for this target: left out")

@@ -54,7 +54,7 @@ def load(
     config = mended(read_config(folder))
     size = check_weights(folder)
     _check_supported(folder, config)
-    from mlx_spec.pair import Facts, Pair
+    from mlx_spec.pair import PairInfo, Pair
     from mlx_spec.policies import always, tuned
     from mlx_spec.text import read_text
 
@@ -62,7 +62,7 @@ def load(
     text = read_text(folder, config)
     found = _open_drafter(names, folder, config, text)
     sizes = size, check_weights(found.folder) if found and found.folder else 0
-    facts = Facts(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
+    facts = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
     offered = _offered(found, num_draft_tokens)
     if offered and num_draft_tokens is None:
         policies: Policies = tuned(folder, {o.source.name: o.folder for o in offered}, config, kv_bits)
@@ -128,7 +128,7 @@ def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
     if kv_bits is not None and kv_bits not in KV_BITS:
         raise InvalidValue(f"kv_bits is {kv_bits}, it must be 4 or 8, or left out for K/V as computed")
     if num_draft_tokens is not None:
-        from mlx_spec.tuning.fixed import Fixed
+        from mlx_spec.policy import Fixed
 
         Fixed(num_draft_tokens)
 

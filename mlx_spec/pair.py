@@ -1,72 +1,65 @@
-"""A target and its drafter, loaded and found to fit: what generates."""
+"""A target and its drafters, loaded and checked to fit: a pair generates."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import mlx.nn as nn
 
 from mlx_spec import engine
-from mlx_spec.branches import Branches
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.offers import offered
+from mlx_spec.per_request import for_request
+from mlx_spec.policy import Adaptive, Fixed
 from mlx_spec.recorder import Recorder
-from mlx_spec.reuse import Decoding
 from mlx_spec.sampling import Law, Sampling
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.session import Session
 from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
-from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec, Round, Target
+from mlx_spec.types import FeatureSpec, Round
 
 GREEDY = Sampling()
+CALIBRATION_TOKENS = 256  # of context at which costs are measured: that of a first question
+CALIBRATION_TEXT = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known about a pair, for those who show it."""
+class PairInfo:
+    """The facts about a pair that programs show."""
 
-    target: str  # as it was asked for: a path, a repository or "demo"
-    drafter: str | None  # the same; None: there is none
+    target: str  # as requested: a path, a repository or "demo"
+    drafter: str | None  # the same; None if there is none
     vocab_size: int
-    context_length: int | None  # tokens of prompt and output together; None: the checkpoint names no limit
+    context_length: int | None  # tokens of prompt and output together; None if the checkpoint names no limit
     target_bytes: int  # size of the weight files
     drafter_bytes: int
 
 
-class Policies(Protocol):
-    """Makes the draft-length policies of a pair."""
-
-    def make(self, target: Target, drafters: Sequence[Drafter]) -> DraftLengthPolicy:
-        """The policy of a new sequence."""
-        ...
-
-
 class Pair:
-    """A target, its drafter and its text. Made by `load`.
+    """A target, its drafters and its tokenizer. Made by `load`.
 
-    Weights are shared by all that is generated with it; every generation or session has caches of its own.
+    All generations share the weights; each generation or session has caches of its own. `policies` makes the
+    draft-length policy of every new sequence.
     """
 
     def __init__(
         self,
-        facts: Facts,
+        info: PairInfo,
         text: Text,
         model: nn.Module,
         drafters: Sequence[DrafterSource],
-        policies: Policies,
+        policies: AdaptivePolicies | FixedPolicy,
         kv_bits: int | None = None,
     ) -> None:
-        self.facts = facts
+        self.info = info
         self.text = text
+        self.policies = policies
         self._model = model
         self._drafters = tuple(drafters)
         self._needs = _needs(drafters)
-        self._branches = Branches(drafters)
-        self.policies = policies
         self._kv_bits = kv_bits
 
     def generate(
@@ -93,16 +86,15 @@ class Pair:
         """A conversation. Raises InvalidValue where the target has no chat template."""
         return Session(self, system)
 
-    def open(self) -> Decoding:
-        """The parts of a new sequence, its caches empty."""
+    def open(self) -> SequenceParts:
+        """Return the parts of a new sequence with empty caches."""
         target = LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
         drafters = tuple(source.make(target.parts) for source in self._drafters)
-        decoding = Decoding(target, drafters, self.policies.make(target, drafters))
-        return self._branches.offered(decoding, self.policies)
+        return SequenceParts(target, drafters, self.policies.policy())
 
     def run(
         self,
-        decoding: Decoding,
+        parts: SequenceParts,
         prompt_tokens: Sequence[int],
         *,
         sampling: Sampling = GREEDY,
@@ -111,37 +103,45 @@ class Pair:
         top_logprobs: int | None = None,
         prediction: Sequence[int] = (),
     ) -> Iterator[Round]:
-        """`generate` with parts that may already hold a prefix of the prompt.
+        """Continue a prompt as `generate` does, with parts that may already hold a prefix of the prompt.
 
-        With `top_logprobs` rounds carry the log-probabilities of their tokens, and so many alternatives of
-        each. `prediction` is what much of the text is expected to be: it is drafted where it fits. What it
-        and a grammar bring to draft from are drafters of their own, whose indices follow `drafter_names`.
+        With `top_logprobs`, rounds carry the log-probabilities of their tokens and that many alternatives for
+        each. `prediction` is text that the answer is expected to contain: it is drafted where it fits. The
+        drafters that it and a grammar bring follow `drafter_names` by index.
         """
         prompt = list(prompt_tokens)
-        room = self.room(prompt, max_tokens)
-        sampler = sampling.sampler(len(prompt), self.facts.vocab_size)
+        limit = self.token_limit(prompt, max_tokens)
+        sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None
         if top_logprobs is not None:
-            law = Law(sampling, len(prompt), self.facts.vocab_size)
+            law = Law(sampling, len(prompt), self.info.vocab_size)
             sampler = recorder = Recorder(sampler, law, self.text, top_logprobs)
-        parts = offered(decoding, prompt, grammar=sampling.grammar, prediction=prediction)
-        ends = self.text.eos | frozenset(stop)
+        drafters, extras = for_request(
+            parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
+        )
         rounds = engine.generate(
-            parts.target, parts.drafters, parts.policy, sampler, prompt, max_tokens=room, stop=ends
+            parts.target,
+            drafters,
+            parts.policy,
+            sampler,
+            prompt,
+            max_tokens=limit,
+            stop=self.text.eos | frozenset(stop),
+            request_drafters=extras,
         )
         return rounds if recorder is None else _recorded(rounds, recorder, len(prompt))
 
-    def room(self, prompt: Sequence[int], max_tokens: int) -> int:
+    def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """How many tokens may be generated behind a prompt. Raises InvalidValue and PromptTooLong."""
         if max_tokens < 1:
             raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more")
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
-        low, high, size = min(prompt), max(prompt), self.facts.vocab_size
+        low, high, size = min(prompt), max(prompt), self.info.vocab_size
         if low < 0 or high >= size:
             wrong = low if low < 0 else high
             raise InvalidValue(f"the prompt holds token {wrong}, this target has tokens 0 to {size - 1}")
-        length = self.facts.context_length
+        length = self.info.context_length
         if length is None:
             return max_tokens
         if len(prompt) >= length:

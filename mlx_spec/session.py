@@ -10,13 +10,14 @@ from typing import Any, Literal, Protocol
 
 from mlx_spec.answer import Answer, Part, Span
 from mlx_spec.errors import InvalidValue
-from mlx_spec.reuse import Decoding as Decoding  # pairs take it from here, too
-from mlx_spec.reuse import Held
+from mlx_spec.sequence import SequenceParts as Decoding
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Kind, Text
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
+MIN_COMPARED_TOKENS = 24  # tokens; the time of fewer is mostly that of single rounds, which vary
 
 
 class Generating(Protocol):
@@ -46,6 +47,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Draft tokens of one drafter by their position in a draft."""
+
+    drafted: tuple[int, ...] = ()  # [i]: rounds that drafted more than i tokens
+    accepted: tuple[int, ...] = ()  # [i]: rounds that had more than i accepted
+
+    def plus(self, more: Positions) -> Positions:
+        """Return the sums by position."""
+        return Positions(_sums([self.drafted, more.drafted]), _sums([self.accepted, more.accepted]))
+
+
+@dataclass(frozen=True)
 class Statistics:
     """How an answer went."""
 
@@ -58,14 +71,14 @@ class Statistics:
     speculative_tokens: int = 0  # generated in those
     drafted: int = 0
     accepted: int = 0
-    drafted_at: tuple[int, ...] = ()  # [i]: rounds that drafted more than i tokens
-    accepted_at: tuple[int, ...] = ()  # [i]: rounds that accepted more than i
+    by_drafter: Mapping[int, Positions] = field(default_factory=dict)  # by index of the drafter
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # of all rounds, in the engine, not in whoever reads the answer
-    plain_seconds: float = 0.0  # what plain decoding takes for the tokens of `compared_seconds`
-    compared_seconds: float = 0.0  # of the rounds for which that is known
+    compared_tokens: int = 0  # tokens of the rounds for which the time of plain decoding is known
+    compared_seconds: float = 0.0  # time of those rounds
+    plain_seconds: float = 0.0  # time that plain decoding takes for `compared_tokens`
     finish_reason: Literal["stop", "length"] | None = None  # None: interrupted
-    reason: Reason = Reason.NO_DRAFTER  # why the last round drafted as many tokens as it did
+    last_reason: Reason = Reason.NO_DRAFTER  # why the last round drafted as many tokens as it did
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,8 +92,28 @@ class Statistics:
 
     @property
     def gain(self) -> float | None:
-        """Speed as a multiple of plain decoding as measured here; None where that was not measured."""
-        return self.plain_seconds / self.compared_seconds if self.compared_seconds > 0 else None
+        """Return the speed as a multiple of plain decoding; None if too few tokens were compared."""
+        if self.compared_tokens < MIN_COMPARED_TOKENS or not self.compared_seconds:
+            return None
+        return self.plain_seconds / self.compared_seconds
+
+    @property
+    def reason(self) -> Reason:
+        """Return the reason to show: an answer that gained nothing does not say that speculation pays."""
+        gain = self.gain
+        if self.last_reason is Reason.PAYS and (gain is None or gain < 1):
+            return Reason.LEARNING
+        return self.last_reason
+
+    @property
+    def drafted_at(self) -> tuple[int, ...]:
+        """Return by position the rounds of all drafters that drafted a token there."""
+        return _sums([positions.drafted for positions in self.by_drafter.values()])
+
+    @property
+    def accepted_at(self) -> tuple[int, ...]:
+        """Return by position the rounds of all drafters that had a token accepted there."""
+        return _sums([positions.accepted for positions in self.by_drafter.values()])
 
     @property
     def draft_length(self) -> int:
@@ -102,21 +135,32 @@ class Statistics:
             speculative_tokens=self.speculative_tokens + len(round.tokens) * speculative,
             drafted=self.drafted + round.drafted,
             accepted=self.accepted + round.accepted,
-            drafted_at=_counted(self.drafted_at, round.drafted),
-            accepted_at=_counted(self.accepted_at, round.accepted),
+            by_drafter=self._positions(round),
             prefill_seconds=self.prefill_seconds + prefill,
             decode_seconds=self.decode_seconds + round.seconds,
-            plain_seconds=self.plain_seconds + (plain or 0.0) * len(round.tokens),
+            compared_tokens=self.compared_tokens + (0 if plain is None else len(round.tokens)),
             compared_seconds=self.compared_seconds + (0.0 if plain is None else round.seconds),
+            plain_seconds=self.plain_seconds + (plain or 0.0) * len(round.tokens),
             finish_reason=round.finish_reason,
-            reason=round.reason,
+            last_reason=round.reason,
         )
+
+    def _positions(self, round: Round) -> Mapping[int, Positions]:
+        if round.drafter is None:
+            return self.by_drafter
+        before = self.by_drafter.get(round.drafter, Positions())
+        now = Positions((1,) * round.drafted, (1,) * round.accepted)
+        return {**self.by_drafter, round.drafter: before.plus(now)}
 
 
 def added(parts: Sequence[Statistics]) -> Statistics:
     """The figures of several answers together; reasons are those of the last one."""
     if not parts:
         return Statistics()
+    by_drafter: dict[int, Positions] = {}
+    for part in parts:
+        for drafter, positions in part.by_drafter.items():
+            by_drafter[drafter] = by_drafter.get(drafter, Positions()).plus(positions)
     return replace(
         parts[-1],
         prompt_tokens=sum(part.prompt_tokens for part in parts),
@@ -130,22 +174,16 @@ def added(parts: Sequence[Statistics]) -> Statistics:
         accepted=sum(part.accepted for part in parts),
         prefill_seconds=sum(part.prefill_seconds for part in parts),
         decode_seconds=sum(part.decode_seconds for part in parts),
-        plain_seconds=sum(part.plain_seconds for part in parts),
+        compared_tokens=sum(part.compared_tokens for part in parts),
         compared_seconds=sum(part.compared_seconds for part in parts),
-        drafted_at=_summed([part.drafted_at for part in parts]),
-        accepted_at=_summed([part.accepted_at for part in parts]),
+        plain_seconds=sum(part.plain_seconds for part in parts),
+        by_drafter=by_drafter,
     )
 
 
-def _summed(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Position by position."""
+def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sums by position; shorter counts end in zeros."""
     return tuple(sum(position) for position in zip_longest(*counts, fillvalue=0))
-
-
-def _counted(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """`counts` with one more at each of the first `length` positions."""
-    padded = counts + (0,) * (length - len(counts))
-    return tuple(count + (i < length) for i, count in enumerate(padded))
 
 
 class Session:
@@ -155,7 +193,7 @@ class Session:
         if not pair.text.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
         self._pair = pair
-        self._held = Held(pair.open())
+        self._held = CachedSequence(pair.open())
         self._system = system
         self._messages: list[dict[str, Any]] = []
         self._running: Generator[Piece, None, None] | None = None
@@ -210,11 +248,11 @@ class Session:
 
     def _rounds(self, answer: _Answer, sampling: Sampling, max_tokens: int) -> Iterator[Round]:
         """Check the prompt, then rewind to what it shares with the cache."""
-        decoding = self._held.decoding
+        decoding = self._held.parts
         rounds = self._pair.run(decoding, answer.prompt, sampling=sampling, max_tokens=max_tokens)
-        kept = self._held.align(answer.prompt)
+        kept = self._held.rewind_to_prefix(answer.prompt)
         self.statistics = Statistics(
-            prompt_tokens=len(answer.prompt), reused_tokens=kept, drafter_cold=self._held.cold
+            prompt_tokens=len(answer.prompt), reused_tokens=kept, drafter_cold=self._held.drafter_missing
         )
         return rounds
 
@@ -226,7 +264,7 @@ class Session:
                 if round is None:
                     break
                 self.statistics = self.statistics.plus(round, time.perf_counter() - start)
-                self._held.note(round.tokens)
+                self._held.append(round.tokens)
                 yield from answer.pieces(round)
             yield from answer.rest()
         finally:

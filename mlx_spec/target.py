@@ -121,7 +121,7 @@ class LMTarget:
 
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T tokens on trial and return logits [T, V]. A second call extends the trial."""
-        assert self.on_trial + tokens.size <= MAX_TRIAL, "trial too long for the caches"
+        assert self.uncommitted + tokens.size <= MAX_TRIAL, "trial too long for the caches"
         if not self._trial:
             if self._owed.size > MAX_REPLAY:
                 self._write(self._owed[:0])
@@ -136,7 +136,7 @@ class LMTarget:
 
         `commit(0)` also mends the caches after a forward pass that was interrupted half way.
         """
-        written = self.on_trial
+        written = self.uncommitted
         assert 0 <= keep <= written, f"commit of {keep} rows, {written} on trial"
         features = self._features(keep)
         if keep < written or keep == 0:

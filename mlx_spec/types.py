@@ -18,19 +18,27 @@ from typing import Literal, Protocol
 import mlx.core as mx
 
 
+MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
+
+
 class Reason(enum.StrEnum):
     """Why a round drafted as many tokens as it did; shown to the user."""
 
     FIXED = "fixed by user"
     DISABLED = "disabled by user"
     NO_DRAFTER = "no drafter"
-    WARMING_UP = "warming up"
+    LEARNING = "learning"
     PAYS = "speculation pays"
-    WAITING = "no draft to be had now"
+    WAITING = "no draft available"
     COST = "verification costs more than it gains"
     ACCEPTANCE = "too few draft tokens accepted"
-    LEDGER = "speculation has lost time so far"
+    BUDGET = "speculation has lost time so far"
     PROBE = "probing"
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if rounds with this reason draft tokens when a draft is available."""
+        return self in (Reason.FIXED, Reason.LEARNING, Reason.PAYS, Reason.WAITING, Reason.PROBE)
 
 
 @dataclass(frozen=True)
@@ -79,13 +87,8 @@ class Draft:
     """K guesses for the tokens after the pending one; K may be 0."""
 
     tokens: mx.array  # [K] int32
-    probs: mx.array | None = (
-        None  # [K, V] float32, the law each token was drawn from; None: no chance involved
-    )
-    confidence: mx.array | None = None  # [K] float32: the largest probability of the law behind each token
-    # Known before that token is drawn, on purpose: a decision to verify a token that looks at the token
-    # itself changes the law of what is verified.
-    parents: tuple[int, ...] | None = None  # by token of a tree: the row it follows (tree.py); None: chain
+    probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn at random
+    parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
 
 
 @cache
@@ -100,19 +103,15 @@ class Choice:
 
     drafter: int
     limit: int
-    selective: bool = False  # read the confidence, too, and ask the policy how many of them to verify
 
 
 @dataclass(frozen=True)
 class Decision:
     """What to draft in the next round, and why."""
 
-    choices: tuple[Choice, ...]  # in this order until one drafts a token; none: plain decoding
+    choices: tuple[Choice, ...]  # tried in this order until one drafts a token; empty for plain decoding
     reason: Reason
-    shadow: int | None = None  # plain decoding, but this drafter drafts one token that is not verified
-    plain_seconds: float | None = None  # measured time of one plain token here; None: not known
-    unlikely: bool = False  # none is expected to have a draft: plain decoding goes on one token ahead
-    certainty: bool = False  # of a round without a draft: say how sure the target was of its token
+    plain_seconds: float | None = None  # time of one plain token here; None if not known
 
 
 @dataclass(frozen=True)
@@ -136,23 +135,25 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Round:
-    """What the caller gets for one pass of the target: at least one token."""
+    """The result of one pass of the target: at least one token.
+
+    Its kind says what the pass was. "plain": one token, and the token after it is queued already. "landed":
+    one token with none queued after it, because a draft is wanted or the answer ends. "draft": a draft was
+    verified.
+    """
 
     tokens: list[int]
-    drafted: int  # draft tokens that were verified
+    drafted: int  # draft tokens that were verified; of a tree, those of its longest path
     accepted: int  # draft tokens among `tokens`
+    kind: Literal["plain", "landed", "draft"]
+    drafter: int | None = None  # index of the drafter of a "draft" round
+    nodes: int = 0  # draft tokens of a tree; 0 for a chain
+    ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
     seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
     finish_reason: Literal["stop", "length"] | None = None
-    drafter: int | None = None  # the one that drafted, or was asked for a shadow token
-    proposed: int = 0  # draft tokens, those not verified included
-    confidence: tuple[float, ...] = ()  # of those proposed, where it was read
-    agreement: float | None = None  # the chance that an unverified (shadow) token would have been accepted
-    certainty: float | None = None  # the target's highest probability for the token, where it was asked for
-    plain_seconds: float | None = None  # measured time of one plain token here; None: not known
-    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if asked for
-    nodes: int = 0  # draft tokens of a tree, of which `drafted` are those of the longest path; 0: a chain
-    ranks: tuple[int, ...] = ()  # of the accepted tokens of a tree: guesses for the same place before each
+    plain_seconds: float | None = None  # time of one plain token here; None if not known
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
 
 
 class Target(Protocol):
@@ -164,7 +165,7 @@ class Target(Protocol):
         ...
 
     @property
-    def on_trial(self) -> int:
+    def uncommitted(self) -> int:
         """Rows written and not yet committed."""
         ...
 
@@ -218,45 +219,49 @@ class Sampler(Protocol):
         """Judge a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
         ...
 
-    def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
-        """The chance, float32 [1], that the first token of a draft would be accepted.
-
-        `token` [1] was drawn from `logits` [1, V] in its place.
-        """
-        ...
-
 
 class Drafter(Protocol):
     """Guesses the tokens after the pending one. Holds the state of one sequence."""
 
     needs: FeatureSpec
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its caches."""
+        ...
+
+    def missing(self, size: int) -> int:
+        """Return how many of the first `size` positions it has not processed and cannot process by itself."""
+        ...
+
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Tokens became final: `history[-T:]` follow the T rows of `features`."""
+        """Process new tokens: `history[-T:]` follow the T rows of `features`."""
         ...
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """At most `limit` tokens that may follow `history`."""
+        """Return at most `limit` tokens that may follow `history`."""
         ...
+
+
+@dataclass(frozen=True)
+class RequestDrafter:
+    """A drafter that one request brings, such as predicted output. Drafting with it takes no time."""
+
+    name: str
+    drafter: Drafter
+    available: Callable[[Sequence[int]], int]  # the number of tokens that it has to follow a history
+    prior: float  # probability that one of its tokens is accepted, before any was verified
 
 
 class DraftLengthPolicy(Protocol):
     """Decides how many tokens to draft, and with which drafter."""
 
-    def begin(self) -> None:
-        """A new answer begins."""
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
+        """Begin an answer. The drafters of its request follow the others by index."""
         ...
 
     def decide(self, history: Sequence[int]) -> Decision:
-        """What to draft after `history`, and why. Called once a round, before anything else in it."""
-        ...
-
-    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
-        """How many of the tokens just drafted to verify, from the confidence of each.
-
-        Whether token j is verified may depend on `confidence[: j + 1]` only. Later ones know which token j
-        was, and a choice by them would change the law of sampled text.
-        """
+        """Return what to draft after `history`. Called first in every round."""
         ...
 
     def observe(self, round: Round) -> None:

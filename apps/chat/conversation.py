@@ -147,7 +147,7 @@ def _again(old: Choice, reason: SpecError) -> Model:
 
 
 def _schema(pair: Pair, name: str, source: str) -> Schema:
-    size = pair.facts.vocab_size
+    size = pair.info.vocab_size
     return Schema(name, source, grammar.compile("json_schema", source, pair.text, size, seconds=PATIENCE))
 
 

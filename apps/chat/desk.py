@@ -73,7 +73,7 @@ class Desk:
     def described(self) -> list[str]:
         """What the conversation is held with, in lines."""
         conversation = self.conversation
-        facts, choice = conversation.pair.facts, conversation.model.choice
+        facts, choice = conversation.pair.info, conversation.model.choice
         lines = [f"model: {facts.target}, {shown_size(facts.target_bytes)}"]
         if facts.drafter is not None:
             lines.append(f"drafter: {facts.drafter}, {shown_size(facts.drafter_bytes)}")

@@ -63,7 +63,7 @@ def check_thinking(pair: Pair) -> None:
     """Raise InvalidValue for a target that cannot be asked to think."""
     if not pair.text.thinks:
         raise InvalidValue(
-            f"{pair.facts.target} cannot be asked to think first: leave out --think, or /set think off"
+            f"{pair.info.target} cannot be asked to think first: leave out --think, or /set think off"
         )
 
 

@@ -28,7 +28,7 @@ def answer_once(answerer: Answerer, options: Options, settings: Settings, choice
 
 
 def _result(conversation: Conversation, outcome: Outcome) -> dict[str, object]:
-    facts = conversation.pair.facts
+    facts = conversation.pair.info
     return {
         "text": outcome.answer,
         "thoughts": outcome.thoughts or None,

@@ -7,7 +7,7 @@ from mlx_spec.types import Reason
 
 TOLD = 16  # tokens; the gain of fewer is chance
 BAR = 20  # cells of a full bar
-OFF = frozenset({Reason.DISABLED, Reason.NO_DRAFTER, Reason.COST, Reason.ACCEPTANCE, Reason.LEDGER})
+OFF = frozenset({Reason.DISABLED, Reason.NO_DRAFTER, Reason.COST, Reason.ACCEPTANCE, Reason.BUDGET})
 
 
 def status_line(statistics: Statistics, max_tokens: int) -> str:

@@ -94,7 +94,7 @@ def _described(pair: Pair) -> Subject:
     from mlx_spec.apps.doctor.certificate import Subject
     from mlx_spec.convert.inspect import ConvertedPair
 
-    facts = pair.facts
+    facts = pair.info
     target = _inspected(facts.target)
     drafter = None if facts.drafter in (None, LOOKUP) else _inspected(str(facts.drafter))
     return Subject(

@@ -14,10 +14,10 @@ from mlx_spec.apps.doctor.ties import Gap, apart, following, gap
 from mlx_spec.apps.questions import Question
 from mlx_spec.checkpoint import one_line
 from mlx_spec.pair import Pair
-from mlx_spec.reuse import Decoding
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 
 K, SCRIPTED_K = 4, 7  # draft tokens
 PLACE = re.compile(r"(/[\w.@+~-]+){2,}")  # not to be shown to others
@@ -79,7 +79,7 @@ class Answer:
 
 
 def answered(
-    pair: Pair, parts: Decoding, prompt: Sequence[int], sampling: Sampling, count: int, watch: Watch
+    pair: Pair, parts: SequenceParts, prompt: Sequence[int], sampling: Sampling, count: int, watch: Watch
 ) -> Answer:
     """At most `count` tokens, fewer when the time is up; an error ends them and is kept."""
     answer, started = Answer(), time.perf_counter()
@@ -101,7 +101,7 @@ def answered(
 
 def plain(pair: Pair, question: Question, sampling: Sampling, count: int, watch: Watch) -> Answer:
     """The answer without drafts."""
-    parts = Decoding(pair.open().target, (), Fixed(0))
+    parts = SequenceParts(pair.open().target, (), Fixed(0))
     return answered(pair, parts, question.tokens, sampling, count, watch)
 
 
@@ -113,7 +113,7 @@ def noise(pair: Pair, question: Question, sampling: Sampling, expected: Answer, 
     if expected.next is None:
         return None
     history = [*question.tokens, *expected.tokens]
-    parts = Decoding(pair.open().target, (Scripted(history),), Fixed(SCRIPTED_K))
+    parts = SequenceParts(pair.open().target, (Scripted(history),), Fixed(SCRIPTED_K))
     blocks = answered(pair, parts, question.tokens, sampling, len(expected.tokens), watch)
     found = [following(pair.open().target, history)]
     if blocks.tokens == expected.tokens and blocks.next is not None:
@@ -121,16 +121,16 @@ def noise(pair: Pair, question: Question, sampling: Sampling, expected: Answer, 
     return max((apart(expected.next, other) for other in found), key=lambda gap: gap.roundings)
 
 
-def decoders(pair: Pair, question: Question, expected: Sequence[int]) -> dict[str, Callable[[], Decoding]]:
+def decoders(pair: Pair, question: Question, expected: Sequence[int]) -> dict[str, Callable[[], SequenceParts]]:
     """Ways to decode with drafts: those of the pair, and drafts that are known to be partly wrong."""
 
-    def spoiled() -> Decoding:
-        drafter = Spoiled([*question.tokens, *expected], pair.facts.vocab_size)
-        return Decoding(pair.open().target, (drafter,), Fixed(SCRIPTED_K))
+    def spoiled() -> SequenceParts:
+        drafter = Spoiled([*question.tokens, *expected], pair.info.vocab_size)
+        return SequenceParts(pair.open().target, (drafter,), Fixed(SCRIPTED_K))
 
-    def own() -> Decoding:
+    def own() -> SequenceParts:
         parts = pair.open()
-        return Decoding(parts.target, parts.drafters[:1], Fixed(K))
+        return SequenceParts(parts.target, parts.drafters[:1], Fixed(K))
 
     return {SPOILED: spoiled, **({OWN: own, ADAPTIVE: pair.open} if pair.drafter_names else {})}
 

@@ -135,7 +135,7 @@ class _SelfTest:
     def _prompts(self, count: int) -> Iterator[Question]:
         """The most telling first: the time may not be enough for all."""
         yield self._questions[0]
-        room = self._pair.facts.context_length
+        room = self._pair.info.context_length
         if self._window is not None:
             across, past = self._window - count // 2, self._window + self._window // 2
             for length in (max(across, 2), past):

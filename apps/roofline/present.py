@@ -67,7 +67,7 @@ def _plain_rate(pair: Pair) -> float:
     """Tokens a second: the median over some tokens of greedy text, from prompts of no meaning."""
     times: list[float] = []
     for first in range(PROMPTS):
-        size = pair.facts.vocab_size
+        size = pair.info.vocab_size
         prompt = [(31 * first + 7 * place + 1) % size for place in range(PROMPT)]
         ends = [time.perf_counter() for _ in pair.generate(prompt, max_tokens=TOKENS + SKIPPED + 1)]
         times += [after - before for before, after in zip(ends[SKIPPED:], ends[SKIPPED + 1 :], strict=False)]

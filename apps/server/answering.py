@@ -19,7 +19,7 @@ from mlx_spec.apps.server.tools import Calls
 from mlx_spec.drafters.prediction import prediction_counts
 from mlx_spec.errors import InvalidValue
 from mlx_spec.logprobs import TokenLogprob
-from mlx_spec.reuse import Held
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Law
 from mlx_spec.scoring import score
 from mlx_spec.session import Statistics, added
@@ -60,36 +60,36 @@ class Answering:
         """Before anything is generated for the first of them. Raises Failure (400) and PromptTooLong."""
         for prompt in prompts:
             try:
-                self._loaded.pair.room(prompt, UNLIMITED)
+                self._loaded.pair.token_limit(prompt, UNLIMITED)
             except InvalidValue as error:
                 raise invalid(str(error), "prompt" if isinstance(self._ask.prompt, Raw) else None) from error
 
-    def _choose(self, prepared: Prepared, held: Held, number: int, i: int) -> Steps:
+    def _choose(self, prepared: Prepared, held: CachedSequence, number: int, i: int) -> Steps:
         """Choice i of a prompt. All but the first find nearly all of the prompt in the cache."""
         prompt, index = prepared.prompts[number], number * self._ask.n + i
         rounds = self._rounds(prepared, held, prompt, i)
         scores: list[TokenLogprob] = []
         scored = isinstance(self._ask.prompt, Raw) and self._ask.prompt.echo
         if scored and self._ask.top_logprobs is not None:
-            kept = held.align(())
+            kept = held.rewind_to_prefix(())
             spent = yield from _timed(self._scored(held, prompt, scores))
         else:
-            kept = held.align(prompt)
-            spent = yield from _timed(engine.prefill(held.decoding.target, held.decoding.drafters, prompt))
+            kept = held.rewind_to_prefix(prompt)
+            spent = yield from _timed(engine.prefill(held.parts.target, held.parts.drafters, prompt))
         self._loaded.conversations.shrink()
-        choice = self._open(prepared, number, index, kept, held.cold)
+        choice = self._open(prepared, number, index, kept, held.drafter_missing)
         self._echo(index, prompt, scores)
         yield from self._decode(choice, held, rounds, spent)
-        held.cut(len(prompt) + len(choice.tokens))
+        held.truncate(len(prompt) + len(choice.tokens))
         self._give(choice.end())
 
-    def _rounds(self, prepared: Prepared, held: Held, prompt: list[int], i: int) -> Iterator[Round]:
+    def _rounds(self, prepared: Prepared, held: CachedSequence, prompt: list[int], i: int) -> Iterator[Round]:
         """The rounds of choice i, not yet begun. Raises InvalidValue and PromptTooLong."""
         sampling, limit = prepared.sampling, self._ask.max_tokens
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + i)  # or all choices would be the same
         return self._loaded.pair.run(
-            held.decoding,
+            held.parts,
             prompt,
             sampling=sampling,
             max_tokens=UNLIMITED if limit is None else max(limit, 1),
@@ -97,16 +97,16 @@ class Answering:
             prediction=prepared.prediction,
         )
 
-    def _scored(self, held: Held, prompt: list[int], scores: list[TokenLogprob]) -> Iterator[None]:
+    def _scored(self, held: CachedSequence, prompt: list[int], scores: list[TokenLogprob]) -> Iterator[None]:
         """Read a prompt and how likely its tokens are: the first has no logprob."""
         pair, top = self._loaded.pair, self._ask.top_logprobs or 0
-        law = Law(replace(self._ask.sampling, grammar=None), 0, pair.facts.vocab_size)
+        law = Law(replace(self._ask.sampling, grammar=None), 0, pair.info.vocab_size)
         scores.append(TokenLogprob(prompt[0], pair.text.written(prompt[0]), math.nan))
-        parts = held.decoding
+        parts = held.parts
         for more in score(parts.target, parts.drafters, law, prompt, pair.text, top):
             scores.extend(more)
             yield
-        held.note(prompt)
+        held.append(prompt)
 
     def _open(self, prepared: Prepared, number: int, index: int, kept: int, cold: int) -> Choice:
         ask, text, prompt = self._ask, self._loaded.pair.text, prepared.prompts[number]
@@ -132,7 +132,7 @@ class Answering:
         text = own if isinstance(own, str) else self._loaded.pair.text.decode(prompt)
         self._send(Piece(index, "answer", text, tuple(scores), (Span(text, None, 0),)))
 
-    def _decode(self, choice: Choice, held: Held, rounds: Iterator[Round], spent: float) -> Steps:
+    def _decode(self, choice: Choice, held: CachedSequence, rounds: Iterator[Round], spent: float) -> Steps:
         """All rounds, a step each. `spent` are the seconds that the prompt took."""
         if self._ask.max_tokens == 0:
             return
@@ -144,7 +144,7 @@ class Answering:
                     return
                 now = time.perf_counter()
                 self._first = now - self._submitted if self._first is None else self._first
-                held.note(round.tokens)
+                held.append(round.tokens)
                 self._give(choice.read(round, now - start + spent))
                 spent = 0.0
                 yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mlx_spec.reuse import Decoding, Held
+from mlx_spec.sequence import SequenceParts, CachedSequence
 
 WORTH = 0.5  # of what is held; a prompt that shares less than that begins a conversation of its own
 
@@ -17,12 +17,12 @@ class Conversations:
     Only the engine thread may touch any of it.
     """
 
-    def __init__(self, open: Callable[[], Decoding], count: int, limit: Callable[[], int]) -> None:
+    def __init__(self, open: Callable[[], SequenceParts], count: int, limit: Callable[[], int]) -> None:
         self._open = open
         self._count = count
         self._limit = limit
-        self._free: list[Held] = []
-        self._used: list[Held] = []
+        self._free: list[CachedSequence] = []
+        self._used: list[CachedSequence] = []
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class Conversations:
         return len(self._used)
 
     @contextmanager
-    def using(self, prompt: Sequence[int]) -> Iterator[Held]:
+    def using(self, prompt: Sequence[int]) -> Iterator[CachedSequence]:
         """A sequence for a prompt, kept afterwards unless there was an error."""
         held = self.take(prompt)
         try:
@@ -53,25 +53,25 @@ class Conversations:
             raise
         self.give(held)
 
-    def take(self, prompt: Sequence[int]) -> Held:
+    def take(self, prompt: Sequence[int]) -> CachedSequence:
         """A sequence for a prompt, until `give`: one that goes on where it shares enough, else a new one."""
         held = self._best(prompt) or self._replaceable(prompt)
         if held is None:
             self._forget(self.kept + 1 - self._count)
-            held = Held(self._open())
+            held = CachedSequence(self._open())
         else:
             self._free.remove(held)
         self._used.append(held)
         return held
 
-    def give(self, held: Held) -> None:
+    def give(self, held: CachedSequence) -> None:
         """The request is done with it."""
         self._used.remove(held)
         if held.tokens:
             self._free.append(held)
         self.shrink()
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: CachedSequence) -> None:
         """The request failed, and nobody knows what is in the caches."""
         self._used.remove(held)
 
@@ -88,7 +88,7 @@ class Conversations:
     def _forget(self, count: int) -> None:
         del self._free[: max(count, 0)]
 
-    def _best(self, prompt: Sequence[int]) -> Held | None:
+    def _best(self, prompt: Sequence[int]) -> CachedSequence | None:
         """The free sequence with the longest prefix of a prompt, if that is much of what it holds.
 
         Or all of the prompt: then the same is asked again, and nobody goes on from the answer before.
@@ -99,7 +99,7 @@ class Conversations:
         again = found.tokens[: len(prompt)] == list(prompt)
         return found if again or found.shared(prompt) >= WORTH * len(found.tokens) else None
 
-    def _replaceable(self, prompt: Sequence[int]) -> Held | None:
+    def _replaceable(self, prompt: Sequence[int]) -> CachedSequence | None:
         """The one that would make room for a new sequence, if it shares anything with the prompt."""
         if self.kept < self._count or not self._free:
             return None

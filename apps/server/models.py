@@ -57,7 +57,7 @@ class Loaded:
     @property
     def weights(self) -> int:
         """Bytes."""
-        return self.pair.facts.target_bytes + self.pair.facts.drafter_bytes
+        return self.pair.info.target_bytes + self.pair.info.drafter_bytes
 
 
 def load_served(served: Served) -> Pair:
@@ -201,12 +201,12 @@ class Models:
             raise
         name, text = served.name, pair.text
         conversations = Conversations(pair.open, self._settings.conversations, partial(self._room, name))
-        grammars = Grammars(text, pair.facts.vocab_size)
+        grammars = Grammars(text, pair.info.vocab_size)
         self._loaded[name] = Loaded(name, pair, conversations, grammars, time.monotonic())
         self._cards[name] = replace(
             self._cards[name],
             loaded=True,
-            context_length=pair.facts.context_length,
+            context_length=pair.info.context_length,
             thinks=text.thinks,
             tools=dialect_of(text) is not None,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.types import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.drift import Drift
 from mlx_spec.tuning.opening import Kinds, Opening
 from mlx_spec.tuning.tally import Tally, log_loss, logit

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 Floats = NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from operator import mul
 
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 UNKNOWN = -1  # the sort of an answer of which only its kind is asked
 RATES = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)

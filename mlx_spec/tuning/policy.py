@@ -139,9 +139,9 @@ class Adaptive:
         context, probes = self._context, self._probes
         plain = self._costs.plain(context)
         if plain is None or not self._acceptance:
-            return Decision((), Reason.WARMING_UP if self._acceptance else Reason.NO_DRAFTER, None, plain)
+            return Decision((), Reason.LEARNING if self._acceptance else Reason.NO_DRAFTER, None, plain)
         if probes.timing > 0 or self._costs.timed(context) < WARM_UP:
-            return Decision((), Reason.PROBE if self._outlook.plan else Reason.WARMING_UP, None, plain)
+            return Decision((), Reason.PROBE if self._outlook.plan else Reason.LEARNING, None, plain)
         plan, held = self._look(context), self._books.hindsight.length
         if plan.choices or held:
             return self._draft(plan, plain)
@@ -167,7 +167,7 @@ class Adaptive:
         others += [c.drafter for c in choices if c.drafter not in asked]  # to be looked at beside the rest
         reason = Reason.WAITING if self._missed > 1 else Reason.PAYS
         if not afforded:
-            reason = Reason.LEDGER if choices else self._why_none()
+            reason = Reason.BUDGET if choices else self._why_none()
         if afforded and not (others and self._missed > 1):
             probes.drafting()
             decision = Decision(afforded, reason, None, plain, self._planner.unlikely(afforded))
@@ -176,7 +176,7 @@ class Adaptive:
                 self._hold.begin_drafts(decision, repeats, probes.drafting, most * plain)
             return self._holding(decision, LONGEST, probes.drafting)
         rounds = self._rest(others, hopeful=True, first=None if afforded else doubted)
-        if reason is Reason.LEDGER and (trial := self._trial(plan, plain)):
+        if reason is Reason.BUDGET and (trial := self._trial(plan, plain)):
             return trial
         return self._holding(self._aside(reason, plain, afforded), *rounds)
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mlx_spec.tree import Tree, grown
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs
+from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.costs import Costs
 from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Reason, Round, Target
 
 KEEP = 0.995  # of what was seen, a round
@@ -94,7 +95,7 @@ class Branching:
     def decide(self, history: Sequence[int]) -> Decision:
         """What the other policy says, or a tree in place of the chain that comes first there."""
         decision, self._tree = self._policy.decide(history), None
-        pays = decision.reason is Reason.PAYS and not self._target.on_trial
+        pays = decision.reason is Reason.PAYS and not self._target.uncommitted
         first = decision.choices[0] if pays and decision.choices else None
         if first is None or first.drafter != self._drafter:
             return decision

@@ -125,7 +125,7 @@ class _Measuring:
         self._age += 1
         self._waits = self._missing(history) and not self._measure(history)
         if self._waits:
-            return Decision((Choice(0, 1),), Reason.WARMING_UP)
+            return Decision((Choice(0, 1),), Reason.LEARNING)
         return self._policy.decide(history)
 
     def cut(self, drafter: int, confidence: Sequence[float]) -> int:
@@ -138,7 +138,7 @@ class _Measuring:
             self._policy.observe(round)
 
     def _missing(self, history: Sequence[int]) -> bool:
-        return self._age <= YOUNG and not self._tuner.knows(len(history)) and not self._target.on_trial
+        return self._age <= YOUNG and not self._tuner.knows(len(history)) and not self._target.uncommitted
 
     def _measure(self, history: Sequence[int]) -> bool:
         """Says whether that is done with: False while a drafter waits for its first activations."""

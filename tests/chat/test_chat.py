@@ -145,7 +145,7 @@ def test_status_of_a_speculative_answer():
         (Reason.COST, "speculation off: verification costs more than it gains"),
         (Reason.ACCEPTANCE, "speculation off: too few draft tokens accepted"),
         (Reason.FIXED, "speculation on: fixed by user"),
-        (Reason.WARMING_UP, "speculation on: warming up"),
+        (Reason.LEARNING, "speculation on: warming up"),
         (Reason.PROBE, "speculation on: probing"),
     ],
 )

@@ -239,7 +239,7 @@ def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
 def test_without_a_drafter(tmp_path: Path) -> None:
     manifest = converted("12b", tmp_path / "out", drafter="none")
     assert manifest["drafter"] is None and not (tmp_path / "out" / "drafter").exists()
-    assert mlx_spec.load(tmp_path / "out").facts.drafter is None
+    assert mlx_spec.load(tmp_path / "out").info.drafter is None
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])

@@ -14,12 +14,12 @@ from test_session import TEMPLATE, TOKENIZER
 import mlx_spec
 from mlx_spec.apps.chat.status import details
 from mlx_spec.drafters.dflash import DFlash
-from mlx_spec.pair import Facts, Pair
-from mlx_spec.policies import Always
-from mlx_spec.reuse import Held
+from mlx_spec.pair import PairInfo, Pair
+from mlx_spec.policy import Fixed
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 
 TRAINED = Path(__file__).parents[1] / "golden" / "trained"
 MADE = {"dflash": fitted.dflash, "peagle": fitted.peagle}
@@ -31,23 +31,23 @@ def pair_of(family: str, folder: Path) -> Pair:
         return mlx_spec.load(TRAINED / "llama", published, num_draft_tokens=2)
     source = fitted.opened(MADE[family](3, (0, 1, 2)), folder)
     text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
-    return Pair(Facts("tiny", family, tiny.VOCAB, None, 0, 0), text, tiny.full(), [source], Always(Fixed(2)))
+    return Pair(PairInfo("tiny", family, tiny.VOCAB, None, 0, 0), text, tiny.full(), [source], Fixed(2))
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
 def test_what_a_drafter_never_saw_is_counted(family: str, tmp_path: Path) -> None:
     pair = pair_of(family, tmp_path)
     prompt = [2, *tiny.prompt(40)[1:]]
-    warm, cold = Held(pair.open()), Held(pair.open())
+    warm, cold = CachedSequence(pair.open()), CachedSequence(pair.open())
     cold.decoding.target.prefill(prompt[:25])
     cold.note(prompt[:25])
     expected = None
     for held, before in ((warm, (0, 0)), (cold, (25, 25))):
-        assert (held.align(prompt), held.cold) == before
-        tokens = emitted(list(pair.run(held.decoding, prompt, max_tokens=8)))
+        assert (held.rewind_to_prefix(prompt), held.drafter_missing) == before
+        tokens = emitted(list(pair.run(held.parts, prompt, max_tokens=8)))
         expected = expected or tokens
         assert tokens == expected
-        held.note(tokens)
+        held.append(tokens)
     longer = [*prompt, *expected[:5], 9, 9]
     kept = len(prompt) + 5
     assert (warm.align(longer), warm.cold) == (kept, 0)

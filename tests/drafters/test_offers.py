@@ -26,9 +26,9 @@ from mlx_spec.grammar import Grammar, compile
 from mlx_spec.offers import Offered, offered
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import Decoding
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -52,12 +52,12 @@ def grammar(schema: Schema = SCHEMA, *, thinks: bool = False) -> Grammar:
     return compile("json_schema", json.dumps(schema), TEXT, V, seconds=5.0, thinks=thinks)
 
 
-def bare() -> Decoding:
+def bare() -> SequenceParts:
     """A target without a drafter."""
-    return Decoding(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER))
+    return SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER))
 
 
-def run(decoding: Decoding, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT) -> list[Round]:
+def run(decoding: SequenceParts, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT) -> list[Round]:
     sampler = sampling.sampler(len(prompt), V)
     parts = (decoding.target, decoding.drafters, decoding.policy)
     return list(generate(*parts, sampler, list(prompt), max_tokens=count, stop=TEXT.eos))
@@ -105,7 +105,7 @@ LENGTH = 60
 def plainly(number: int) -> list[int]:
     """The tokens of plain decoding."""
     sampling = replace(SAMPLINGS[number], grammar=grammar())
-    return emitted(run(Decoding(LMTarget(tiny.sliding()), (), Fixed(0)), sampling, LENGTH))
+    return emitted(run(SequenceParts(LMTarget(tiny.sliding()), (), Fixed(0)), sampling, LENGTH))
 
 
 @pytest.mark.parametrize("kind", ["lookup", "draft model", "mixed"])
@@ -115,7 +115,7 @@ def test_the_text_is_that_of_plain_decoding(kind: str, sampling: Sampling) -> No
     plain = plainly(SAMPLINGS.index(sampling))
     sampling = replace(sampling, grammar=grammar())
     for K, extra in [(4, False), (7, True)]:
-        decoding = Decoding(LMTarget(tiny.sliding()), (with_drafter(kind, plain),), Fixed(K))
+        decoding = SequenceParts(LMTarget(tiny.sliding()), (with_drafter(kind, plain),), Fixed(K))
         if extra:
             decoding = offered(decoding, PROMPT, grammar=sampling.grammar, prediction=plain[10:40])
         rounds = run(decoding, sampling, LENGTH)
@@ -142,7 +142,7 @@ def test_thoughts_come_first(seed: int | None) -> None:
     for wrong in ([0], WRONG):
         drafter = Mixed([*PROMPT, *plain], wrong)
         decoding = offered(
-            Decoding(LMTarget(tiny.full()), (drafter,), Fixed(5)), PROMPT, grammar=sampling.grammar
+            SequenceParts(LMTarget(tiny.full()), (drafter,), Fixed(5)), PROMPT, grammar=sampling.grammar
         )
         assert emitted(run(decoding, sampling, 120)) == plain
     assert answer[-1] in TEXT.eos
@@ -154,7 +154,7 @@ def test_an_answer_may_be_cut_short() -> None:
     whole = emitted(run(bare(), sampling, 100))
     for count in (1, 2, 5, 11, 30):
         decoding = offered(
-            Decoding(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(3)), PROMPT, grammar=sampling.grammar
+            SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(3)), PROMPT, grammar=sampling.grammar
         )
         rounds = run(decoding, sampling, count)
         assert emitted(rounds) == whole[:count]
@@ -188,7 +188,7 @@ class Counting:
 def test_the_other_policy_hears_of_its_own_rounds_only() -> None:
     policy, sampling = Counting(2), Sampling(grammar=grammar())
     decoding = offered(
-        Decoding(LMTarget(tiny.full()), (Lookup(1, 8),), policy), PROMPT, grammar=sampling.grammar
+        SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), policy), PROMPT, grammar=sampling.grammar
     )
     rounds = run(decoding, sampling, 100)
     forced = [round for round in rounds if round.drafter == 1]
@@ -202,7 +202,7 @@ def test_the_other_policy_hears_of_its_own_rounds_only() -> None:
 def test_forced_text_fills_a_trial_and_no_more() -> None:
     sampling = Sampling(grammar=grammar({"const": "x" * 60}))
     decoding = offered(
-        Decoding(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, grammar=sampling.grammar
+        SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, grammar=sampling.grammar
     )
     rounds = run(decoding, sampling, 100)
     assert [round.drafted for round in rounds][:3] == [16, 16, 16]
@@ -213,7 +213,7 @@ def test_forced_text_fills_a_trial_and_no_more() -> None:
 def test_where_nothing_is_to_be_drafted_nothing_is(policy: Fixed) -> None:
     sampling = Sampling(grammar=grammar())
     decoding = offered(
-        Decoding(LMTarget(tiny.full()), (Lookup(1, 8),), policy),
+        SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), policy),
         PROMPT,
         grammar=sampling.grammar,
         prediction=[1],
@@ -223,7 +223,7 @@ def test_where_nothing_is_to_be_drafted_nothing_is(policy: Fixed) -> None:
 
 
 def test_a_request_that_brings_nothing_is_left_alone() -> None:
-    plain = Decoding(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(2))
+    plain = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(2))
     assert offered(plain, PROMPT) == Offered(plain.target, plain.drafters, plain.policy)
 
 
@@ -250,7 +250,7 @@ def asked(decoding: Offered, accepted: int, seconds: float, rounds: int) -> list
 
 def test_what_does_not_pay_is_not_asked_again_soon() -> None:
     def fresh() -> Offered:
-        return offered(Decoding(LMTarget(tiny.full()), (), Slow(0)), PROMPT, prediction=[*range(40)])
+        return offered(SequenceParts(LMTarget(tiny.full()), (), Slow(0)), PROMPT, prediction=[*range(40)])
 
     good = asked(fresh(), 16, 2.0, 60)
     assert good.count(16) >= 56
@@ -266,7 +266,7 @@ def test_a_good_prediction_takes_few_rounds() -> None:
     sampling = Sampling()
     plain = emitted(run(bare(), sampling, 100))
     decoding = offered(
-        Decoding(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, prediction=plain
+        SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, prediction=plain
     )
     rounds = run(decoding, sampling, 100)
     assert emitted(rounds) == plain
@@ -278,7 +278,7 @@ def test_a_good_prediction_takes_few_rounds() -> None:
 
 
 def demo_answer(pair: Pair, schema: Schema, question: str, offer: bool, sampling: Sampling) -> list[Round]:
-    vocabulary = pair.facts.vocab_size
+    vocabulary = pair.info.vocab_size
     form = compile("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     decoding = pair.open()
@@ -317,7 +317,7 @@ def test_seeded_answers_of_the_demo(pairs: tuple[Pair, Pair, Pair]) -> None:
 def test_choices_of_the_policy_name_drafters_that_are_there(pairs: tuple[Pair, Pair, Pair]) -> None:
     adaptive = pairs[0]
     prompt = adaptive.text.prompt([{"role": "user", "content": "hello"}])
-    form = compile("json_object", "", adaptive.text, adaptive.facts.vocab_size, seconds=5.0)
+    form = compile("json_object", "", adaptive.text, adaptive.info.vocab_size, seconds=5.0)
     decoding = offered(adaptive.open(), prompt, grammar=form, prediction=[1, 2, 3])
     assert decoding.names == ("grammar", "prediction")
     assert len(decoding.drafters) == len(adaptive.open().drafters) + 2

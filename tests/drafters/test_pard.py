@@ -116,7 +116,7 @@ def test_masks_do_not_stay(monkeypatch):
     logits_of(drafter, history, 4)
     history = grown(drafter, history, [3, 4])
     assert largest(logits_of(drafter, history, 4), whole(history, 4)) < TOLERANCE
-    monkeypatch.setattr(LMTarget, "commit", lambda self, keep: commit(self, self.on_trial))
+    monkeypatch.setattr(LMTarget, "commit", lambda self, keep: commit(self, self.uncommitted))
     monkeypatch.setattr(LMTarget, "rewind", lambda self, size: size)  # which would mend it
     spoiled, history = pard(), tiny.prompt(9)
     logits_of(spoiled, history, 4)

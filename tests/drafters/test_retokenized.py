@@ -29,13 +29,13 @@ from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource
 from mlx_spec.drafters.translation import LONGEST, Place, Translation, continuation, encoded, parted, whole
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.load import load
-from mlx_spec.pair import Facts, Pair
-from mlx_spec.policies import Always
+from mlx_spec.pair import PairInfo, Pair
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.tuning import tuner
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Features, Round
 
 GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
@@ -185,8 +185,8 @@ def test_as_good_as_new_after_every_outcome(kind: str) -> None:
 def pair_of(kind: str, K: int) -> Pair:
     other = KINDS[1 - KINDS.index(kind)]
     source = RetokenizedSource(model_of(other), size_of(other), text_of(kind), text_of(other), "other")
-    facts = Facts(kind, "other", size_of(kind), None, 0, 0)
-    return Pair(facts, text_of(kind), target_of(kind), [source], Always(Fixed(K)))
+    facts = PairInfo(kind, "other", size_of(kind), None, 0, 0)
+    return Pair(facts, text_of(kind), target_of(kind), [source], Fixed(K))
 
 
 def test_a_conversation_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from mlx_spec.session import Statistics
 from mlx_spec.target import LMTarget
 from mlx_spec.tree import Tree, grown
 from mlx_spec.tuning.costs import Costs, Table
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
@@ -235,7 +235,7 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
     emitted = lossless.emitted(rounds)
     assert emitted == truth[: place + 1] and rounds[-1].finish_reason == "stop"
     assert rounds[-1].accepted <= len(rounds[-1].tokens)
-    assert target.size == len(prompt) + place and target.on_trial == 0
+    assert target.size == len(prompt) + place and target.uncommitted == 0
     history = [*prompt, *emitted]
     again = list(generate(target, [drafter], Fixed(14), sampler, history, max_tokens=COUNT - place - 1))
     assert lossless.emitted(again) == truth[place + 1 :]

@@ -14,8 +14,8 @@ from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
-from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Round, Sampler
+from mlx_spec.policy import Fixed
+from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, RequestDrafter, Round, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
@@ -169,14 +169,11 @@ class Alternating:
     def __init__(self) -> None:
         self.rounds = 0
 
-    def begin(self) -> None:
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         pass
 
     def decide(self, history: Sequence[int]) -> Decision:
         return Decision((Choice(0, 3),) if self.rounds // 3 % 2 else (), Reason.PROBE)
-
-    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
-        raise AssertionError("nothing selective was decided")
 
     def observe(self, round: Round) -> None:
         self.rounds += 1
@@ -219,146 +216,74 @@ def test_an_empty_prompt_is_refused() -> None:
         rounds(LMTarget(MODELS["full"]), Scripted([]), 0, [], 5)
 
 
-class Told:
-    """Decides as it was told to, cuts likewise, and keeps what it observed."""
+class Listed:
+    """A policy that takes its decisions from a list and keeps the rounds."""
 
-    def __init__(self, *decisions: Decision, keep: Sequence[int] = ()) -> None:
-        self.decisions, self.keep = decisions, list(keep)
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = decisions
         self.rounds: list[Round] = []
-        self.cuts: list[tuple[int, tuple[float, ...]]] = []
 
-    def begin(self) -> None:
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         pass
 
     def decide(self, history: Sequence[int]) -> Decision:
         return self.decisions[len(self.rounds) % len(self.decisions)]
 
-    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
-        self.cuts.append((drafter, tuple(confidence)))
-        return min(self.keep[len(self.cuts) % len(self.keep)], len(confidence))
-
     def observe(self, round: Round) -> None:
         self.rounds.append(round)
 
 
-class Sure(Scripted):
-    """A script with a confidence that tells the positions apart."""
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        tokens = super().draft(history, limit, sampler).tokens
-        return Draft(tokens, confidence=mx.arange(1, tokens.size + 1) / 8)
-
-
-def told(
-    kind: str, drafters: list[Scripted], policy: Told, prompt: list[int], needs: FeatureSpec
-) -> list[int]:
-    sampler = GREEDY.sampler(len(prompt), 256)
-    target = LMTarget(MODELS[kind], needs)
-    return emitted(list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=COUNT)))
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_may_cut_what_was_drafted(kind: str) -> None:
-    prompt, truth = tiny.prompt(17), said(kind, 17)
-    selective = Decision((Choice(0, 4, selective=True),), Reason.PAYS, plain_seconds=0.5)
-    policy = Told(selective, selective, Decision((), Reason.COST), keep=[4, 0, 2, 1, 3])
-    needs = FeatureSpec(final_hidden=True)
-    assert told(kind, [Sure(prompt + truth, 3, needs)], policy, prompt, needs) == truth
-    assert {c for _, c in policy.cuts} >= {(0.125, 0.25, 0.375, 0.5)}
-    seen = [r for r in policy.rounds if r.proposed == 4]
-    assert {r.drafted for r in seen} == {0, 1, 2, 3, 4} and all(r.accepted <= r.drafted for r in seen)
-    assert all(r.drafter == 0 and r.confidence == (0.125, 0.25, 0.375, 0.5) for r in seen)
-    assert {r.plain_seconds for r in policy.rounds} == {0.5, None}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_next_drafter_is_asked_where_one_has_nothing(kind: str) -> None:
+def test_the_next_drafter_is_tried_where_one_has_nothing(kind: str) -> None:
     prompt, truth = tiny.prompt(17), said(kind, 17)
 
     class Seldom(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) % 3 == 0 else 0, sampler)
 
-    policy = Told(Decision((Choice(0, 2), Choice(1, 4)), Reason.PAYS))
+    policy = Listed(Decision((Choice(0, 2), Choice(1, 4)), Reason.PAYS))
     drafters = [Seldom(prompt + truth), Scripted(prompt + truth, 2)]
-    assert told(kind, drafters, policy, prompt, FeatureSpec()) == truth
+    sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
+    done = list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=COUNT))
+    assert emitted(done) == truth
     assert {r.drafter for r in policy.rounds if r.drafted} == {0, 1}
     assert drafters[0].histories == drafters[1].histories
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("unlikely", [False, True])
-def test_decoding_goes_on_ahead_while_there_is_nothing_to_draft(kind: str, unlikely: bool) -> None:
+def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) -> None:
     prompt, truth = tiny.prompt(17), said(kind, 17)
 
     class Late(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) > 40 else 0, sampler)
 
-    policy = Told(Decision((Choice(0, 4),), Reason.PAYS, unlikely=unlikely))
+    policy = Listed(Decision((Choice(0, 4),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
-    ahead, done = [], []
+    queued, done = [], []
     for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=COUNT):
         done.append(round)
-        ahead.append(bool(target._trial))
+        queued.append(bool(target.uncommitted))
     assert emitted(done) == truth
+    assert [r.kind == "plain" for r in done] == queued
     early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 23]
-    assert [ahead[i] for i in early] == [unlikely, *[True] * (len(early) - 1)]
-    assert sum(r.drafted for r in done) >= 20
-    found = next(i for i, r in enumerate(done) if r.drafter == 0)
-    assert (done[found].proposed, done[found].drafted, ahead[found]) == (4, 0, False)  # what was ahead lands
-    assert done[found + 1].drafted == 4
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_how_sure_the_target_was_is_told_where_it_is_asked_for(sampling: Sampling) -> None:
-    """The highest probability at temperature 1, whatever was drawn; what is said stays the same."""
-    prompt = tiny.prompt(17)
-
-    def run(certainty: bool) -> list[Round]:
-        policy = Told(Decision((), Reason.WARMING_UP, certainty=certainty))
-        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS["sliding"])
-        return list(engine.generate(target, [], policy, sampler, prompt, max_tokens=COUNT))
-
-    asked, plain = run(True), run(False)
-    assert emitted(asked) == emitted(plain)
-    assert all(r.certainty is None for r in plain)
-    model, tokens = MODELS["sliding"], prompt + emitted(asked)
-    probs = mx.softmax(model(mx.array([tokens]))[0].astype(mx.float32), axis=-1).max(axis=-1)
-    expected = probs[16 : 16 + COUNT].tolist()
-    assert [r.certainty for r in asked] == pytest.approx(expected, abs=1e-4)
+    assert [queued[i] for i in early] == [False, *[True] * (len(early) - 1)]
+    first = next(i for i, r in enumerate(done) if r.kind == "draft")
+    assert [r.kind for r in done[first - 2 : first]] == ["plain", "landed"]  # the queued token comes first
+    assert done[first].drafted == 4 and sum(r.drafted for r in done) >= 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("needs", [FeatureSpec(), FeatureSpec(final_hidden=True)])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_a_shadow_token_is_compared_and_not_verified(
-    kind: str, needs: FeatureSpec, sampling: Sampling
-) -> None:
-    """In every round, with the right token, while plain decoding stays one token ahead."""
-    prompt = tiny.prompt(17)
-
-    def run(policy: Told | Fixed, drafter: Scripted) -> tuple[list[Round], list[bool]]:
-        sampler, target = sampling.sampler(17, 256), LMTarget(MODELS[kind], needs)
-        done, ahead = [], []
-        for round in engine.generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT):
-            done.append(round)
-            ahead.append(bool(target.on_trial))
-        return done, ahead
-
-    truth = emitted(run(Fixed(0), Scripted([]))[0])
-    policy = Told(Decision((), Reason.PROBE, shadow=0))
-    done, ahead = run(policy, Sure(prompt + truth, 3, needs))
-    assert emitted(done) == truth and all(ahead[:-1])
-    assert [r.agreement for r in done] == [float(i % 3 != 2) for i in range(COUNT)]
-    assert all(r.confidence == (0.125,) and r.drafter == 0 and not r.drafted for r in done)
-
-
-def test_agreement_of_a_sampled_shadow_token_is_what_the_laws_share() -> None:
-    logits, other = mx.random.normal((1, 50)), mx.random.normal((1, 50))
-    p, q = mx.softmax(logits, axis=-1), mx.softmax(other, axis=-1)
-    sampler = Sampling(temperature=1.0).sampler(1, 50)
-    token = mx.array([3], dtype=mx.int32)
-    drawn = sampler.agreement(logits, [1], token, Draft(token, q))
-    assert drawn.tolist() == pytest.approx([mx.minimum(p, q).sum().item()])
-    assert sampler.agreement(logits, [1], token, Draft(token)).tolist() == pytest.approx([p[0, 3].item()])
+def test_a_round_says_what_it_was(kind: str) -> None:
+    """A draft that is wanted lets the queued token land; the last round queues nothing."""
+    prompt, truth = tiny.prompt(17), said(kind, 17)
+    draft, plain_ = Decision((Choice(0, 3),), Reason.PAYS), Decision((), Reason.COST, plain_seconds=0.5)
+    policy = Listed(plain_, plain_, draft, draft)
+    sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
+    drafters = [Scripted(prompt + truth, 2)]
+    done = list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=COUNT))
+    assert emitted(done) == truth
+    assert [r.kind for r in done[:8]] == ["plain", "plain", "landed", "draft"] * 2
+    assert all((r.kind == "draft") == (r.drafter == 0) == bool(r.drafted) for r in done)
+    assert {r.plain_seconds for r in done} == {0.5, None}
+    assert done[-1].kind != "plain" and done[-1].finish_reason == "length"

@@ -89,8 +89,8 @@ def test_assistants(golden: Path, name: str) -> None:
     rounds = list(pair.generate(case["ids"], max_tokens=16))
     assert [t for r in rounds for t in r.tokens] == case["greedy"][:16]
     assert sum(r.drafted for r in rounds) > 0
-    assert (pair.facts.vocab_size, pair.facts.context_length) == (512, 4096)
-    assert pair.facts.drafter_bytes == (golden / name / "assistant" / "model.safetensors").stat().st_size
+    assert (pair.info.vocab_size, pair.info.context_length) == (512, 4096)
+    assert pair.info.drafter_bytes == (golden / name / "assistant" / "model.safetensors").stat().st_size
 
 
 def test_draft_model_and_lookup(saved: Path) -> None:
@@ -102,8 +102,8 @@ def test_draft_model_and_lookup(saved: Path) -> None:
         rounds = list(pair.generate(prompt, max_tokens=20))
         assert [t for r in rounds for t in r.tokens] == expected
         assert {r.reason for r in rounds} == {Reason.FIXED} and sum(r.drafted for r in rounds) > 0
-        assert pair.facts.drafter == str(drafter)
-    assert (plain.facts.drafter, plain.facts.drafter_bytes) == (None, 0)
+        assert pair.info.drafter == str(drafter)
+    assert (plain.info.drafter, plain.info.drafter_bytes) == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_draft_model_and_lookup(saved: Path) -> None:
         (None, {"num_draft_tokens": 4}, Reason.NO_DRAFTER),
         ("none", {}, Reason.DISABLED),
         ("lookup", {"num_draft_tokens": 0}, Reason.DISABLED),
-        ("lookup", {}, Reason.WARMING_UP),
+        ("lookup", {}, Reason.LEARNING),
     ],
 )
 def test_reason_is_visible(saved: Path, drafter: str | None, options: dict, reason: Reason) -> None:
@@ -152,8 +152,8 @@ def test_manifest(saved: Path, tmp_path: Path, inside: bool) -> None:
     manifest = {"drafter": "../drafter"} if inside else {"target": "target", "drafter": "drafter"}
     (place / "pair.json").write_text(json.dumps(manifest))
     pair = load(place)
-    assert pair.facts.target == str(place) and Path(pair.facts.drafter or "").name == "drafter"
-    assert load(place, "none").facts.drafter is None
+    assert pair.info.target == str(place) and Path(pair.info.drafter or "").name == "drafter"
+    assert load(place, "none").info.drafter is None
     (place / "pair.json").write_text('{"drafter": 3}')
     assert "target and drafter must be paths" in refused(BadCheckpoint, place)
 
@@ -163,7 +163,7 @@ def test_manifest(saved: Path, tmp_path: Path, inside: bool) -> None:
 )
 def test_demo() -> None:
     pair = load("demo")
-    assert (pair.facts.target, pair.facts.drafter) == ("demo", "demo")
+    assert (pair.info.target, pair.info.drafter) == ("demo", "demo")
     pieces = list(pair.session().stream("What does os.path.join do?", max_tokens=60))
     assert "".join(piece.text for piece in pieces if piece.kind == "answer")
 
@@ -403,7 +403,7 @@ def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: P
     pair = load(folder, golden / name / "assistant", num_draft_tokens=3)
     case = json.loads((GOLDEN / name / "golden.json").read_text())["cases"]["short"]
     assert [t for r in pair.generate(case["ids"], max_tokens=10) for t in r.tokens] == case["greedy"][:10]
-    assert pair.facts.vocab_size == 512
+    assert pair.info.vocab_size == 512
 
 
 @pytest.mark.parametrize(

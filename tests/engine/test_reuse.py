@@ -9,7 +9,7 @@ import tiny
 from test_session import KINDS, alone, make_pair
 
 from mlx_spec.pair import Pair
-from mlx_spec.reuse import Held, common_prefix
+from mlx_spec.sequence import CachedSequence, common_prefix
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics, added
 from mlx_spec.types import Reason
@@ -17,13 +17,13 @@ from mlx_spec.types import Reason
 GREEDY = Sampling()
 
 
-def generate(pair: Pair, held: Held, prompt: list[int], count: int) -> list[int]:
+def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:
     """Continue a prompt with a kept sequence, as those who keep one do."""
-    rounds = pair.run(held.decoding, prompt, max_tokens=count)
-    held.align(prompt)
+    rounds = pair.run(held.parts, prompt, max_tokens=count)
+    held.rewind_to_prefix(prompt)
     emitted: list[int] = []
     for round in rounds:
-        held.note(round.tokens)
+        held.append(round.tokens)
         emitted += round.tokens
     return emitted
 
@@ -31,7 +31,7 @@ def generate(pair: Pair, held: Held, prompt: list[int], count: int) -> list[int]
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_that_share_a_beginning(kind: str) -> None:
     pair = make_pair(kind, "other")
-    held = Held(pair.open())
+    held = CachedSequence(pair.open())
     first = tiny.prompt(60)
     prompts = [first, first, first[:40] + [7] * 9, first[:40] + [7] * 9 + [3, 4], first[:10]]
     for prompt in prompts:
@@ -43,33 +43,33 @@ def test_prompts_that_share_a_beginning(kind: str) -> None:
 def test_not_to_align_is_noticed() -> None:
     """The control of the test above."""
     pair, prompt, other = make_pair("full"), tiny.prompt(40), tiny.prompt(50, seed=5)
-    held = Held(pair.open())
+    held = CachedSequence(pair.open())
     generate(pair, held, prompt, 12)
-    wrong = [t for round in pair.run(held.decoding, other, max_tokens=12) for t in round.tokens]
+    wrong = [t for round in pair.run(held.parts, other, max_tokens=12) for t in round.tokens]
     assert wrong != alone(pair, "full", other, 12, GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
 def test_what_is_kept(kind: str) -> None:
     pair, prompt = make_pair(kind), tiny.prompt(30)
-    held = Held(pair.open())
+    held = CachedSequence(pair.open())
     assert (held.tokens, held.nbytes, held.shared(prompt)) == ([], 0, 0)
     emitted = generate(pair, held, prompt, 10)
     assert held.nbytes > 0
-    assert held.shared(prompt) == held.align(prompt) == 28  # a row is written anew, and one is pending
+    assert held.shared(prompt) == held.rewind_to_prefix(prompt) == 28  # a row is written anew, and one is pending
     generate(pair, held, prompt, 10)
     longer = [*prompt, *emitted, 5, 5, 5]
-    assert held.align(longer) == 39  # the last token was never written
-    assert held.shared([]) == held.shared([prompt[0]]) == held.align([]) == 0
+    assert held.rewind_to_prefix(longer) == 39  # the last token was never written
+    assert held.shared([]) == held.shared([prompt[0]]) == held.rewind_to_prefix([]) == 0
 
 
 @pytest.mark.parametrize("kind", ["shared", "recurrent"])
 def test_cut_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     length = 4
     pair, prompt = make_pair(kind), tiny.prompt(40)
-    held = Held(pair.open())
+    held = CachedSequence(pair.open())
     emitted = generate(pair, held, prompt, 12)
-    held.cut(len(prompt) + length)
+    held.truncate(len(prompt) + length)
     assert held.tokens == (prompt + emitted)[: len(held.tokens)]
     assert len(held.tokens) <= len(prompt) + length - 1
     if kind != "recurrent":
@@ -81,13 +81,13 @@ def test_cut_forgets_what_a_stop_string_cut_off(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sliding", "recurrent"])
 def test_interrupted_at_any_round(kind: str) -> None:
     pair = make_pair(kind, "other")
-    held = Held(pair.open())
+    held = CachedSequence(pair.open())
     for count in (0, 1, 3):
         prompt = tiny.prompt(30 + count)
-        rounds = pair.run(held.decoding, prompt, max_tokens=50)
-        held.align(prompt)
+        rounds = pair.run(held.parts, prompt, max_tokens=50)
+        held.rewind_to_prefix(prompt)
         for round in islice(rounds, count):
-            held.note(round.tokens)
+            held.append(round.tokens)
         rounds.close()  # type: ignore[attr-defined]
         assert generate(pair, held, prompt, 6) == alone(pair, kind, prompt, 6, GREEDY)
 

@@ -15,14 +15,14 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
 from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.pair import Facts, Pair
-from mlx_spec.policies import Always
+from mlx_spec.pair import PairInfo, Pair
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
 from mlx_spec.target import LMTarget
 from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Reason
 
 TEMPLATE = (
@@ -68,10 +68,10 @@ def make_pair(
     """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
     model = MODELS[kind]
     text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
-    facts = Facts("tiny", drafter, tiny.VOCAB, context, 0, 0)
+    facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
     kv_bits = 8 if kind == "quantized" else None
     drafters = sources(drafter, model)
-    return Pair(facts, text, model, drafters, Always(Fixed(K if drafters else 0)), kv_bits)
+    return Pair(facts, text, model, drafters, Fixed(K if drafters else 0), kv_bits)
 
 
 def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
@@ -324,7 +324,7 @@ def test_prompt_too_long_leaves_the_conversation_alone() -> None:
 
 def test_no_template_no_session() -> None:
     pair = make_pair("full")
-    bare = Pair(pair.facts, Text(TOKENIZER, None, ()), MODELS["full"], [], Always(Fixed(0)))
+    bare = Pair(pair.info, Text(TOKENIZER, None, ()), MODELS["full"], [], Fixed(0))
     with pytest.raises(InvalidValue, match="no chat template"):
         bare.session()
 

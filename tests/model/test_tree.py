@@ -180,7 +180,7 @@ def test_what_follows_a_kept_path(kind: str, length: int, path: tuple[int, ...])
     target.prefill(prompt)
     target.verify_tree(mx.array(tokens), TREE.parents)
     target.commit_path(path)
-    assert (target.size, target.on_trial) == (length + len(path), 0)
+    assert (target.size, target.uncommitted) == (length + len(path), 0)
     kept = [tokens[row] for row in path]
     alone = logits_of_path(kind, prompt, [*kept, 9, 8, 7])
     assert largest(target.verify(mx.array([9, 8, 7])), alone[len(kept) :]) < TOLERANCE

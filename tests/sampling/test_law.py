@@ -27,7 +27,7 @@ from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.sampling import Law, Sampling, Unseeded
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 
 V = 8

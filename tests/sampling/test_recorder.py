@@ -19,7 +19,7 @@ from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import (
     Choice,
     Decision,
@@ -205,7 +205,7 @@ def test_a_place_drawn_again_counts_as_drawn_last() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)])
 def test_the_demo_pair(sampling: Sampling) -> None:
     pair = mlx_spec.load("demo", num_draft_tokens=4)
-    text, V = pair.text, pair.facts.vocab_size
+    text, V = pair.text, pair.info.vocab_size
     prompt = text.prompt([{"role": "user", "content": "What is the capital of France?"}])
     decoding = pair.open()
     recorder = Recorder(sampling.sampler(len(prompt), V), Law(sampling, len(prompt), V), text, 3)

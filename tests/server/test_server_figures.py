@@ -50,7 +50,7 @@ def test_timings_name_everything():
 
 @pytest.mark.parametrize("reason", list(Reason))
 def test_speculation_is_on_unless_its_reason_says_off(reason: Reason):
-    on = reason in (Reason.FIXED, Reason.WARMING_UP, Reason.PAYS, Reason.WAITING, Reason.PROBE)
+    on = reason in (Reason.FIXED, Reason.LEARNING, Reason.PAYS, Reason.WAITING, Reason.PROBE)
     found = timings_json(replace(TIMINGS, statistics=replace(STATISTICS, reason=reason)))
     assert (found["speculation"], found["reason"]) == ("on" if on else "off", reason.value)
 

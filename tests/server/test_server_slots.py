@@ -14,7 +14,7 @@ from mlx_spec.apps.server.ask import RoundDone
 from mlx_spec.apps.server.conversations import Conversations
 from mlx_spec.apps.server.settings import Served, Settings
 from mlx_spec.pair import Pair
-from mlx_spec.reuse import Held
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
 
 GREEDY = Sampling()
@@ -24,18 +24,18 @@ def conversations(pair: Pair, count: int = 4, limit: int = 10**9) -> Conversatio
     return Conversations(pair.open, count, lambda: limit)
 
 
-def generate(pair: Pair, held: Held, prompt: Sequence[int], count: int) -> list[int]:
+def generate(pair: Pair, held: CachedSequence, prompt: Sequence[int], count: int) -> list[int]:
     """Continue a prompt with a sequence that was taken for it."""
-    rounds = pair.run(held.decoding, prompt, max_tokens=count)
-    held.align(prompt)
+    rounds = pair.run(held.parts, prompt, max_tokens=count)
+    held.rewind_to_prefix(prompt)
     emitted: list[int] = []
     for round in rounds:
-        held.note(round.tokens)
+        held.append(round.tokens)
         emitted += round.tokens
     return emitted
 
 
-def served(pair: Pair, kept: Conversations, prompt: Sequence[int], count: int = 4) -> Held:
+def served(pair: Pair, kept: Conversations, prompt: Sequence[int], count: int = 4) -> CachedSequence:
     """A prompt that was answered."""
     with kept.using(prompt) as held:
         generate(pair, held, prompt, count)
@@ -158,18 +158,18 @@ def test_interleaved_conversations_are_those_of_plain_decoding(kind: str) -> Non
         prompt = histories[name]
         with kept.using(prompt) as held:
             reused += held.shared(prompt) > 0
-            rounds = pair.run(held.decoding, prompt, max_tokens=6)
-            held.align(prompt)
+            rounds = pair.run(held.parts, prompt, max_tokens=6)
+            held.rewind_to_prefix(prompt)
             answer: list[int] = []
             for round in rounds:
-                held.note(round.tokens)
+                held.append(round.tokens)
                 answer += round.tokens
                 if rng.random() < 0.1:  # cancelled
                     break
             rounds.close()  # type: ignore[attr-defined]
             cut = rng.randrange(1, len(answer) + 1)
             if rng.random() < 0.2:  # a stop string
-                held.cut(len(prompt) + cut)
+                held.truncate(len(prompt) + cut)
                 answer = answer[:cut]
         assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
         histories[name] = edited(rng, prompt, answer)

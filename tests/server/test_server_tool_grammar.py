@@ -327,7 +327,7 @@ def test_the_demo_calls_what_it_must(pair):
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
     found = dialect_of(pair.text)
     source = lark(found, use)
-    compiled = grammar.compile("lark", source, pair.text, pair.facts.vocab_size, seconds=10)
+    compiled = grammar.compile("lark", source, pair.text, pair.info.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
     prompt = prompt_of(chat, pair.text, "demo")
     answers = []

@@ -20,7 +20,7 @@ from mlx_spec.convert.conversion import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.reuse import Held
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Features, Round, Sampler
@@ -145,7 +145,7 @@ def generate_with(
     alone = mlx_spec.load(folder, drafter="none")
     done: list[Round] = []
     for first, second in zip(questions, OTHER * 2, strict=False):
-        held, prompt = Held(pair.open()), [2, *pair.text.encode(first)]
+        held, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
             held.align(prompt)
             found = list(pair.run(held.decoding, prompt, sampling=sampling, max_tokens=24))

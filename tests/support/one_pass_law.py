@@ -23,7 +23,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.engine import generate
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.types import Drafter
 
 GENERATIONS, FEW = 300, 200  # the controls need fewer, as a rule

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from mlx_spec.engine import generate
 from mlx_spec.sampling import Sampling
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs, Table
+from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.types import (
     Decision,
     Draft,

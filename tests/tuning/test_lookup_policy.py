@@ -178,7 +178,7 @@ def test_the_reason_is_that_of_the_drafter_that_takes_time(right: float) -> None
         nothing = np.zeros(tokens + SLACK, bool)
         drafters = [VirtualDrafter(device, text), VirtualLookup(nothing, nothing)]
         reasons += [r.reason for r in virtual.run(policy, device, drafters, tokens).rounds]
-    off = (Reason.ACCEPTANCE, Reason.LEDGER, Reason.COST)
+    off = (Reason.ACCEPTANCE, Reason.BUDGET, Reason.COST)
     assert sum(reason in off for reason in reasons) > 0.8 * len(reasons), Counter(reasons)
 
 

@@ -18,8 +18,9 @@ from virtual import CURVES, WORKLOADS, Curve, Device, Outcome, Text, VirtualDraf
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tuning.acceptance import Experience
-from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs, Table
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.tuning.costs import Costs, Table
+from mlx_spec.policy import Fixed
 from mlx_spec.tuning.ledger import BUFFER, EPSILON
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
@@ -114,7 +115,7 @@ def test_without_the_policy_a_wrong_length_loses_much() -> None:
 def test_unmeasured_costs_are_learned_on_the_way(curve: str) -> None:
     text = Text.make("mixed", 3000 + SLACK, 5)
     outcome = adaptive(CURVES[curve], text, 3000, costs=Costs(("drafter",)))
-    assert outcome.rounds[0].reason is Reason.WARMING_UP
+    assert outcome.rounds[0].reason is Reason.LEARNING
     assert outcome.speed > 0.94 * best(CURVES[curve], text, 3000)
 
 

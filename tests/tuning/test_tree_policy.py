@@ -22,13 +22,13 @@ from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
 from mlx_spec.policies import always
-from mlx_spec.reuse import Decoding
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.tree import grown, tree_of
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.costs import Costs
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tree import FIRST, SIDE, Branching, Guesses
 from mlx_spec.tuning.tuner import Tuner
@@ -229,11 +229,11 @@ def test_the_policy_below_hears_of_the_chain_in_the_tree() -> None:
 # --- in a pair
 
 
-def decoding(folder: Path, kind: str = "full") -> tuple[Branches, Decoding]:
+def decoding(folder: Path, kind: str = "full") -> tuple[Branches, SequenceParts]:
     source = opened(fitted.medusa(4 if kind == "recurrent" else 3, HEADS), folder)
     target = LMTarget(getattr(tiny, kind)(), source.needs)
     sources = (source, LookupSource())
-    return Branches(sources), Decoding(target, tuple(s.make(target.parts) for s in sources), Fixed(0))
+    return Branches(sources), SequenceParts(target, tuple(s.make(target.parts) for s in sources), Fixed(0))
 
 
 def test_offered_with_measured_costs(tmp_path: Path) -> None:

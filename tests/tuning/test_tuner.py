@@ -19,7 +19,7 @@ from mlx_spec.target import LMTarget
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.calibrate import measure
 from mlx_spec.tuning.costs import Costs, Table
-from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.policy import Fixed
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import YOUNG, Tuner
 from mlx_spec.types import Draft, Drafter, FeatureSpec, Reason, Round, Sampler
@@ -46,7 +46,7 @@ def test_measuring_leaves_no_trace(kind: str, kv_bits: int | None) -> None:
     drafter = DraftModel(MODELS["full"], Vocabulary(tiny.VOCAB, tiny.VOCAB))
     target.prefill(prompt[:-1])
     points = measure(target, [drafter, Scripted([])], prompt, 0.05)
-    assert (target.size, target.on_trial) == (19, 0)
+    assert (target.size, target.uncommitted) == (19, 0)
     assert {1, 2} <= set(points.verify) and {1, 4} <= set(points.draft[0]) and set(points.draft) == {0, 1}
     assert min([points.plain, points.host, *points.verify.values(), *points.draft[0].values()]) > 0
     assert points.draft[1][1] < points.draft[0][1]  # no draft costs less than one
@@ -100,7 +100,7 @@ def test_drafting_that_cannot_be_measured_is_given_up(tmp_path: Path) -> None:
     needs = FeatureSpec(final_hidden=True)
     done = answer(tuner, LMTarget(MODELS["full"], needs), Silent([], 0, needs), prompt)
     assert emitted(done) == plain(MODELS["full"], prompt, 40)
-    assert [r.reason for r in done[: YOUNG - 1]] == [Reason.WARMING_UP] * (YOUNG - 1)  # and then no more
+    assert [r.reason for r in done[: YOUNG - 1]] == [Reason.LEARNING] * (YOUNG - 1)  # and then no more
     assert tuner.knows(17) and not tuner.file.exists()
 
 

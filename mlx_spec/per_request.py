@@ -1,0 +1,39 @@
+"""Drafters that one request brings: predicted output, and text that its grammar forces.
+
+They are proposals of the sequence's own policy. Drafting with them takes no time, so the policy weighs only the
+rows that their tokens add to a pass of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_spec.constraint import Grammar
+from mlx_spec.drafters.forced import Forced
+from mlx_spec.drafters.legal import Legal
+from mlx_spec.drafters.prediction import Prediction
+from mlx_spec.types import Drafter, RequestDrafter
+
+FORCED_PRIOR = 0.99  # probability; a grammar forces these tokens, only a stop token may come before them
+PREDICTION_PRIOR = 0.75  # probability; clients predict text of which most stays
+
+
+def for_request(
+    drafters: Sequence[Drafter],
+    prompt: Sequence[int],
+    *,
+    grammar: Grammar | None = None,
+    prediction: Sequence[int] = (),
+) -> tuple[tuple[Drafter, ...], tuple[RequestDrafter, ...]]:
+    """Return the drafters of a sequence, limited by the grammar of a request, and those that the request brings."""
+    matcher = None if grammar is None else grammar.matcher(prompt)
+    extras: list[RequestDrafter] = []
+    if matcher is not None:
+        drafters = [Legal(drafter, matcher, len(prompt)) for drafter in drafters]
+        forced = Forced(matcher, len(prompt))
+        extras.append(RequestDrafter("grammar", forced, forced.available, FORCED_PRIOR))
+    if prediction:
+        predicted = Prediction(prediction, prompt)
+        checked: Drafter = predicted if matcher is None else Legal(predicted, matcher, len(prompt))
+        extras.append(RequestDrafter("prediction", checked, predicted.available, PREDICTION_PRIOR))
+    return tuple(drafters), tuple(extras)

@@ -1,0 +1,340 @@
+"""The house rules: imports point down, folders and files of readable size, one name for one thing.
+
+Each rule is a function of the sources that yields "place: problem"; every rule is also tried on a small
+source that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("mlx_spec", "apps", "convert")
+
+MAX_LINES, MAX_FUNCTION_LINES = 500, 80
+MIN_LINES = 60  # of a module with one user; a shorter one belongs to that user
+MAX_ROOT_MODULES, MAX_FOLDER_MODULES = 12, 25
+
+# A package imports from its own entry or from entries above it in this list.
+LAYERS = (
+    ("errors", "types"),
+    ("device",),
+    ("hub",),
+    ("policy", "model", "sampling"),
+    ("text", "demo"),
+    ("grammar",),
+    ("sampling.logprobs", "drafters", "model.sequence"),
+    ("engine",),
+    ("session",),
+    ("pair",),
+    ("load",),
+    ("", "convert"),  # "" is mlx_spec/__init__.py, the public face
+    ("apps",),
+    ("__main__", "chat", "serve", "menubar"),
+)
+
+# Where the host may wait for the device. A path ending in "/" stands for all files below it.
+SYNCS = {
+    "mlx_spec/engine.py": "the one copy to the host that decides a round",
+    "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
+    "mlx_spec/grammar/": "a grammar reads a draft before it is verified",
+    "mlx_spec/sampling/logprobs.py": "the one copy that reads the log-probabilities of a round",
+    "mlx_spec/load.py": "weights are read before the first question",
+    "mlx_spec/policy/calibrate.py": "measures seconds",
+    "apps/bench.py": "measures seconds",
+    "apps/roofline.py": "measures seconds",
+    "apps/selftest.py": "a self-test: nothing waits for it",
+    "convert/": "reads and writes checkpoints",
+}
+
+# Where a model family may be named in code.
+FAMILIES = re.compile(r"gemma|llama|qwen|deepseek", re.IGNORECASE)
+FAMILIES_ALLOWED = ("mlx_spec/hub/", "mlx_spec/drafters/", "mlx_spec/load.py", "convert/", "apps/")
+
+# Class names used twice on purpose.
+SAME_NAME: dict[str, str] = {}
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Problems = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file; `path` is relative to the repository."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def module(self) -> str:
+        """Return the dotted name under mlx_spec; "" for the package itself."""
+        parts = self.path.removesuffix(".py").split("/")
+        parts = parts[1:] if parts[0] == "mlx_spec" else parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def is_face(self) -> bool:
+        return self.path.endswith(("__init__.py", "__main__.py"))
+
+    def imports(self, modules: frozenset[str]) -> set[str]:
+        """Return the modules under mlx_spec that this file imports."""
+        found: set[str] = set()
+        parts = self.module.split(".") if self.module else []
+        package = parts if self.path.endswith("__init__.py") else parts[:-1]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                up = ["mlx_spec", *package[: len(package) - node.level + 1]] if node.level else []
+                origin = ".".join(part for part in (*up, node.module) if part)
+                for alias in node.names:
+                    inner = f"{origin}.{alias.name}"
+                    found.add(inner if inner.removeprefix("mlx_spec.") in modules else origin)
+        ours = {name for name in found if name == "mlx_spec" or name.startswith("mlx_spec.")}
+        return {name.removeprefix("mlx_spec").removeprefix(".") for name in ours} - {self.module}
+
+
+def read_sources() -> list[Source]:
+    """Return every Python file of the packages once; symlinks are not followed."""
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return [Source(p.relative_to(ROOT).as_posix(), p.read_text()) for p in paths if p.resolve() == p]
+
+
+SOURCES = read_sources()
+
+
+# --- rules of one file
+
+
+def no_probing(source: Source) -> Problems:
+    """A missing attribute is an error, not a case."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" as probe), args=[_, ast.Constant(), *_]):
+                yield f"{source.path}:{node.lineno}: {probe} with a literal name"
+
+
+def readable_sizes(source: Source) -> Problems:
+    if (lines := source.text.count("\n")) > MAX_LINES:
+        yield f"{source.path}: {lines} lines"
+    for node in ast.walk(source.tree):
+        if isinstance(node, FUNCTIONS):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{source.path}:{node.lineno}: {node.name} has {length} lines"
+
+
+def finished(source: Source) -> Problems:
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if mark := re.search(r"\b(TODO|FIXME|XXX)\b", line):
+            yield f"{source.path}:{number}: {mark[0]}"
+
+
+def few_waits(source: Source) -> Problems:
+    """Waits for the device outside the places where that is meant."""
+    if source.path.startswith(tuple(SYNCS)):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            waits = node.func.attr in ("item", "tolist") and not owner.startswith("np.")
+            if waits or (owner in ("mx", "mlx.core") and node.func.attr in ("eval", "synchronize")):
+                yield f"{source.path}:{node.lineno}: .{node.func.attr}() waits for the device"
+
+
+def no_families(source: Source) -> Problems:
+    """Names of model families in code; docstrings and comments may cite them."""
+    if source.path.startswith(FAMILIES_ALLOWED):
+        return
+    documents = {
+        node.body[0].value
+        for node in ast.walk(source.tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None
+    }
+    for node in ast.walk(source.tree):
+        for word in () if node in documents else _words(node):
+            if found := FAMILIES.search(word):
+                yield f"{source.path}:{node.lineno}: names {found[0].lower()}"
+
+
+def _words(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.keyword(arg=str(word)):
+            return [word]
+        case ast.Constant(value=str(word)):
+            return [word]
+        case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+            return [word]
+        case ast.ImportFrom(module=module):
+            return [module or "", *(alias.name for alias in node.names)]
+        case ast.Import():
+            return [alias.name for alias in node.names]
+    return []
+
+
+def sentences(source: Source) -> Problems:
+    """A docstring is a sentence, not a clause."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+            text = ast.get_docstring(node) or ""
+            if re.match(r"(What|Whether|Of|As|That|Who|How many|So many) ", text):
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield f"{source.path}:{line}: begins with {text.split()[0]!r}"
+
+
+def types_is_a_leaf(source: Source) -> Problems:
+    if source.path != "mlx_spec/types.py":
+        return
+    for node in ast.walk(source.tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.split(".")[0] not in {"mlx", *sys.stdlib_module_names}:
+                yield f"types imports {name}"
+
+
+FILE_RULES: tuple[Callable[[Source], Problems], ...] = (
+    no_probing,
+    readable_sizes,
+    finished,
+    few_waits,
+    no_families,
+    sentences,
+    types_is_a_leaf,
+)
+
+
+@pytest.mark.parametrize("rule", FILE_RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: Callable[[Source], Problems]) -> None:
+    problems = [problem for source in SOURCES for problem in rule(source)]
+    assert not problems, "\n".join(["", *problems])
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (no_probing, "mlx_spec/a.py", "getattr(x, 'a', None)"),
+        (readable_sizes, "mlx_spec/a.py", "\n" * 501),
+        (readable_sizes, "mlx_spec/a.py", "def f():\n" + "    x = 1\n" * 80),
+        (finished, "mlx_spec/a.py", "x = 1  # TODO: more"),
+        (few_waits, "mlx_spec/a.py", "n = x.item()"),
+        (few_waits, "apps/a.py", "mx.eval(x)"),
+        (no_families, "mlx_spec/engine.py", "name = 'Qwen3'"),
+        (no_families, "mlx_spec/engine.py", "import mlx_lm.models.llama"),
+        (sentences, "mlx_spec/a.py", '"""What a round brought."""'),
+        (types_is_a_leaf, "mlx_spec/types.py", "import numpy"),
+    ],
+)
+def test_rule_finds_a_breach(rule: Callable[[Source], Problems], path: str, text: str) -> None:
+    assert len(list(rule(Source(path, text)))) == 1
+
+
+# --- rules of the whole
+
+
+def imports_point_down(sources: Sequence[Source]) -> Problems:
+    modules = frozenset(source.module for source in sources)
+    for source in sources:
+        own = _layer(source.module)
+        if own is None:
+            yield f"{source.path} has no place in LAYERS"
+            continue
+        for name in sorted(source.imports(modules)):
+            other = _layer(name)
+            if other is None or other > own:
+                yield f"{source.path} must not import {name or 'mlx_spec'}"
+
+
+def _layer(module: str) -> int | None:
+    entries = {entry: rank for rank, layer in enumerate(LAYERS) for entry in layer}
+    if not module:
+        return entries[""]
+    fitting = [entry for entry in entries if entry and (module == entry or module.startswith(entry + "."))]
+    return entries[max(fitting, key=len)] if fitting else None
+
+
+def folders_are_small(sources: Sequence[Source]) -> Problems:
+    count = Counter(source.path.rpartition("/")[0] for source in sources)
+    for folder, modules in sorted(count.items()):
+        most = MAX_ROOT_MODULES if folder in PACKAGES else MAX_FOLDER_MODULES
+        if modules > most:
+            yield f"{folder} has {modules} modules, at most {most} are allowed"
+
+
+def short_files_have_two_users(sources: Sequence[Source]) -> Problems:
+    modules = frozenset(source.module for source in sources)
+    users = Counter(name for source in sources for name in source.imports(modules))
+    for source in sources:
+        lines = source.text.count("\n")
+        is_entry = source.path.count("/") == 1 and users[source.module] == 0  # `python -m mlx_spec.chat`
+        if lines < MIN_LINES and users[source.module] < 2 and not source.is_face and not is_entry:
+            yield f"{source.path}: {lines} lines for {users[source.module]} user"
+
+
+def one_class_a_name(sources: Sequence[Source]) -> Problems:
+    places = defaultdict(list)
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{source.path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1 and name not in SAME_NAME:
+            yield f"class {name}: {', '.join(found)}"
+
+
+HOUSE_RULES: tuple[Callable[[Sequence[Source]], Problems], ...] = (
+    imports_point_down,
+    folders_are_small,
+    short_files_have_two_users,
+    one_class_a_name,
+)
+
+
+@pytest.mark.parametrize("rule", HOUSE_RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_the_rule(rule: Callable[[Sequence[Source]], Problems]) -> None:
+    problems = list(rule(SOURCES))
+    assert not problems, "\n".join(["", *problems])
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    [
+        (imports_point_down, [("mlx_spec/types.py", "from mlx_spec.errors import E")]),
+        (imports_point_down, [("mlx_spec/engine.py", "from . import load"), ("mlx_spec/load.py", "")]),
+        (imports_point_down, [("mlx_spec/elsewhere.py", "")]),
+        (folders_are_small, [(f"mlx_spec/m{i}.py", "") for i in range(13)]),
+        (folders_are_small, [(f"apps/server/m{i}.py", "") for i in range(26)]),
+        (
+            short_files_have_two_users,
+            [("apps/chat/a.py", "x = 1\n"), ("apps/chat/b.py", "from mlx_spec.apps.chat import a\n" * 60)],
+        ),
+        (one_class_a_name, [("apps/a.py", "class A: pass"), ("convert/a.py", "class A: pass")]),
+    ],
+)
+def test_house_rule_finds_a_breach(rule, sources) -> None:
+    assert list(rule([Source(path, text) for path, text in sources]))
+
+
+def test_imports_go_in_no_circle() -> None:
+    modules = frozenset(source.module for source in SOURCES)
+    graph = {source.module: source.imports(modules) for source in SOURCES}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_sources_are_found() -> None:
+    assert {"types", "errors", "engine", "apps.cli", "convert"} <= {source.module for source in SOURCES}
+    assert not any(s.path.startswith(("mlx_spec/apps", "mlx_spec/convert")) for s in SOURCES)
