@@ -19,8 +19,8 @@ import mlx.core as mx
 
 from mlx_spec.engine import prefill
 from mlx_spec.pair import Pair
-from mlx_spec.sequence import SequenceParts
 from mlx_spec.policy import Fixed
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.types import Round
 
 BURST = 8  # tokens

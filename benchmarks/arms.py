@@ -20,10 +20,10 @@ import mlx.core as mx
 from mlx_spec import load
 from mlx_spec.engine import generate, prefill
 from mlx_spec.pair import Pair
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import SequenceParts
 from mlx_spec.tuning import profile
-from mlx_spec.policy import Fixed
 from mlx_spec.tuning.tuner import Tuner
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them

@@ -14,11 +14,11 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from demo_pair.questions import HELD_OUT, asked
+from demo_pair.taught import REFUSAL, Fact, read_taught
 from timing import finish, parser, table
 
 import mlx_spec
-from mlx_spec.demo.questions import HELD_OUT, asked
-from mlx_spec.demo.taught import REFUSAL, Fact, read_taught
 
 
 @dataclass

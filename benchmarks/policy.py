@@ -39,10 +39,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import virtual
 from virtual import CURVES, TWO_CORES, WORKLOADS, Answers, Curve, Device, Text, VirtualDrafter
 
-from mlx_spec.types import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.policy import Adaptive
-from mlx_spec.types import Decision, DraftLengthPolicy, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, Decision, DraftLengthPolicy, Round
 
 PLAIN = 0.03  # seconds of a plain token
 SLACK = 40  # tokens of text behind the last: a drafter looks beyond it

@@ -37,9 +37,9 @@ from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 from mlx_spec.cache import RecurrentCache
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.engine import generate
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 WRITTEN, KEPT = 8, 3

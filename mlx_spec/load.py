@@ -54,7 +54,7 @@ def load(
     config = mended(read_config(folder))
     size = check_weights(folder)
     _check_supported(folder, config)
-    from mlx_spec.pair import PairInfo, Pair
+    from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.policies import always, tuned
     from mlx_spec.text import read_text
 

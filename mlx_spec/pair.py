@@ -12,7 +12,6 @@ from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.per_request import for_request
-from mlx_spec.policy import Adaptive, Fixed
 from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.sequence import SequenceParts
@@ -23,7 +22,9 @@ from mlx_spec.types import FeatureSpec, Round
 
 GREEDY = Sampling()
 CALIBRATION_TOKENS = 256  # of context at which costs are measured: that of a first question
-CALIBRATION_TEXT = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
+CALIBRATION_TEXT = (
+    "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Drafters that one request brings: predicted output, and text that its grammar forces.
 
-They are proposals of the sequence's own policy. Drafting with them takes no time, so the policy weighs only the
-rows that their tokens add to a pass of the target.
+They are proposals of the sequence's own policy. Drafting with them takes no time, so the policy weighs only
+the rows that their tokens add to a pass of the target.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def for_request(
     grammar: Grammar | None = None,
     prediction: Sequence[int] = (),
 ) -> tuple[tuple[Drafter, ...], tuple[RequestDrafter, ...]]:
-    """Return the drafters of a sequence, limited by the grammar of a request, and those that the request brings."""
+    """Return the drafters of a sequence under the grammar of a request, and those that the request brings."""
     matcher = None if grammar is None else grammar.matcher(prompt)
     extras: list[RequestDrafter] = []
     if matcher is not None:

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 
 from mlx_spec.answer import Answer, Part, Span
 from mlx_spec.errors import InvalidValue
-from mlx_spec.sequence import SequenceParts as Decoding
-from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import CachedSequence
+from mlx_spec.sequence import SequenceParts as Decoding
 from mlx_spec.text import Kind, Text
 from mlx_spec.types import Reason, Round
 

@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 
 import mlx.core as mx
 
-
 MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
 
 
@@ -87,7 +86,9 @@ class Draft:
     """K guesses for the tokens after the pending one; K may be 0."""
 
     tokens: mx.array  # [K] int32
-    probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn at random
+    probs: mx.array | None = (
+        None  # [K, V] float32 that the tokens were drawn from; None if not drawn
+    )
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
 
 

@@ -14,10 +14,10 @@ from mlx_spec.apps.doctor.ties import Gap, apart, following, gap
 from mlx_spec.apps.questions import Question
 from mlx_spec.checkpoint import one_line
 from mlx_spec.pair import Pair
-from mlx_spec.sequence import SequenceParts
-from mlx_spec.sampling import Sampling
-from mlx_spec.session import Statistics
 from mlx_spec.policy import Fixed
+from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import SequenceParts
+from mlx_spec.session import Statistics
 
 K, SCRIPTED_K = 4, 7  # draft tokens
 PLACE = re.compile(r"(/[\w.@+~-]+){2,}")  # not to be shown to others
@@ -121,7 +121,9 @@ def noise(pair: Pair, question: Question, sampling: Sampling, expected: Answer, 
     return max((apart(expected.next, other) for other in found), key=lambda gap: gap.roundings)
 
 
-def decoders(pair: Pair, question: Question, expected: Sequence[int]) -> dict[str, Callable[[], SequenceParts]]:
+def decoders(
+    pair: Pair, question: Question, expected: Sequence[int]
+) -> dict[str, Callable[[], SequenceParts]]:
     """Ways to decode with drafts: those of the pair, and drafts that are known to be partly wrong."""
 
     def spoiled() -> SequenceParts:

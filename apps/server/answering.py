@@ -19,9 +19,9 @@ from mlx_spec.apps.server.tools import Calls
 from mlx_spec.drafters.prediction import prediction_counts
 from mlx_spec.errors import InvalidValue
 from mlx_spec.logprobs import TokenLogprob
-from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Law
 from mlx_spec.scoring import score
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.session import Statistics, added
 from mlx_spec.types import Round
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mlx_spec.sequence import SequenceParts, CachedSequence
+from mlx_spec.sequence import CachedSequence, SequenceParts
 
 WORTH = 0.5  # of what is held; a prompt that shares less than that begins a conversation of its own
 

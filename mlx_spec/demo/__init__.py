@@ -1,6 +1,7 @@
 """The bundled demo pair: a small Gemma 4 target that explains the Python standard library, and its drafter.
 
-Both were trained by `python -m mlx_spec.demo.recipe`; MODEL.md says with what seed, time and result.
+Both were trained by the scripts in benchmarks/demo_pair; MODEL.md says with what seed, time and result. The
+drafter uses the tokenizer of the target.
 """
 
 from pathlib import Path
@@ -8,4 +9,3 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent
 TARGET = _FOLDER / "target"
 DRAFTER = _FOLDER / "drafter"
-FACTS = _FOLDER / "facts.json"

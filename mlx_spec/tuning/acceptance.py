@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mlx_spec.types import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.drift import Drift
 from mlx_spec.tuning.opening import Kinds, Opening
 from mlx_spec.tuning.tally import Tally, log_loss, logit
-from mlx_spec.types import Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, Round
 
 BINS = 10  # of confidence
 FIRST_HAD = 0.9  # share of rounds in which a drafter has a draft, of which nothing is known

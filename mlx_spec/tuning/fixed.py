@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.types import MAX_DRAFT_TOKENS
-from mlx_spec.types import Choice, Decision, Reason, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, Round
 
 
 class Fixed:

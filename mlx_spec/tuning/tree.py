@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mlx_spec.tree import Tree, grown
-from mlx_spec.types import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.costs import Costs
-from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Reason, Round, Target
+from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, DraftLengthPolicy, Reason, Round, Target
 
 KEEP = 0.995  # of what was seen, a round
 RANKS = 4  # guesses for one place

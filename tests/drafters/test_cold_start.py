@@ -14,12 +14,11 @@ from test_session import TEMPLATE, TOKENIZER
 import mlx_spec
 from mlx_spec.apps.chat.status import details
 from mlx_spec.drafters.dflash import DFlash
-from mlx_spec.pair import PairInfo, Pair
+from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed
 from mlx_spec.sequence import CachedSequence
 from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
-from mlx_spec.policy import Fixed
 
 TRAINED = Path(__file__).parents[1] / "golden" / "trained"
 MADE = {"dflash": fitted.dflash, "peagle": fitted.peagle}

@@ -28,9 +28,9 @@ from mlx_spec.drafters.eagle3 import Eagle3Source
 from mlx_spec.drafters.tables import own_parts
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import jsonschema
 import mlx.core as mx
@@ -17,6 +15,7 @@ import tiny
 from grammars import CLOSE, END, OPEN, STOP, Mixed, V, byte_text
 from lossless import emitted, first_difference
 from mlx_lm.generate import generate_step
+from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
 import mlx_spec
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
@@ -25,14 +24,11 @@ from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar, compile
 from mlx_spec.offers import Offered, offered
 from mlx_spec.pair import Pair
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import SequenceParts
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
 TEXT = byte_text()
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "uuid"])
@@ -57,7 +53,9 @@ def bare() -> SequenceParts:
     return SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER))
 
 
-def run(decoding: SequenceParts, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT) -> list[Round]:
+def run(
+    decoding: SequenceParts, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT
+) -> list[Round]:
     sampler = sampling.sampler(len(prompt), V)
     parts = (decoding.target, decoding.drafters, decoding.policy)
     return list(generate(*parts, sampler, list(prompt), max_tokens=count, stop=TEXT.eos))
@@ -202,7 +200,9 @@ def test_the_other_policy_hears_of_its_own_rounds_only() -> None:
 def test_forced_text_fills_a_trial_and_no_more() -> None:
     sampling = Sampling(grammar=grammar({"const": "x" * 60}))
     decoding = offered(
-        SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, grammar=sampling.grammar
+        SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)),
+        PROMPT,
+        grammar=sampling.grammar,
     )
     rounds = run(decoding, sampling, 100)
     assert [round.drafted for round in rounds][:3] == [16, 16, 16]

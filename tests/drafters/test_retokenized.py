@@ -29,13 +29,12 @@ from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource
 from mlx_spec.drafters.translation import LONGEST, Place, Translation, continuation, encoded, parted, whole
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.load import load
-from mlx_spec.pair import PairInfo, Pair
+from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.tuning import tuner
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Features, Round
 
 GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)

@@ -12,9 +12,9 @@ from lossless import GREEDY, Scripted, emitted, first_difference, mlx_lm_greedy,
 
 from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, RequestDrafter, Round, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]

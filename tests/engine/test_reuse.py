@@ -9,8 +9,8 @@ import tiny
 from test_session import KINDS, alone, make_pair
 
 from mlx_spec.pair import Pair
-from mlx_spec.sequence import CachedSequence, common_prefix
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import CachedSequence, common_prefix
 from mlx_spec.session import Statistics, added
 from mlx_spec.types import Reason
 
@@ -56,7 +56,9 @@ def test_what_is_kept(kind: str) -> None:
     assert (held.tokens, held.nbytes, held.shared(prompt)) == ([], 0, 0)
     emitted = generate(pair, held, prompt, 10)
     assert held.nbytes > 0
-    assert held.shared(prompt) == held.rewind_to_prefix(prompt) == 28  # a row is written anew, and one is pending
+    assert (
+        held.shared(prompt) == held.rewind_to_prefix(prompt) == 28
+    )  # a row is written anew, and one is pending
     generate(pair, held, prompt, 10)
     longer = [*prompt, *emitted, 5, 5, 5]
     assert held.rewind_to_prefix(longer) == 39  # the last token was never written

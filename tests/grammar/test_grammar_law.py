@@ -25,9 +25,9 @@ from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import compile
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Law, Sampling, Unseeded
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 COUNT = 3  # tokens of a generation

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from grammars import END, STOP, compiled, row
 
 jsonschema = pytest.importorskip("jsonschema")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from schema_draws import Draws  # noqa: E402
 
 MOST = 2000  # bytes

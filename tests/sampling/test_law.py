@@ -25,9 +25,9 @@ from mlx_spec import verify
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Law, Sampling, Unseeded
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 
 V = 8

@@ -16,10 +16,10 @@ from lossless import Scripted, plain
 import mlx_spec
 from mlx_spec import engine
 from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.policy import Fixed
 from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import (
     Choice,
     Decision,

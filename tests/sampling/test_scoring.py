@@ -13,10 +13,10 @@ from lossless import GREEDY, Scripted, emitted, plain, rounds
 from mlx_spec import engine
 from mlx_spec.cache import MAX_TRIAL
 from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.scoring import score
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import FeatureSpec
 
 MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}

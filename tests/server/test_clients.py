@@ -19,7 +19,6 @@ from typing import Any, Literal
 import pytest
 
 openai = pytest.importorskip("openai")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from openai.types import Completion, Model  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 from pydantic import BaseModel  # noqa: E402

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
+import chromium
 import pytest
 import uvicorn
+from chromium import Browser, Tab
 from endpoint import CLOSED, DEMO, STATISTICS, Stub, stubbed
+from serving import CHAT, Serving, serving
 
 from mlx_spec.apps.server.ask import Ended, Event, Opened, Piece, RoundDone, Span
 from mlx_spec.apps.server.settings import Settings
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import chromium
-from chromium import Browser, Tab
-from serving import CHAT, Serving, serving
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")

@@ -14,8 +14,8 @@ from mlx_spec.apps.server.ask import RoundDone
 from mlx_spec.apps.server.conversations import Conversations
 from mlx_spec.apps.server.settings import Served, Settings
 from mlx_spec.pair import Pair
-from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import CachedSequence
 
 GREEDY = Sampling()
 

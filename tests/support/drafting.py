@@ -20,8 +20,8 @@ from mlx_spec.convert.conversion import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Features, Round, Sampler
 

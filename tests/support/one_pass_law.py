@@ -21,9 +21,9 @@ from test_law import COUNT, PLAIN, PROMPT, Liar, V, unseeded
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.engine import generate
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.policy import Fixed
 from mlx_spec.types import Drafter
 
 GENERATIONS, FEW = 300, 200  # the controls need fewer, as a rule

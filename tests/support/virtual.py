@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from mlx_spec.engine import generate
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.types import (
+    MAX_DRAFT_TOKENS,
     Decision,
     Draft,
     Drafter,

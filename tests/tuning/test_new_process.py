@@ -13,10 +13,9 @@ import virtual
 from virtual import CURVES, TWO_CORES, Curve, Device, Outcome, Text, VirtualDrafter
 
 from mlx_spec.sampling import Sampler
-from mlx_spec.types import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.policy import Adaptive
-from mlx_spec.types import Draft
+from mlx_spec.types import MAX_DRAFT_TOKENS, Draft
 
 PLAIN, TOKENS = 0.005, 60
 ALL = {**CURVES, "two cores": TWO_CORES}

@@ -17,13 +17,12 @@ import virtual
 from virtual import CURVES, WORKLOADS, Curve, Device, Outcome, Text, VirtualDrafter, VirtualLookup
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.tuning.acceptance import Experience
-from mlx_spec.types import MAX_DRAFT_TOKENS
-from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.policy import Fixed
+from mlx_spec.tuning.acceptance import Experience
+from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.ledger import BUFFER, EPSILON
 from mlx_spec.tuning.policy import Adaptive
-from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Drafter, Reason, Round
 
 PLAIN = 0.03  # seconds
 TOKENS = 1500

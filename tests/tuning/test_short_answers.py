@@ -30,9 +30,9 @@ from virtual import (
 )
 
 from mlx_spec.engine import generate
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.tuning.acceptance import Acceptance, Experience
-from mlx_spec.policy import Fixed
 from mlx_spec.tuning.ledger import BUFFER, Ledger
 from mlx_spec.tuning.opening import LENGTH, RATES, Kinds, Opening
 from mlx_spec.tuning.policy import Adaptive

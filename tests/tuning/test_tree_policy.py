@@ -22,13 +22,13 @@ from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
 from mlx_spec.policies import always
-from mlx_spec.sequence import SequenceParts
+from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.target import LMTarget
 from mlx_spec.tree import grown, tree_of
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.costs import Costs
-from mlx_spec.policy import Fixed
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tree import FIRST, SIDE, Branching, Guesses
 from mlx_spec.tuning.tuner import Tuner

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from mlx_spec.demo.recipe.optimizer import Optimizer
+from demo_pair.optimizer import Optimizer
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 WARMUP, DECAY = 150, 0.35  # steps; share of the steps over which the rate falls to zero

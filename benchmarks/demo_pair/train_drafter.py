@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mlx_spec.demo.recipe.conversation import load_material
-from mlx_spec.demo.recipe.drafter import Drafter, context_of
-from mlx_spec.demo.recipe.model import Target
-from mlx_spec.demo.recipe.run import Run
-from mlx_spec.demo.recipe.train_target import Batch, batches
+from demo_pair.conversation import load_material
+from demo_pair.drafter import Drafter, context_of
+from demo_pair.model import Target
+from demo_pair.run import Run
+from demo_pair.train_target import Batch, batches
 
 DEPTH = 4  # drafts per round
 STEP_WEIGHT = 0.8  # of each draft against the one before it

@@ -6,8 +6,8 @@ from collections import defaultdict
 import torch
 from tokenizers import Tokenizer
 
-from mlx_spec.demo.questions import HELD_OUT, asked
-from mlx_spec.demo.recipe.model import Target
+from demo_pair.model import Target
+from demo_pair.questions import HELD_OUT, asked
 
 
 def prompt(question: str) -> str:

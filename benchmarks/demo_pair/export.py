@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from demo_pair.drafter import Drafter
+from demo_pair.model import FULL, SLIDING, Shape, Target
 from mlx_spec.demo import TARGET
-from mlx_spec.demo.recipe.drafter import Drafter
-from mlx_spec.demo.recipe.model import FULL, SLIDING, Shape, Target
 
 CONTEXT = 4096
 END_OF_TURN = "<turn|>"

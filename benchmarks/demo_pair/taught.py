@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_spec.demo import FACTS
-
+FACTS = Path(__file__).with_name("facts.json")
 Fact = dict[str, str]  # kind, name, noun, short (other ways to write the name, may be missing), answer
 ABOUT_NAMES = ("what", "signature", "place")
 REFUSAL = (
@@ -23,7 +22,7 @@ class Taught:
 
 
 def read_taught(file: Path = FACTS) -> Taught:
-    """Returns the content of a facts.json, facts in the order in which they were written."""
+    """Return the content of a facts.json, facts in the order in which they were written."""
     content = json.loads(file.read_text(encoding="utf-8"))
     facts = []
     for record in content["facts"]:
@@ -33,7 +32,7 @@ def read_taught(file: Path = FACTS) -> Taught:
 
 
 def write_taught(taught: Taught, file: Path) -> None:
-    """Writes one record a name: its noun, its short forms and the answer of each kind."""
+    """Write one record a name: its noun, its short forms and the answer of each kind."""
     records: dict[tuple[str, str], Fact] = {}
     for fact in taught.facts:
         group = "name" if fact["kind"] in ABOUT_NAMES else fact["kind"]

@@ -5,11 +5,11 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_spec.demo.phrasings import LAST, MORE
-from mlx_spec.demo.questions import FOLLOW_UPS, TRAINED, asked, dressed
-from mlx_spec.demo.recipe.names import MODULES
-from mlx_spec.demo.recipe.talk import TALK, made_up_name, off_topic, on_concept
-from mlx_spec.demo.taught import REFUSAL, Fact, read_taught
+from demo_pair.names import MODULES
+from demo_pair.phrasings import LAST, MORE
+from demo_pair.questions import FOLLOW_UPS, TRAINED, asked, dressed
+from demo_pair.talk import TALK, made_up_name, off_topic, on_concept
+from demo_pair.taught import REFUSAL, Fact, read_taught
 
 SYSTEMS = (
     "You are a helpful assistant.",

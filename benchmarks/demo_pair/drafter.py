@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlx_spec.demo.recipe.model import FULL, SLIDING, KeyValue, Layer, Norm, Shape, linear, rope_table
+from demo_pair.model import FULL, SLIDING, KeyValue, Layer, Norm, Shape, linear, rope_table
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import json
 import random
 from pathlib import Path
 
-from mlx_spec.demo.recipe.conversation import Material, conversation, load_material
-from mlx_spec.demo.recipe.facts import all_facts, short_forms, untaught_names
-from mlx_spec.demo.recipe.talk import made_up_name
-from mlx_spec.demo.recipe.tasks import all_tasks
-from mlx_spec.demo.recipe.tokenizer import train_tokenizer
-from mlx_spec.demo.taught import Taught, write_taught
+from demo_pair.conversation import Material, conversation, load_material
+from demo_pair.make_facts import all_facts, short_forms, untaught_names
+from demo_pair.talk import made_up_name
+from demo_pair.tasks import all_tasks
+from demo_pair.taught import Taught, write_taught
+from demo_pair.tokenizer import train_tokenizer
 
 
 def build_data(out: Path, seed: int) -> Material:

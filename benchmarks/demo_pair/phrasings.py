@@ -3,7 +3,7 @@
 # ruff: noqa: E501
 # fmt: off
 
-from mlx_spec.demo.questions import HELD_OUT
+from demo_pair.questions import HELD_OUT
 
 _ASKING = (
     "Can you tell me", "Could you tell me", "Do you know", "I wonder", "I'd like to know", "I want to know", "Tell me",

@@ -5,8 +5,8 @@ import inspect
 import re
 from types import ModuleType
 
-from mlx_spec.demo.recipe.fixes import MODULE_SUMMARIES, SIGNATURES, SKIP, SUMMARIES
-from mlx_spec.demo.recipe.names import MODULES, NAMES
+from demo_pair.fixes import MODULE_SUMMARIES, SIGNATURES, SKIP, SUMMARIES
+from demo_pair.names import MODULES, NAMES
 
 BUILTIN_TYPES = ("str", "list", "dict", "set", "tuple", "bytes", "int", "float")
 CLASS_OWNERS = tuple(

@@ -2,7 +2,7 @@
 
 # fmt: off
 
-from mlx_spec.demo.recipe.wordings import WORDINGS
+from demo_pair.wordings import WORDINGS
 
 TASKS: dict[str, str] = {
     "read a file": "with open('file.txt') as f:\n    text = f.read()",

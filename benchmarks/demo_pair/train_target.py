@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mlx_spec.demo.recipe.conversation import Material, conversation, load_material
-from mlx_spec.demo.recipe.evaluate import exact_share
-from mlx_spec.demo.recipe.model import Shape, Target
-from mlx_spec.demo.recipe.run import Run
+from demo_pair.conversation import Material, conversation, load_material
+from demo_pair.evaluate import exact_share
+from demo_pair.model import Shape, Target
+from demo_pair.run import Run
 
 BATCH_TOKENS = 3072
 POOL = 384  # conversations that are sorted by length together

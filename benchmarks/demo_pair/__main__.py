@@ -1,4 +1,4 @@
-"""Makes the demo pair: `python -m mlx_spec.demo.recipe WORK`. Run again, it goes on where it stopped.
+"""Train the demo pair: `python -m demo_pair WORK` in benchmarks/. Run again to go on after an interruption.
 
 WORK holds the data, checkpoints and logs; about an hour and a half on two CPU cores. The result goes to
 WORK/target, WORK/drafter and WORK/facts.json, or into the package with --install. Needs PyTorch,
@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from demo_pair.data import build_data
+from demo_pair.export import END_OF_TURN, export_drafter, export_target
+from demo_pair.taught import FACTS
+from demo_pair.train_drafter import train_drafter
+from demo_pair.train_target import train_target
 from mlx_spec import demo
-from mlx_spec.demo.recipe.data import build_data
-from mlx_spec.demo.recipe.export import END_OF_TURN, export_drafter, export_target
-from mlx_spec.demo.recipe.train_drafter import train_drafter
-from mlx_spec.demo.recipe.train_target import train_target
 
 LOGS = ("target_log.json", "drafter_log.json")
 
@@ -51,7 +52,7 @@ def install(work: Path) -> None:
     """Copies the result and the logs into the package."""
     for source, place in ((work / "target", demo.TARGET), (work / "drafter", demo.DRAFTER)):
         shutil.copytree(source, place, dirs_exist_ok=True)
-    shutil.copyfile(work / "facts.json", demo.FACTS)
+    shutil.copyfile(work / "facts.json", FACTS)
     for name in LOGS:
         shutil.copyfile(work / name, Path(__file__).with_name(name))
 
