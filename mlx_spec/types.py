@@ -86,9 +86,7 @@ class Draft:
     """K guesses for the tokens after the pending one; K may be 0."""
 
     tokens: mx.array  # [K] int32
-    probs: mx.array | None = (
-        None  # [K, V] float32 that the tokens were drawn from; None if not drawn
-    )
+    probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
 
 

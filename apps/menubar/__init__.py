@@ -1,4 +1,4 @@
-"""The menu bar: keeps the local endpoint running, and says how it is. MLX is never imported here."""
+"""The menu bar: keeps the local endpoint running and shows how it is. It never imports MLX."""
 
 from __future__ import annotations
 
@@ -15,83 +15,90 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_spec.apps.command import ERROR, guarded
-from mlx_spec.apps.menubar import desktop, login
+from mlx_spec.apps.menubar import macos
+from mlx_spec.apps.menubar.app import QUIT, App, Folder
 from mlx_spec.apps.menubar.arguments import Options, parse
-from mlx_spec.apps.menubar.control import QUIT, Control
-from mlx_spec.apps.menubar.model import View
-from mlx_spec.apps.menubar.places import Places, users
+from mlx_spec.apps.menubar.menu import View
 from mlx_spec.errors import InvalidValue
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`mlx-spec menubar`. Returns its exit status: 0 when it was quit, 1 on an error of ours.
+    """Run `mlx-spec menubar`. Returns its exit status: 0 when it was quit, 1 on an error of ours.
 
     A command line that makes no sense raises SystemExit with status 2.
     """
     options = parse(arguments)
-    return guarded(lambda: _run(options, users()))
+    return guarded(lambda: _run(options, user_folder()))
 
 
-def _run(options: Options, places: Places) -> int:
-    places.make()
-    agent = login.agent_file(Path.home()) if desktop.IS_MAC else None
+def user_folder() -> Folder:
+    """Return the folder of the user who runs this."""
+    from platformdirs import user_state_path
+
+    return Folder(user_state_path("mlx_spec") / "menubar")
+
+
+def _run(options: Options, folder: Folder) -> int:
+    folder.make()
+    agent = macos.agent_file(Path.home()) if macos.IS_MAC else None
     if options.installs or options.removes:
         if agent is None:
             raise InvalidValue("login items are of macOS: let your desktop start `mlx-spec menubar`")
-        return _change_login(options, agent, places)
-    with _alone(places.lock) as alone:
-        if not alone:
+        return _change_login(options, agent, folder)
+    with _single_instance(folder.lock) as first:
+        if not first:
             print("mlx-spec: the menu runs already", file=sys.stderr)
             return 0
-        return _show(options, places, agent)
+        folder.rotate_log()
+        return _show(options, folder, agent)
 
 
-def _change_login(options: Options, agent: Path, places: Places) -> int:
+def _change_login(options: Options, agent: Path, folder: Folder) -> int:
     if options.installs:
-        login.install(agent, options.plan.passed, places.own_log)
+        macos.install_agent(agent, options.plan.passed, folder.own_log)
         print(f"{agent} starts the menu at login")
     else:
-        print("removed" if login.remove(agent) else "there was none")
+        print("removed" if macos.remove_agent(agent) else "there was none")
     return 0
 
 
-def _show(options: Options, places: Places, agent: Path | None) -> int:
+def _show(options: Options, folder: Folder, agent: Path | None) -> int:
     view = _view()
-    control = Control(options.plan, places, view, agent)
-    thread = threading.Thread(target=control.run, name="mlx_spec menu")
+    app = App(options.plan, folder, view, agent)
+    thread = threading.Thread(target=app.run, name="mlx_spec menu")
 
-    def begun() -> None:
-        _on_signals(lambda: control.post(QUIT))
+    def on_start() -> None:
+        _on_signals(lambda: app.post(QUIT))
         thread.start()
+        print("mlx-spec: the menu is in the menu bar or tray; Ctrl-C ends it", file=sys.stderr)
 
-    view.run(begun, control.post)
+    view.run(on_start, app.post)
     if thread.ident is not None:
-        control.post(QUIT)  # where the view went by itself
+        app.post(QUIT)  # in case the view was closed by the desktop
         thread.join()
-    return ERROR if control.failed else 0
+    return ERROR if app.failed else 0
 
 
 def _view() -> View:
-    """What draws the menu here. Raises NotFound with what has to be installed."""
-    if not desktop.IS_MAC:
+    """Return the view for this desktop. Raises NotFound with what has to be installed."""
+    if not macos.IS_MAC:
         from mlx_spec.apps.menubar.gtk import GtkView
 
         return GtkView()
-    problem = desktop.framework_problem(
-        platform.mac_ver()[0], sysconfig.get_config_var("PYTHONFRAMEWORK") or ""
-    )
+    framework = sysconfig.get_config_var("PYTHONFRAMEWORK") or ""
+    problem = macos.framework_problem(platform.mac_ver()[0], framework)
     if problem is not None:
-        desktop.say(problem)
+        macos.notify(problem)
     from mlx_spec.apps.menubar.cocoa import CocoaView
 
-    return CocoaView(desktop.say)
+    return CocoaView(macos.notify)
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[bool]:
-    """Whether no other menu of this user runs; it holds as long as the context does."""
+def _single_instance(lock: Path) -> Iterator[bool]:
+    """Yield False if another menu of this user runs. The lock is held within the context."""
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -104,17 +111,17 @@ def _alone(lock: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _on_signals(leave: Callable[[], None]) -> None:
-    """Call `leave` on a signal, also while the main thread is in the loop of a toolkit, out of reach."""
+def _on_signals(quit_: Callable[[], None]) -> None:
+    """Call `quit_` on a signal, also while the main thread is inside the loop of a toolkit."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)
-    signal.set_wakeup_fd(writing.detach())  # kept open as long as there are signals
-    for number in ENDING:
-        signal.signal(number, lambda *_: None)  # with a handler, its number is written there at once
+    signal.set_wakeup_fd(writing.detach())  # stays open as long as there are signals
+    for number in END_SIGNALS:
+        signal.signal(number, lambda *_: None)  # with a handler, the number is written to the socket at once
 
     def wait() -> None:
         while True:
-            if set(reading.recv(1)) & set(ENDING):
-                leave()
+            if set(reading.recv(1)) & set(END_SIGNALS):
+                quit_()
 
     threading.Thread(target=wait, name="mlx_spec signals", daemon=True).start()

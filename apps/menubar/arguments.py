@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_spec.apps.command import Parser
-from mlx_spec.apps.menubar.client import Address
-from mlx_spec.apps.menubar.control import Plan
-from mlx_spec.apps.menubar.state import Choice
-from mlx_spec.apps.menubar.supervisor import Wish
+from mlx_spec.apps.menubar.app import Plan
+from mlx_spec.apps.menubar.menu import Selection
+from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.apps.server.arguments import parse as parse_server
 
 
 @dataclass(frozen=True)
 class Options:
-    """A command line."""
+    """A parsed command line."""
 
     plan: Plan
     installs: bool = False
@@ -24,13 +23,13 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Options from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
+    """Return the options. Leaves with status 2 and one line on stderr if they make no sense."""
     given, passed = parser().parse_known_args(arguments)
     return Options(_plan(passed), given.install_login_item, given.remove_login_item)
 
 
 def parser() -> Parser:
-    """The options, but for those of the server. Parsing raises SystemExit when they make no sense."""
+    """Return the parser of the options that are not the server's."""
     parser = Parser(
         "menubar",
         "Keep the local endpoint running, with a menu that says how it is. "
@@ -51,8 +50,8 @@ def _plan(passed: list[str]) -> Plan:
     chosen, rest = parser.parse_known_args(passed)
     named = any(word.split("=")[0] == "--model" for word in rest)
     return Plan(
-        Wish(Address(settings.host, settings.port), settings.api_key, tuple(rest)),
-        Choice(chosen.target, chosen.drafter),
+        ServerOptions(Address(settings.host, settings.port), settings.api_key, tuple(rest)),
+        Selection(chosen.target, chosen.drafter),
         fixed=named and chosen.target is None,
         passed=tuple(passed),
     )

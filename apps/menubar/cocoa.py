@@ -1,14 +1,11 @@
-"""The menu in the menu bar of macOS, drawn by PyObjC. No logic.
-
-Nothing but this file knows AppKit. AppKit is touched on the main thread alone.
-"""
+"""Draw the menu in the menu bar of macOS with PyObjC. AppKit is used on the main thread only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from mlx_spec.apps.menubar.model import Command, Entry, Item, Menu, Separator, Submenu
+from mlx_spec.apps.menubar.menu import Click, Entry, Item, Menu, Separator, Submenu
 from mlx_spec.errors import NotFound
 
 try:
@@ -23,36 +20,35 @@ SYMBOL = "bolt.fill"
 POLICY = AppKit.NSApplicationActivationPolicyAccessory
 # What macOS 26 remembers of items that it hid (jundot/omlx#1497): without it this one starts afresh.
 STALE = (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}")
-LOOKS = (5.0, 15.0)  # seconds after the start, at which the item must be seen
+CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visible
 HIDDEN = "macOS hides the menu-bar item: allow it in System Settings under Menu Bar, or make room in the bar"
 
 Shape: TypeAlias = tuple[Any, ...]
 
 
 class Clicks(AppKit.NSObject):
-    """Receives the clicks; the tag of an item is its place among `CocoaView.commands`."""
+    """Receives clicks; the tag of an item is its index in the menu."""
 
     def chosen_(self, sender: Any) -> None:
-        """A click."""
+        """Handle a click."""
         self.view.clicked(sender.tag())
 
 
 class CocoaView:
     """A status item."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` tells the user what the item itself cannot."""
-        self._say = say
-        self._click: Callable[[Command], None] | None = None
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._on_click: Callable[[Click], None] | None = None
         self._clicks = Clicks.alloc().init()
         self._clicks.view = self
         self._shape: Shape | None = None
         self._natives: list[Any] = []  # NSMenuItem of each Item, in order
-        self._commands: list[Command | None] = []
+        self._item_clicks: list[Click | None] = []
 
-    def run(self, begun: Callable[[], None], click: Callable[[Command], None]) -> None:
-        """Show it until it is closed."""
-        self._click = click
+    def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
+        """Show the menu until it is closed."""
+        self._on_click = on_click
         self._app = AppKit.NSApplication.sharedApplication()
         self._app.setActivationPolicy_(POLICY)
         defaults = AppKit.NSUserDefaults.standardUserDefaults()
@@ -68,13 +64,13 @@ class CocoaView:
         self._item.button().setImagePosition_(AppKit.NSImageLeft)
         self._menu = _new_menu()
         self._item.setMenu_(self._menu)
-        for seconds in LOOKS:
-            AppHelper.callLater(seconds, self._look, seconds)
-        AppHelper.callAfter(begun)
+        for seconds in CHECKS_S:
+            AppHelper.callLater(seconds, self._check_visible, seconds)
+        AppHelper.callAfter(on_start)
         self._app.run()
 
     def show(self, menu: Menu) -> None:
-        """Show another state of it."""
+        """Replace the entries."""
         AppHelper.callAfter(self._draw, menu)
 
     def copy(self, text: str) -> None:
@@ -82,20 +78,20 @@ class CocoaView:
         AppHelper.callAfter(_copy, text)
 
     def close(self) -> None:
-        """Have `run` return."""
+        """Make `run` return."""
         AppHelper.callAfter(self._stop)
 
     def clicked(self, tag: int) -> None:
-        """The item at a place was clicked."""
-        command = self._commands[tag]
-        if command is not None and self._click is not None:
-            self._click(command)
+        """Hand on the click of the item with this tag."""
+        click = self._item_clicks[tag]
+        if click is not None and self._on_click is not None:
+            self._on_click(click)
 
     def _draw(self, menu: Menu) -> None:
-        """In place where it can be: a menu that is open stays so."""
+        """Change the items in place if the structure is the same: an open menu then stays open."""
         self._item.button().setTitle_(menu.title)
         items = list(_items(menu.entries))
-        self._commands = [item.command for item in items]
+        self._item_clicks = [item.click for item in items]
         shape = _shape(menu.entries)
         if shape != self._shape:
             self._shape, self._natives = shape, []
@@ -103,7 +99,7 @@ class CocoaView:
             self._build(self._menu, menu.entries)
         for native, item in zip(self._natives, items, strict=True):
             native.setTitle_(item.label)
-            native.setEnabled_(item.enabled)
+            native.setEnabled_(item.click is not None)
             on = AppKit.NSControlStateValueOn if item.checked else AppKit.NSControlStateValueOff
             native.setState_(on)
 
@@ -123,20 +119,20 @@ class CocoaView:
                 self._natives.append(native)
                 into.addItem_(native)
 
-    def _look(self, seconds: float) -> None:
-        """Whether it is seen: macOS 26 parks items where nobody looks."""
+    def _check_visible(self, seconds: float) -> None:
+        """Show the item again if it is hidden: macOS 26 parks items where nobody looks."""
         window = self._item.button().window()
         if window is not None and window.occlusionState() & AppKit.NSWindowOcclusionStateVisible:
             return
-        if seconds < LOOKS[-1]:
+        if seconds < CHECKS_S[-1]:
             self._item.setVisible_(False)
             self._item.setVisible_(True)
         else:
-            self._say(HIDDEN)
+            self._notify(HIDDEN)
 
     def _stop(self) -> None:
         self._app.stop_(None)
-        # The loop looks whether it was stopped after the next event only.
+        # The loop notices that it was stopped after the next event only.
         event = AppKit.NSEvent.otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_(  # noqa: E501
             AppKit.NSEventTypeApplicationDefined, (0.0, 0.0), 0, 0.0, 0, None, 0, 0, 0
         )
@@ -162,7 +158,7 @@ def _items(entries: Sequence[Entry]) -> Iterator[Item]:
 
 
 def _shape(entries: Sequence[Entry]) -> Shape:
-    """Equal for menus that differ in nothing but the texts and marks of their items."""
+    """Return the structure of a menu, equal for menus that differ only in texts and marks of items."""
     return tuple(
         (entry.label, _shape(entry.entries)) if isinstance(entry, Submenu) else type(entry)
         for entry in entries

@@ -1,4 +1,4 @@
-"""The menu in the tray of a Linux desktop, drawn by pystray on GTK. No logic."""
+"""Draw the menu in the tray of a Linux desktop with pystray on GTK."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mlx_spec.apps.menubar.model import Command, Entry, Item, Menu, Separator, Submenu
+from mlx_spec.apps.menubar.menu import Click, Entry, Item, Menu, Separator, Submenu
 from mlx_spec.errors import NotFound
 
-NEEDED = "it needs a display, python3-gi with GTK 3, and pip install 'mlx-spec[menubar]'"
+NEEDS = "it needs a display, python3-gi with GTK 3, and pip install 'mlx-spec[menubar]'"
 
 try:
     import gi
@@ -18,16 +18,16 @@ try:
     gi.require_version("Gtk", "3.0")
     from gi.repository import Gdk, Gio, GLib, Gtk
 except (ImportError, ValueError) as error:
-    raise NotFound(f"a tray menu cannot be shown here ({error}): {NEEDED}") from error
+    raise NotFound(f"a tray menu cannot be shown here ({error}): {NEEDS}") from error
 
 if not Gtk.init_check(None)[0]:  # without GTK pystray would look for X11 by itself, and fail as that does
-    raise NotFound(f"a tray menu cannot be shown here (there is no display): {NEEDED}")
+    raise NotFound(f"a tray menu cannot be shown here (there is no display): {NEEDS}")
 
 try:
     import pystray
     from PIL import Image, ImageDraw
 except ImportError as error:
-    raise NotFound(f"a tray menu cannot be shown here ({error}): {NEEDED}") from error
+    raise NotFound(f"a tray menu cannot be shown here ({error}): {NEEDS}") from error
 
 SIDE = 64  # pixels
 INK, PAPER = (255, 255, 255, 255), (38, 92, 166, 255)
@@ -45,21 +45,23 @@ class GtkView:
         self._icon = pystray.Icon("mlx_spec", _image(), "mlx-spec")
         if not self._icon.HAS_MENU:
             raise NotFound("pystray has no GTK here and could show no menu: install python3-gi with GTK 3")
-        self._click: Callable[[Command], None] | None = None
+        self._on_click: Callable[[Click], None] | None = None
 
-    def run(self, begun: Callable[[], None], click: Callable[[Command], None]) -> None:
-        """Show it until it is closed."""
-        self._click = click
+    def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
+        """Show the menu until it is closed."""
+        self._on_click = on_click
 
         def setup(icon: Any) -> None:
             icon.visible = True
-            GLib.idle_add(begun)
+            GLib.idle_add(on_start)
 
-        with suppress(GLib.Error):  # at its end pystray takes back notifications, where nobody may show any
+        with suppress(
+            GLib.Error
+        ):  # at its end pystray withdraws notifications; a desktop may have no service for them
             self._icon.run(setup)
 
     def show(self, menu: Menu) -> None:
-        """Show another state of it."""
+        """Replace the entries."""
         self._icon.menu = pystray.Menu(*map(self._entry, menu.entries))
 
     def copy(self, text: str) -> None:
@@ -67,7 +69,7 @@ class GtkView:
         GLib.idle_add(_copy, text)
 
     def close(self) -> None:
-        """Have `run` return."""
+        """Make `run` return."""
         self._icon.stop()
 
     def _entry(self, entry: Entry, *, radio: bool = False) -> Any:
@@ -79,12 +81,13 @@ class GtkView:
         return self._item(entry, radio=radio)
 
     def _item(self, item: Item, *, radio: bool) -> Any:
-        def chosen(_icon: Any, _item: Any) -> None:
-            if item.command is not None and self._click is not None:
-                self._click(item.command)
+        def clicked(_icon: Any, _item: Any) -> None:
+            if item.click is not None and self._on_click is not None:
+                self._on_click(item.click)
 
         checked = None if item.checked is None else lambda _: bool(item.checked)
-        return pystray.MenuItem(item.label, chosen, checked=checked, radio=radio, enabled=item.enabled)
+        enabled = item.click is not None
+        return pystray.MenuItem(item.label, clicked, checked=checked, radio=radio, enabled=enabled)
 
 
 def _copy(text: str) -> None:

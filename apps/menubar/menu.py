@@ -1,17 +1,18 @@
-"""From what is known to what is shown. Pure."""
+"""The menu as data: the state of the server and the entries that show it. `cocoa` and `gtk` draw them."""
 
 from __future__ import annotations
 
+import enum
 import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-from mlx_spec.apps.menubar.model import Action, Command, Entry, Item, Menu, Separator, Submenu
-from mlx_spec.apps.menubar.state import LIVELY, LocalModel, Phase, State
-
-LONGEST = 90  # characters of a line
-WIDTH, MOST = 60, 5  # characters and lines of a message
+MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
+MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
 NONE, LOOKUP, DEMO = "none", "lookup", "demo"
 DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
-# The server's reasons for plain decoding, as `mlx_spec.types.Reason` words them, and what the user reads.
+# The server's reasons for plain decoding, as `mlx_spec.types.Reason` words them, and what the menu says.
 OFF = {
     "disabled by user": "it is switched off",
     "no drafter": "the model has no drafter",
@@ -21,14 +22,157 @@ OFF = {
 }
 
 
+# --- a menu
+
+
+class Action(enum.Enum):
+    """The kinds of clicks."""
+
+    START = enum.auto()
+    STOP = enum.auto()
+    RESTART = enum.auto()
+    TARGET = enum.auto()  # value: a target as `mlx-spec serve --target` takes it
+    DRAFTER = enum.auto()  # value: a drafter, or "" for the target's own
+    COPY_URL = enum.auto()
+    COPY_ENVIRONMENT = enum.auto()
+    OPEN_PAGE = enum.auto()
+    OPEN_LOGS = enum.auto()
+    LOGIN = enum.auto()  # switches the start at login on or off
+    QUIT = enum.auto()
+
+
+@dataclass(frozen=True)
+class Click:
+    """A click on an entry."""
+
+    action: Action
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of text; it can be clicked if it has a click."""
+
+    label: str
+    click: Click | None = None
+    checked: bool | None = None  # None for an entry without a mark
+
+
+@dataclass(frozen=True)
+class Separator:
+    """A line between groups."""
+
+
+@dataclass(frozen=True)
+class Submenu:
+    """A menu that opens from a line of text."""
+
+    label: str
+    entries: tuple[Item | Separator, ...]
+
+
+Entry: TypeAlias = Item | Separator | Submenu
+
+
+@dataclass(frozen=True)
+class Menu:
+    """A whole menu, and the text beside its icon while it is closed."""
+
+    title: str
+    entries: tuple[Entry, ...]
+
+
+class View(Protocol):
+    """Draws a menu. `run` belongs to the main thread; the other methods may be called from any."""
+
+    def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
+        """Show the menu until it is closed. Call `on_start` once on the main thread when the loop runs."""
+
+    def show(self, menu: Menu) -> None:
+        """Replace the entries."""
+
+    def copy(self, text: str) -> None:
+        """Put a text on the clipboard."""
+
+    def close(self) -> None:
+        """Make `run` return."""
+
+
+# --- what is known
+
+
+class Phase(enum.Enum):
+    """The state of the server."""
+
+    STOPPED = enum.auto()
+    STARTING = enum.auto()  # it has not answered yet
+    LOADING = enum.auto()
+    RUNNING = enum.auto()
+    SILENT = enum.auto()  # it runs, but it no longer answers
+    STOPPING = enum.auto()
+    CRASHED = enum.auto()  # it will be started again
+    FAILED = enum.auto()  # it will not be started again
+
+
+ALIVE = frozenset({Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.SILENT})
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The pair to serve. None means what `mlx-spec serve` does without the option."""
+
+    target: str | None = None
+    drafter: str | None = None
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model on this disk."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of the last answer; None for what is not known."""
+
+    tokens_per_second: float | None = None
+    gain: float | None = None  # as a multiple of plain decoding
+    tokens_per_round: float | None = None  # of rounds that drafted
+    memory_bytes: int | None = None  # held by MLX
+    reason: str | None = None  # why speculation is on or off, in the server's words
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the menu shows."""
+
+    phase: Phase = Phase.STOPPED
+    url: str | None = None  # of the server, without /v1
+    own: bool = True  # False if somebody else started it: it is watched and not ended
+    names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
+    selection: Selection = Selection()
+    fixed: bool = False  # the command line names the models, so there is nothing to select
+    models: tuple[ListedModel, ...] = ()
+    figures: Figures = Figures()
+    problem: str | None = None
+    retry_s: float = 0.0  # until a crashed server is started again
+    login: bool | None = None  # whether it starts at login; None where the system has no such thing
+    note: str | None = None  # about the menu itself
+
+
+# --- from one to the other
+
+
 def menu(state: State) -> Menu:
-    """The menu of a state."""
-    speed = state.figures.speed
+    """Return the menu of a state."""
+    speed = state.figures.tokens_per_second
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
     groups: tuple[tuple[Entry, ...], ...] = (
         _status(state),
         _server(state),
-        _choices(state),
+        _selections(state),
         _endpoint(state),
         _program(state),
     )
@@ -41,13 +185,12 @@ def menu(state: State) -> Menu:
 def _status(state: State) -> tuple[Item, ...]:
     lines = [headline(state), *_wrapped(state.problem)]
     if state.phase is Phase.RUNNING:
-        lines += filter(None, [live_line(state), off_line(state)])
-    lines += [saved_line(state.saved)] if state.saved is not None else []
-    return tuple(Item(_short(line)) for line in [*lines, *_wrapped(state.note)])
+        lines += filter(None, [figures_line(state.figures), off_line(state.figures)])
+    return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)])
 
 
 def headline(state: State) -> str:
-    """How the server is, and where."""
+    """Return how the server is, and where."""
     where = "" if state.url is None else state.url.removeprefix("http://")
     match state.phase:
         case Phase.STOPPED:
@@ -63,46 +206,31 @@ def headline(state: State) -> str:
             return f"Not responding at {where}"
         case Phase.STOPPING:
             return "Stopping…"
-        case Phase.WAITING:
-            return f"Crashed: starts again in {duration(state.retry)}"
+        case Phase.CRASHED:
+            return f"Crashed: starts again in {state.retry_s:.0f} s"
         case Phase.FAILED:
             return "Could not start"
 
 
-def live_line(state: State) -> str:
-    """Such as `61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB`, of what is known."""
-    figures = state.figures
+def figures_line(figures: Figures) -> str:
+    """Return a line such as `61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB` of the figures that are known."""
     parts = [
-        None if figures.speed is None else f"{figures.speed:.0f} tok/s",
+        None if figures.tokens_per_second is None else f"{figures.tokens_per_second:.0f} tok/s",
         None if figures.gain is None else f"×{figures.gain:.1f}",
-        None if figures.per_round is None else f"{figures.per_round:.1f} tok/round",
-        None if figures.memory is None else _size(figures.memory),
+        None if figures.tokens_per_round is None else f"{figures.tokens_per_round:.1f} tok/round",
+        None if figures.memory_bytes is None else _size(figures.memory_bytes),
     ]
     return " · ".join(part for part in parts if part)
 
 
-def off_line(state: State) -> str:
-    """Why there is no speculation; "" where there is, or where nothing is known."""
-    why = OFF.get(state.figures.reason or "")
+def off_line(figures: Figures) -> str:
+    """Return why there is no speculation; "" if there is, or if nothing is known."""
+    why = OFF.get(figures.reason or "")
     return f"Speculation is off: {why}" if why else ""
 
 
-def saved_line(seconds: float) -> str:
-    """What a day has brought."""
-    if seconds <= -1:  # the time ledger bounds it, but the user may know
-        return f"Lost {duration(-seconds)} today"
-    return f"Saved {duration(max(seconds, 0))} today"
-
-
-def duration(seconds: float) -> str:
-    """Such as `41 s`, `12 min`, `1.4 h`."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
-
-
 def environment_example(url: str, *, key: bool) -> str:
-    """Lines for a shell that point OpenAI's and Anthropic's clients at a server; a key is not given away."""
+    """Return shell lines that point OpenAI's and Anthropic's clients at a server. They never hold the key."""
     secret = "YOUR-KEY" if key else "none"
     return (
         f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={secret}\n"
@@ -111,44 +239,41 @@ def environment_example(url: str, *, key: bool) -> str:
 
 
 def _server(state: State) -> tuple[Item, ...]:
-    lively = state.phase in LIVELY and state.own
-    idle = state.phase in (Phase.STOPPED, Phase.WAITING, Phase.FAILED)
-    can_stop = lively or state.phase is Phase.WAITING
+    alive = state.phase in ALIVE and state.own
+    idle = state.phase in (Phase.STOPPED, Phase.CRASHED, Phase.FAILED)
     return (
         _item("Start", Action.START, allowed=idle),
-        _item("Stop", Action.STOP, allowed=can_stop),
-        _item("Restart", Action.RESTART, allowed=lively),
+        _item("Stop", Action.STOP, allowed=alive or state.phase is Phase.CRASHED),
+        _item("Restart", Action.RESTART, allowed=alive),
     )
 
 
-def _choices(state: State) -> tuple[Submenu, ...]:
+def _selections(state: State) -> tuple[Submenu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
-    target, drafter = state.choice.target, state.choice.drafter
-    models = _listed(state)
+    target, drafter = state.selection.target, state.selection.drafter
     targets = tuple(
         _item(label, Action.TARGET, name, allowed=allowed, checked=_is_target(name, target, state))
-        for name, label in models
+        for name, label in _targets(state)
     )
     ways = [*DRAFTERS]
     if drafter is not None and drafter not in (NONE, LOOKUP):
         ways.append((drafter, drafter))
-    drafts = tuple(
+    drafters = tuple(
         _item(label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter)
         for way, label in ways
     )
-    return Submenu("Model", targets), Submenu("Draft", drafts)
+    return Submenu("Model", targets), Submenu("Draft", drafters)
 
 
-def _listed(state: State) -> list[tuple[str, str]]:
-    """Names and labels of targets to choose from: the demo, what is on the disk, what was chosen."""
-    sizes = {DEMO: None, **{model.name: model for model in state.models}}
-    if state.choice.target is not None:
-        sizes.setdefault(state.choice.target, None)
-    return [(name, _labelled(name, model)) for name, model in sizes.items()]
-
-
-def _labelled(name: str, model: LocalModel | None) -> str:
-    return _short(name if model is None else f"{name} ({_size(model.size)})")
+def _targets(state: State) -> list[tuple[str, str]]:
+    """Return names and labels of the demo, the models on the disk and the selected one."""
+    listed = {DEMO: None, **{model.name: model for model in state.models}}
+    if state.selection.target is not None:
+        listed.setdefault(state.selection.target, None)
+    return [
+        (name, _shortened(name if model is None else f"{name} ({_size(model.bytes)})"))
+        for name, model in listed.items()
+    ]
 
 
 def _is_target(name: str, target: str | None, state: State) -> bool:
@@ -173,19 +298,19 @@ def _program(state: State) -> tuple[Item, ...]:
 def _item(
     label: str, action: Action, value: str = "", *, allowed: bool = True, checked: bool | None = None
 ) -> Item:
-    return Item(label, Command(action, value) if allowed else None, checked)
+    return Item(label, Click(action, value) if allowed else None, checked)
 
 
 def _size(count: int) -> str:
-    """Bytes such as `6.2 GB`."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
 def _wrapped(text: str | None) -> list[str]:
-    """A message in lines; what is lost of a very long one is its end."""
-    return textwrap.wrap(" ".join((text or "").split()), WIDTH, max_lines=MOST, placeholder="…")
+    """Return a message in lines; the end of a very long one is lost."""
+    words = " ".join((text or "").split())
+    return textwrap.wrap(words, MESSAGE_WIDTH, max_lines=MAX_MESSAGE_LINES, placeholder="…")
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+    return line if len(line) <= MAX_LABEL else f"{line[: MAX_LABEL - 1]}…"

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import menu
-from mlx_spec.apps.menubar.model import Action, Command, Item, Menu, Separator, Submenu
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Separator, Submenu, menu
 from mlx_spec.apps.menubar.state import Phase, State
 
 LIMIT = 10  # seconds
@@ -166,9 +165,9 @@ def view_of(said: list[str]) -> Any:
     return importlib.import_module("mlx_spec.apps.menubar.cocoa").CocoaView(said.append)
 
 
-def ran(screen: Screen, *menus: Menu, then: Callable[[Any], None] = lambda view: None) -> list[Command]:
+def ran(screen: Screen, *menus: Menu, then: Callable[[Any], None] = lambda view: None) -> list[Click]:
     """The clicks of a run that shows menus, does something from another thread, and is closed."""
-    clicks: list[Command] = []
+    clicks: list[Click] = []
     view = view_of([])
 
     def work() -> None:
@@ -205,12 +204,12 @@ SMALL = Menu(
     (
         Item("61 tok/s"),
         Separator(),
-        Item("Stop", Command(Action.STOP)),
+        Item("Stop", Click(Action.STOP)),
         Submenu(
             "Draft",
             (
-                Item("auto", Command(Action.DRAFTER), True),
-                Item("off", Command(Action.DRAFTER, "none"), False),
+                Item("auto", Click(Action.DRAFTER), True),
+                Item("off", Click(Action.DRAFTER, "none"), False),
             ),
         ),
     ),
@@ -254,7 +253,7 @@ def test_a_click_is_the_command_of_its_item(screen):
 
         screen.main.put(press)
 
-    assert ran(screen, SMALL, then=click) == [Command(Action.STOP), Command(Action.DRAFTER, "none")]
+    assert ran(screen, SMALL, then=click) == [Click(Action.STOP), Click(Action.DRAFTER, "none")]
 
 
 def test_a_menu_of_the_same_shape_is_changed_in_place(screen):

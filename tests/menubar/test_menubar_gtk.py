@@ -21,10 +21,7 @@ import numpy as np
 import pytest
 from free_port import HOST, free_port
 
-from mlx_spec.apps.menubar.child import recorded
-from mlx_spec.apps.menubar.client import Address, Client
-from mlx_spec.apps.menubar.places import Places
-from mlx_spec.apps.menubar.ports import Holder, holder
+from mlx_spec.apps.menubar.server_process import Address, StatusClient, is_free
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -211,13 +208,6 @@ def eventually(holds: Callable[[], object], what: str) -> None:
         time.sleep(0.1)
 
 
-def end_server(places: Places) -> None:
-    """Where the test failed and it is left."""
-    record = recorded(places.server)
-    if record is not None:
-        os.kill(record.pid, signal.SIGKILL)
-
-
 def end_group(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -260,7 +250,7 @@ def test_clicks_start_and_stop_the_real_server(tmp_path):
     if reason := problem(borrowed(tmp_path)):
         pytest.skip(reason)
     address = Address(HOST, free_port())
-    client, places = Client(address), Places(tmp_path / "state" / "mlx_spec" / "menubar")
+    client = StatusClient(address)
     shot = tmp_path / "shot.png"
     with ExitStack() as stack:
         desktop = Desktop(stack, tmp_path)
@@ -274,7 +264,6 @@ def test_clicks_start_and_stop_the_real_server(tmp_path):
             start_new_session=True,
         )
         stack.enter_context(program)
-        stack.callback(end_server, places)
         stack.callback(end_group, program)
 
         eventually(lambda: client.health() == "ok", "the server does not start")
@@ -292,11 +281,11 @@ def test_clicks_start_and_stop_the_real_server(tmp_path):
         desktop.close()
 
         stopped = "a click on Stop does not stop the server"
-        desktop.choose(STOP, shot, lambda: not places.server.exists(), stopped)
-        assert holder(address) is Holder.NOBODY
+        desktop.choose(STOP, shot, lambda: client.health() is None, stopped)
+        assert is_free(address)
         started = "a click on Start does not start the server"
         desktop.choose(START, shot, lambda: client.health() == "ok", started)
         menu, lines = desktop.open(shot)
         desktop.press(menu.x + 40, lines[QUIT])
         assert program.wait(LIMIT) == 0, (tmp_path / "errors").read_text()
-    assert holder(address) is Holder.NOBODY and not places.server.exists()
+    assert is_free(address)

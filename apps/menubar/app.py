@@ -1,0 +1,254 @@
+"""The thread behind the menu: handles clicks, looks after the server, and updates the view."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.apps.menubar import macos
+from mlx_spec.apps.menubar.menu import (
+    LOOKUP,
+    NONE,
+    Action,
+    Click,
+    ListedModel,
+    Menu,
+    Phase,
+    Selection,
+    State,
+    View,
+    environment_example,
+    menu,
+)
+from mlx_spec.apps.menubar.server_process import ServerOptions, ServerProcess, Timeouts
+from mlx_spec.errors import InvalidValue, SpecError
+
+IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
+QUIT = Click(Action.QUIT)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of the menu, all in one folder."""
+
+    path: Path
+
+    @property
+    def log(self) -> Path:
+        """Return the log of the server."""
+        return self.path / "logs" / "server.log"
+
+    @property
+    def own_log(self) -> Path:
+        """Return the log of a menu that was started at login."""
+        return self.path / "logs" / "menubar.log"
+
+    @property
+    def selection(self) -> Path:
+        """Return the file with the pair selected last."""
+        return self.path / "choice.json"
+
+    @property
+    def lock(self) -> Path:
+        """Return the file that the running menu locks."""
+        return self.path / "menubar.lock"
+
+    def make(self) -> None:
+        """Make the folders and keep the log of the last start. Raises InvalidValue if that is impossible."""
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise InvalidValue(f"{self.path} cannot be used: {error.strerror}; make it writable") from error
+
+    def rotate_log(self) -> None:
+        """Move the server's log aside, so that the files of two starts are kept."""
+        if self.log.exists():
+            self.log.replace(self.log.with_suffix(".1.log"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parsed command line."""
+
+    server: ServerOptions
+    selection: Selection  # empty if the pair selected last is to be served
+    fixed: bool  # the models are named by --model
+    passed: tuple[str, ...]  # options of the server, for the next login
+
+
+class App:
+    """Owns the state of the menu."""
+
+    def __init__(
+        self, plan: Plan, folder: Folder, view: View, agent: Path | None, timeouts: Timeouts | None = None
+    ) -> None:
+        """Take `agent` as the file that starts the menu at login; None where there is no such thing."""
+        self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
+        self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
+        self._server = ServerProcess(plan.server, folder.log, self._update, timeouts)
+        selection = plan.selection if plan.fixed else _remembered(plan.selection, folder.selection)
+        self._state = State(selection=selection, fixed=plan.fixed)
+        self._shown: Menu | None = None
+        self.failed = False
+
+    def post(self, message: Click | tuple[ListedModel, ...]) -> None:
+        """Handle a click or a list of models; may be called from any thread."""
+        self._inbox.put(message)
+
+    def run(self) -> None:
+        """Run until a click on Quit. Then the server has ended and the view is closed."""
+        try:
+            threading.Thread(target=self._list_models, name="mlx_spec models", daemon=True).start()
+            if self._agent is not None:
+                self._update(login=self._agent.exists())
+            self._attempt(lambda: self._server.start(self._state.selection))
+            while self._step():
+                pass
+            self._server.stop()
+        except Exception:  # a menu that no longer reacts would be worse than none
+            traceback.print_exc()
+            self.failed = True
+        finally:
+            self._view.close()
+
+    def _step(self) -> bool:
+        """Handle one message, or look at the server. Returns False on Quit."""
+        busy = self._state.phase in (Phase.STARTING, Phase.LOADING, Phase.CRASHED)
+        try:
+            message = self._inbox.get(timeout=BUSY_POLL_S if busy else IDLE_POLL_S)
+        except queue.Empty:
+            self._attempt(self._server.tick)
+            return True
+        if not isinstance(message, Click):
+            self._update(models=message)
+            return True
+        if message.action is Action.QUIT:
+            return False
+        self._update(note=None)
+        self._attempt(lambda: self._handle(message))
+        self._attempt(self._server.tick)
+        return True
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Show what went wrong, and go on."""
+        try:
+            work()
+        except SpecError as error:
+            self._update(note=str(error))
+        except OSError as error:  # such as a full disk
+            self._update(note=f"{error.filename or 'a file'}: {error.strerror or error}")
+
+    def _update(self, **changes: Any) -> None:
+        self._state = replace(self._state, **changes)
+        shown = menu(self._state)
+        if shown != self._shown:
+            self._shown = shown
+            self._view.show(shown)
+
+    def _handle(self, click: Click) -> None:
+        url = self._state.url
+        match click.action:
+            case Action.START:
+                self._server.start(self._state.selection)
+            case Action.STOP:
+                self._server.stop()
+            case Action.RESTART:
+                self._restart()
+            case Action.TARGET | Action.DRAFTER:
+                self._select(click)
+            case Action.LOGIN:
+                self._switch_login()
+            case Action.OPEN_LOGS:
+                macos.open_file(self._folder.log.parent)
+            case Action.COPY_URL if url is not None:
+                self._view.copy(f"{url}/v1")
+            case Action.COPY_ENVIRONMENT if url is not None:
+                self._view.copy(environment_example(url, key=self._plan.server.key is not None))
+            case Action.OPEN_PAGE if url is not None:
+                macos.open_page(url)
+
+    def _restart(self) -> None:
+        self._server.stop()
+        self._server.start(self._state.selection)
+
+    def _select(self, click: Click) -> None:
+        """Serve another pair: a server that runs is started again, one that does not is left alone."""
+        now = self._state.selection
+        if click.action is Action.TARGET:
+            keeps = now.drafter in (NONE, LOOKUP)  # other drafters were made for one target
+            selection = Selection(click.value, now.drafter if keeps else None)
+        else:
+            selection = Selection(now.target, click.value or None)
+        if selection == now or not self._state.own:
+            return
+        self._update(selection=selection)
+        names = {"target": selection.target, "drafter": selection.drafter}
+        _write(self._folder.selection, json.dumps(names))
+        if self._state.phase is not Phase.STOPPED:
+            self._restart()
+
+    def _switch_login(self) -> None:
+        if self._agent is None:
+            return
+        if self._agent.exists():
+            self._agent.unlink()
+        else:
+            macos.write_agent(self._agent, self._plan.passed, self._folder.own_log)
+        self._update(login=self._agent.exists())
+
+    def _list_models(self) -> None:
+        """List models in a process of its own: reading checkpoints needs much that a menu does not."""
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_spec", "models", "--json"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.post(listed_models(done.stdout))
+
+
+def listed_models(listing: str) -> tuple[ListedModel, ...]:
+    """Return the targets in the output of `mlx-spec models --json`; none if it is something else."""
+    try:
+        rows = json.loads(listing)
+        return tuple(
+            ListedModel(row["name"], row["size"])
+            for row in rows
+            if row["problem"] is None and row["found"] is not None and not row["found"].get("kind")
+        )
+    except (ValueError, TypeError, KeyError):
+        return ()
+
+
+def _remembered(given: Selection, file: Path) -> Selection:
+    """Return the selection of the command line, or the last one if the command line has none."""
+    if given != Selection():
+        return given
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return given
+    match found:
+        case {"target": str() | None as target, "drafter": str() | None as drafter}:
+            return Selection(target, drafter)
+    return given
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a file at once, so that nobody reads half of it."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    Path(name).replace(file)

@@ -1,0 +1,139 @@
+"""The desktop: open a page or a file, notify, and on macOS start the menu at login with a LaunchAgent."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_spec.errors import InvalidValue
+
+IS_MAC = sys.platform == "darwin"
+HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
+LABEL = "mlx-spec.menubar"
+RESTART_INTERVAL_S = 10  # between two starts by launchd: it refuses shorter ones
+# The text is an argument, so nothing in it is taken for AppleScript.
+NOTIFY = (
+    "osascript",
+    "-e",
+    "on run argv",
+    "-e",
+    'display notification (item 1 of argv) with title "mlx-spec"',
+    "-e",
+    "end run",
+)
+
+
+def open_page(url: str) -> None:
+    """Open a page in the user's browser."""
+    webbrowser.open(url)
+
+
+def open_file(path: Path) -> None:
+    """Show a file or folder with the desktop's own program, if there is one."""
+    _spawn(("open" if IS_MAC else "xdg-open", str(path)))
+
+
+def notify(text: str) -> None:
+    """Say something about the menu on stderr and, on macOS, as a notification."""
+    print(f"mlx-spec: {text}", file=sys.stderr, flush=True)
+    if IS_MAC:
+        _spawn((*NOTIFY, text))
+
+
+def framework_problem(version: str, framework: str) -> str | None:
+    """Return why no item will be seen; None if nothing is known against it.
+
+    `version` is that of macOS, such as "26.1"; `framework` is sysconfig's PYTHONFRAMEWORK, "" for other
+    builds. Reported in realiti4/claude-swap#310.
+    """
+    major = version.split(".")[0]
+    if not framework or not major.isdecimal() or int(major) < HIDING_MACOS:
+        return None
+    return (
+        f"macOS {version} draws no menu-bar item for framework builds of Python such as this one: install "
+        "with `uv tool install --managed-python 'mlx-spec[server,menubar]'`"
+    )
+
+
+def agent_file(home: Path) -> Path:
+    """Return where launchd looks for the agent."""
+    return home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+
+def agent(passed: Sequence[str], log: Path) -> bytes:
+    """Return the property list. After Quit the menu stays away until the next login; after a crash it returns."""
+    content = {
+        "Label": LABEL,
+        "ProgramArguments": [sys.executable, "-m", "mlx_spec.menubar", *passed],
+        "WorkingDirectory": str(Path.cwd()),  # paths among the options may be relative
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": RESTART_INTERVAL_S,
+        "ProcessType": "Interactive",
+        "LimitLoadToSessionType": "Aqua",
+        "StandardOutPath": str(log),
+        "StandardErrorPath": str(log),
+    }
+    return plistlib.dumps(content)
+
+
+def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
+    """Start the menu from the next login on. Raises InvalidValue."""
+    if "--api-key" in [word.split("=")[0] for word in passed]:
+        raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(".new")
+        new.write_bytes(agent(passed, log))
+        new.replace(file)
+    except OSError as error:
+        raise InvalidValue(f"{file} cannot be written: {error.strerror}") from error
+
+
+def install_agent(file: Path, passed: Sequence[str], log: Path, launchctl: str = "launchctl") -> None:
+    """Start the menu now and at every login. Raises InvalidValue if launchd refuses."""
+    write_agent(file, passed, log)
+    _launchctl(launchctl, "bootout", _service())  # an earlier one; it need not exist
+    problem = _launchctl(launchctl, "bootstrap", _domain(), str(file))
+    if problem is not None:
+        raise InvalidValue(f"launchctl does not take {file} ({problem}); the menu starts at the next login")
+
+
+def remove_agent(file: Path, launchctl: str = "launchctl") -> bool:
+    """Start it no longer, and end the one that launchd started. Returns whether there was one."""
+    existed = file.exists()
+    file.unlink(missing_ok=True)
+    _launchctl(launchctl, "bootout", _service())
+    return existed
+
+
+def _domain() -> str:
+    return f"gui/{os.getuid()}"
+
+
+def _service() -> str:
+    return f"{_domain()}/{LABEL}"
+
+
+def _launchctl(*command: str) -> str | None:
+    """Return what went wrong."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return error.strerror or str(error)
+    if done.returncode == 0:
+        return None
+    return " ".join(done.stderr.split()) or f"status {done.returncode}"
+
+
+def _spawn(command: tuple[str, ...]) -> None:
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    except OSError as error:
+        print(f"mlx-spec: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)

@@ -1,0 +1,314 @@
+"""One server process: start it, watch it over HTTP, start it again after a crash, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.apps.menubar.menu import Figures, Phase, Selection
+from mlx_spec.apps.server.settings import CANNOT_LISTEN
+
+SERVICE = "mlx_spec"  # the name by which /health tells our servers from others
+HTTP_TIMEOUT_S = 2.0  # a server that takes longer counts as silent
+MAX_RESPONSE_BYTES = 4 * 2**20
+PORTS_TRIED = 10  # from the requested one
+LAST_PORT = 65535
+REFUSALS = (1, 2)  # exit statuses of a server that says what is wrong: another start would only repeat it
+POLL_S = 0.02  # between two looks at a process that is ending
+KILL_TIMEOUT_S = 5.0  # until a killed process is gone
+LOG_TAIL_BYTES = 4096  # read for the server's last words
+OWN_PREFIX = "mlx-spec: "  # of the lines that the server writes for its user
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port."""
+
+    host: str
+    port: int
+
+    @property
+    def connect_host(self) -> str:
+        """Return the host for clients on this machine: a server that listens everywhere is also here."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        """Return the URL for clients on this machine."""
+        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
+        return f"http://{host}:{self.port}"
+
+
+class StatusClient:
+    """Asks one server how it is. Every method returns None if it does not answer as our servers do."""
+
+    def __init__(self, address: Address, key: str | None = None) -> None:
+        self._address = address
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def health(self) -> str | None:
+        """Return "ok", "loading", "draining" or "failed"."""
+        found = self._get("/health", (200, 503))
+        status = found.get("status")
+        return status if found.get("service") == SERVICE and isinstance(status, str) else None
+
+    def names(self) -> tuple[str, ...] | None:
+        """Return the models it serves without their aliases, loaded ones first."""
+        rows = self._get("/v1/models", (200,)).get("data")
+        if not isinstance(rows, list):
+            return None
+        models = [row for row in rows if isinstance(row, dict) and row.get("id") == row.get("model")]
+        return tuple(str(row["id"]) for row in sorted(models, key=lambda row: not row.get("loaded")))
+
+    def figures(self) -> Figures | None:
+        """Return the figures of the last answer."""
+        found = self._get("/metrics.json", (200,))
+        if not found:
+            return None
+        last = found.get("last") or {}
+        memory = found.get("memory_bytes")
+        return Figures(
+            _number(last.get("predicted_per_second")),
+            _number(last.get("gain")),
+            _number(last.get("acceptance_length")) or None,
+            memory if isinstance(memory, int) else None,
+            last.get("reason"),
+        )
+
+    def _get(self, path: str, statuses: tuple[int, ...]) -> dict[str, Any]:
+        host, port = self._address.connect_host, self._address.port
+        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)  # uses no proxy
+        try:
+            connection.request("GET", path, headers=self._headers)
+            response = connection.getresponse()
+            content = response.read(MAX_RESPONSE_BYTES)
+            found = json.loads(content) if response.status in statuses else {}
+        except (OSError, http.client.HTTPException, ValueError):
+            return {}
+        finally:
+            connection.close()
+        return found if isinstance(found, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def is_free(address: Address) -> bool:
+    """Return True if a server could listen there now."""
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(place)
+            probe.listen(1)
+    except OSError:
+        return False
+    return True
+
+
+def candidates(address: Address) -> list[Address]:
+    """Return where to try to listen, in order. For port 0, several free ports."""
+    if address.port == 0:
+        with contextlib.ExitStack() as held:  # all at once, so that they differ
+            probes = [held.enter_context(socket.socket()) for _ in range(PORTS_TRIED)]
+            for probe in probes:
+                probe.bind(("127.0.0.1", 0))
+            return [Address(address.host, probe.getsockname()[1]) for probe in probes]
+    end = min(address.port + PORTS_TRIED, LAST_PORT + 1)
+    return [Address(address.host, port) for port in range(address.port, end)]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The server that is wanted."""
+
+    address: Address  # with the first port to try
+    key: str | None = None
+    options: tuple[str, ...] = ()  # of `mlx-spec serve`, without target, drafter and port
+
+    def arguments(self, selection: Selection, port: int) -> tuple[str, ...]:
+        """Return the command line of `mlx-spec serve`."""
+        target = () if selection.target is None else ("--target", selection.target)
+        drafter = () if selection.drafter is None else ("--drafter", selection.drafter)
+        return (*self.options, *target, *drafter, "--port", str(port))
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Waiting times in seconds."""
+
+    first_retry: float = 1.0  # before the first restart; doubled before each later one
+    longest_retry: float = 60.0
+    stable: float = 60.0  # of answering, after which a crash counts as the first
+    shutdown: float = 10.0  # for requests to end
+
+
+class ServerProcess:
+    """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
+
+    def __init__(
+        self,
+        wanted: ServerOptions,
+        log: Path,
+        update: Callable[..., None],
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self._wanted, self._log, self._update = wanted, log, update
+        self._timeouts = timeouts or Timeouts()
+        self._selection = Selection()
+        self._process: subprocess.Popen[bytes] | None = None  # None also while somebody else's is watched
+        self._address: Address | None = None
+        self._ready_at: float | None = None  # time of the first "ok"
+        self._crashes = 0
+        self._retry_at: float | None = None
+        self._log_start = 0  # bytes of the log before this start
+
+    def start(self, selection: Selection) -> None:
+        """Watch a server of ours that is at the wanted port already, or start one."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._selection, self._retry_at, self._ready_at = selection, None, None
+        wanted = self._wanted.address
+        if wanted.port != 0 and StatusClient(wanted).health() is not None:
+            self._watch(wanted, own=False)
+            return
+        addresses = candidates(wanted)
+        # With port 0 all may seem taken: a program that is started meanwhile holds them too, for a moment.
+        fallback = addresses[0] if wanted.port == 0 else None
+        address = next(filter(is_free, addresses), fallback)
+        if address is None:
+            problem = f"ports {wanted.port} and those after it are taken: choose another --port"
+            self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
+        else:
+            self._launch(address)
+
+    def stop(self) -> None:
+        """End the server, unless it is somebody else's. Returns when it has ended."""
+        self._retry_at, self._crashes = None, 0
+        if self._process is not None:
+            self._update(phase=Phase.STOPPING, problem=None)
+            end(self._process, self._timeouts.shutdown)
+        self._process = self._address = None
+        self._update(**STOPPED)
+
+    def tick(self) -> None:
+        """Look after the server; to be called every second or so."""
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            try:
+                self.start(self._selection)
+            except OSError as error:  # such as a full disk, which may have room later
+                self._retry(f"{error.filename or 'the server'}: {error.strerror or error}")
+        elif self._process is not None and self._process.poll() is not None:
+            self._ended(self._process)
+        elif self._address is not None:
+            self._poll(self._address)
+
+    def _launch(self, address: Address) -> None:
+        arguments = self._wanted.arguments(self._selection, address.port)
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        with self._log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mlx_spec", "serve", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,  # a Ctrl-C meant for the menu must not reach it
+            )
+        self._watch(address, own=True)
+
+    def _watch(self, address: Address, *, own: bool) -> None:
+        self._address = address
+        self._update(**{**STOPPED, "phase": Phase.STARTING, "url": address.url, "own": own})
+
+    def _retry(self, cause: str) -> None:
+        """Start it again, later each time."""
+        delay = min(self._timeouts.first_retry * 2**self._crashes, self._timeouts.longest_retry)
+        self._crashes += 1
+        self._retry_at = time.monotonic() + delay
+        self._update(**{**STOPPED, "phase": Phase.CRASHED, "problem": cause, "retry_s": delay})
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+        """Start it again, or give up if another start would only repeat a refusal."""
+        address, ready_at, status = self._address, self._ready_at, process.returncode
+        self._process = self._address = None
+        words = last_words(self._log, self._log_start)
+        # Since the port was found free, somebody may have taken it, and may have left it again.
+        no_port = words if words and CANNOT_LISTEN in words else None
+        taken = no_port is not None or (address is not None and not is_free(address))
+        if ready_at is None and status in REFUSALS and not taken:
+            problem = words or f"the server ended with status {status}: the log may say why"
+            self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
+            return
+        if ready_at is not None and time.monotonic() - ready_at >= self._timeouts.stable:
+            self._crashes = 0
+        ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        self._retry(no_port or f"the server {ending}")
+
+    def _poll(self, address: Address) -> None:
+        client = StatusClient(address, self._wanted.key)
+        status = client.health()
+        if status is None and self._process is None:
+            self._address = None
+            self._update(**STOPPED)
+        elif status is None:
+            if self._ready_at is not None:
+                self._update(phase=Phase.SILENT)
+        elif status == "ok":
+            self._ready_at = self._ready_at or time.monotonic()
+            changes: dict[str, Any] = {"phase": Phase.RUNNING}
+            changes |= {"names": names} if (names := client.names()) is not None else {}
+            changes |= {"figures": figures} if (figures := client.figures()) is not None else {}
+            self._update(**changes)
+        elif status in PHASES:
+            self._update(phase=PHASES[status])
+
+
+# Other statuses, such as "failed", come before the server ends: its end says more.
+PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
+# Nothing runs, and nothing is left of what did.
+STOPPED: dict[str, Any] = {
+    "phase": Phase.STOPPED,
+    "url": None,
+    "own": True,
+    "names": (),
+    "figures": Figures(),
+    "problem": None,
+    "retry_s": 0.0,
+}
+
+
+def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Ask a process to end, and kill it after `timeout_s` seconds."""
+    for number, limit in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
+        process.send_signal(number)
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                return
+            time.sleep(POLL_S)
+
+
+def last_words(log: Path, start: int) -> str | None:
+    """Return the last line for the user that the server wrote from byte `start` of the log on."""
+    try:
+        with log.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(min(start, size), size - LOG_TAIL_BYTES))
+            lines = stream.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    ours = [line.removeprefix(OWN_PREFIX) for line in lines if line.startswith(OWN_PREFIX)]
+    return ours[-1] if ours else None

@@ -1,0 +1,427 @@
+"""The menu's thread and the server process it keeps, with the real server and the demo pair."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from free_port import HOST, free_port
+
+from mlx_spec.apps.menubar import macos, server_process
+from mlx_spec.apps.menubar.app import QUIT, App, Folder, listed_models
+from mlx_spec.apps.menubar.arguments import parse
+from mlx_spec.apps.menubar.menu import (
+    Action,
+    Click,
+    Entry,
+    Item,
+    ListedModel,
+    Menu,
+    Phase,
+    Selection,
+    State,
+    Submenu,
+)
+from mlx_spec.apps.menubar.server_process import (
+    PORTS_TRIED,
+    Address,
+    ServerOptions,
+    ServerProcess,
+    StatusClient,
+    Timeouts,
+    candidates,
+    end,
+    is_free,
+    last_words,
+)
+
+LIMIT = 60  # seconds until something counts as never to come
+QUICK = Timeouts(first_retry=0.1, longest_retry=0.3, stable=600.0, shutdown=20.0)
+
+
+class Watched:
+    """A server process, driven by the test, and the states it reported."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.state, self.states = State(), list[State]()
+        wanted = ServerOptions(Address(HOST, port))
+        self.server = ServerProcess(wanted, folder / "server.log", self._update, QUICK)
+
+    def _update(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+        self.states.append(self.state)
+
+    @property
+    def pid(self) -> int:
+        assert self.server._process is not None
+        return self.server._process.pid
+
+    @property
+    def retries(self) -> list[float]:
+        return [state.retry_s for state in self.states if state.phase is Phase.CRASHED]
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not holds():
+            assert time.monotonic() < deadline, self.state
+            time.sleep(0.05)
+            self.server.tick()
+
+    def reach(self, phase: Phase) -> None:
+        self.until(lambda: self.state.phase is phase)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[[int], Watched]]:
+    made: list[Watched] = []
+
+    def make(port: int) -> Watched:
+        made.append(Watched(tmp_path, port))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.server.stop()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def stranger(port: int) -> Iterator[int]:
+    """A port where another program listens."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((HOST, port))
+        other.listen(1)
+        other.settimeout(0)
+        yield port
+
+
+def ask(port: int) -> None:
+    body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "max_tokens": 48}
+    with closing(http.client.HTTPConnection(HOST, port, timeout=LIMIT)) as connection:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        response.read()
+
+
+def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
+    one = watched(port)
+    one.server.start(Selection())
+    one.reach(Phase.RUNNING)
+    assert one.state.url == f"http://{HOST}:{port}" and one.state.names == ("demo",)
+    ask(port)
+    one.until(lambda: one.state.figures.tokens_per_second is not None)
+    assert one.state.figures.memory_bytes > 0 and one.state.figures.reason
+
+    first = one.pid
+    os.kill(first, signal.SIGKILL)
+    one.reach(Phase.CRASHED)
+    assert one.state.problem == "the server was ended by signal 9"
+    assert one.state.figures.tokens_per_second is None
+    one.reach(Phase.RUNNING)
+    assert one.pid != first
+
+    os.kill(one.pid, signal.SIGKILL)
+    one.reach(Phase.STARTING)
+    assert one.retries == [0.1, 0.2]
+    one.server.stop()  # while it starts
+    assert one.state.phase is Phase.STOPPED and is_free(Address(HOST, port))
+    time.sleep(0.5)
+    one.server.tick()
+    assert one.state.phase is Phase.STOPPED  # a stopped server is not started again
+
+
+def test_restarts_take_longer_and_longer(watched, port, monkeypatch):
+    started = subprocess.Popen
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    stillborn = lambda command, **options: started([sys.executable, "-S", "-c", code])  # noqa: E731
+    monkeypatch.setattr(server_process.subprocess, "Popen", stillborn)
+    one = watched(port)
+    one.server.start(Selection())
+    one.until(lambda: len(one.retries) == 4)
+    assert one.retries == [0.1, 0.2, 0.3, 0.3]
+
+
+def test_a_port_of_another_program_is_left_to_it(watched, stranger):
+    one = watched(stranger)
+    one.server.start(Selection(drafter="none"))
+    assert one.state.url != f"http://{HOST}:{stranger}" and one.state.own
+    one.reach(Phase.RUNNING)
+    ask(int(one.state.url.rsplit(":", 1)[1]))
+    one.until(lambda: one.state.figures.reason is not None)
+    assert one.state.figures.reason == "disabled by user"  # the selection has reached it
+
+
+def test_a_port_that_was_taken_only_for_a_moment_is_tried_again(watched, stranger, monkeypatch):
+    addresses = [Address(HOST, stranger), Address(HOST, free_port())]
+    monkeypatch.setattr(server_process, "candidates", lambda wanted: [addresses.pop(0)])
+    monkeypatch.setattr(server_process, "is_free", lambda address: True)
+    one = watched(0)
+    one.server.start(Selection(drafter="none"))
+    one.reach(Phase.RUNNING)
+    assert one.retries and Phase.FAILED not in {state.phase for state in one.states}
+
+
+def test_of_any_port_several_are_tried():
+    found = candidates(Address(HOST, 0))
+    assert len({address.port for address in found}) == len(found) == PORTS_TRIED
+    assert [one.port for one in candidates(Address(HOST, 8080))] == list(range(8080, 8090))
+    assert [one.port for one in candidates(Address(HOST, 65534))] == [65534, 65535]
+
+
+def test_a_disk_that_refuses_a_restart_is_tried_again(watched, port, tmp_path):
+    one = watched(port)
+    one.server.start(Selection(drafter="none"))
+    one.reach(Phase.RUNNING)
+    os.kill(one.pid, signal.SIGKILL)
+    one.until(lambda: bool(one.retries))
+    log = tmp_path / "server.log"
+    log.unlink()
+    log.mkdir()
+    one.until(lambda: len(one.retries) >= 3)
+    assert log.name in one.state.problem and one.state.phase is Phase.CRASHED
+    log.rmdir()
+    one.reach(Phase.RUNNING)
+
+
+def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
+    command = [sys.executable, "-m", "mlx_spec", "serve", "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            client, deadline = StatusClient(Address(HOST, port)), time.monotonic() + LIMIT
+            while client.health() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            one = watched(port)
+            one.server.start(Selection(drafter="none"))
+            one.reach(Phase.RUNNING)
+            assert not one.state.own
+            one.server.stop()
+            assert process.poll() is None and one.state.phase is Phase.STOPPED
+            one.server.start(Selection())
+            one.reach(Phase.RUNNING)
+        finally:
+            process.terminate()
+    one.reach(Phase.STOPPED)
+
+
+def test_a_refusal_is_shown_and_not_tried_again(watched, port):
+    one = watched(port)
+    one.server.start(Selection(target="/nowhere/at/all"))
+    one.reach(Phase.FAILED)
+    assert "/nowhere/at/all" in one.state.problem
+    one.server.tick()
+    assert one.state.phase is Phase.FAILED and not one.retries
+
+
+def test_no_free_port_is_shown(watched, port, monkeypatch):
+    monkeypatch.setattr(server_process, "is_free", lambda address: False)
+    one = watched(port)
+    one.server.start(Selection())
+    assert one.state.phase is Phase.FAILED
+    assert str(port) in one.state.problem and "--port" in one.state.problem
+
+
+def test_a_process_that_ignores_the_request_is_killed():
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint(flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        end(process, 0.3)
+        assert process.returncode == -signal.SIGKILL
+
+
+def test_a_server_of_another_kind_is_not_ours(tmp_path):
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", HOST, "--directory", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        client = StatusClient(Address(HOST, int(process.stdout.readline().split()[5])))
+        try:
+            assert client.health() is client.names() is client.figures() is None
+        finally:
+            process.terminate()
+
+
+def test_last_words_are_those_of_this_start(tmp_path):
+    log = tmp_path / "log"
+    assert last_words(log, 0) is None
+    log.write_text("mlx-spec: old\n")
+    start = log.stat().st_size
+    assert last_words(log, start) is None
+    log.write_text("mlx-spec: old\nmlx-spec: new\nINFO other\n")
+    assert last_words(log, start) == "new"
+
+
+# --- the thread behind the menu
+
+
+class Notepad:
+    """A view that draws nothing."""
+
+    def __init__(self) -> None:
+        self.menus: list[Menu] = []
+        self.copied: list[str] = []
+        self.closed = threading.Event()
+
+    def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
+        raise AssertionError("it has no loop")
+
+    def show(self, menu: Menu) -> None:
+        self.menus.append(menu)
+
+    def copy(self, text: str) -> None:
+        self.copied.append(text)
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def items(self) -> list[Item]:
+        def within(entries: tuple[Entry, ...]) -> list[Item]:
+            found = []
+            for entry in entries:
+                found += within(entry.entries) if isinstance(entry, Submenu) else [entry]
+            return [one for one in found if isinstance(one, Item)]
+
+        return within(self.menus[-1].entries) if self.menus else []
+
+    def says(self, text: str) -> bool:
+        return any(text in item.label for item in self.items())
+
+    def offers(self, action: Action) -> bool:
+        return any(item.click is not None and item.click.action is action for item in self.items())
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    found = Folder(tmp_path / "menubar")
+    found.make()
+    return found
+
+
+def command_line(app: App) -> str:
+    process = app._server._process
+    if process is None or process.poll() is not None:
+        return ""
+    command = ["ps", "-ww", "-o", "command=", "-p", str(process.pid)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def test_clicks(folder, tmp_path):
+    view, agent = Notepad(), macos.agent_file(tmp_path)
+    app = App(parse(["--port", "0", "--max-running", "2"]).plan, folder, view, agent)
+    thread = threading.Thread(target=app.run)
+    thread.start()
+    try:
+        eventually(lambda: view.offers(Action.OPEN_PAGE))
+        assert "--max-running 2" in command_line(app) and "--drafter" not in command_line(app)
+        url = view.items()[0].label.rsplit(" ", 1)[-1]
+        app.post(Click(Action.COPY_URL))
+        app.post(Click(Action.COPY_ENVIRONMENT))
+        eventually(lambda: len(view.copied) == 2)
+        assert view.copied[0] == f"http://{url}/v1" and view.copied[1].count(view.copied[0]) == 1
+
+        app.post(Click(Action.LOGIN))
+        eventually(lambda: [item.checked for item in view.items() if "login" in item.label] == [True])
+        assert agent.exists()
+        app.post(Click(Action.LOGIN))
+        eventually(lambda: not agent.exists())
+
+        app.post(Click(Action.DRAFTER, "none"))  # another selection is another server
+        eventually(lambda: "--drafter none" in command_line(app))
+        assert json.loads(folder.selection.read_text()) == {"target": None, "drafter": "none"}
+        app.post(Click(Action.STOP))
+        eventually(lambda: view.says("Stopped"))
+        app.post(Click(Action.TARGET, "demo"))  # while it is stopped, it stays so
+        eventually(lambda: json.loads(folder.selection.read_text()) == {"target": "demo", "drafter": "none"})
+        assert command_line(app) == "" and view.says("Stopped")
+        app.post(Click(Action.START))
+        eventually(lambda: "--target demo --drafter none" in command_line(app))
+    finally:
+        print([item.label for item in view.items()], last_words(folder.log, 0))  # shown if it fails
+        app.post(QUIT)
+        thread.join(LIMIT)
+    assert not thread.is_alive() and view.closed.is_set() and not app.failed
+    assert command_line(app) == ""
+
+
+def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
+    view, agent = Notepad(), macos.agent_file(tmp_path)
+    plan = parse(["--target", "/nowhere/at/all", "--api-key", "secret"]).plan
+    app = App(plan, folder, view, agent)
+    thread = threading.Thread(target=app.run)
+    thread.start()
+    try:
+        eventually(lambda: view.says("Could not start"))
+        app.post(Click(Action.LOGIN))
+        eventually(lambda: view.says("use --api-key-file"))
+        app.post(Click(Action.COPY_URL))  # there is none
+        eventually(lambda: not view.says("use --api-key-file"))
+        assert not agent.exists() and view.copied == []
+    finally:
+        app.post(QUIT)
+        thread.join(LIMIT)
+    assert not app.failed
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "drafter"),
+    [
+        ((), '{"target": "demo", "drafter": "lookup"}', "lookup"),
+        ((), '{"target": 1, "drafter": "lookup"}', None),
+        ((), "", None),
+        (("--drafter", "none"), '{"target": "demo", "drafter": "lookup"}', "none"),
+    ],
+)
+def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
+    folder.selection.write_text(kept)
+    view = Notepad()
+    app = App(parse(list(given)).plan, folder, view, None)
+    app.post(QUIT)
+    app.run()
+    drafters = [item for item in view.items() if item.click and item.click.action is Action.DRAFTER]
+    assert [item.click.value for item in drafters if item.checked] == [drafter or ""]
+
+
+def test_models_are_the_targets_of_the_listing():
+    rows = [
+        {"name": "demo", "size": 11, "problem": None, "found": {"target": {}}},
+        {"name": "owner/drafter", "size": 5, "problem": None, "found": {"kind": "draft"}},
+        {"name": "owner/broken", "size": 5, "problem": "a file is missing", "found": {"kind": None}},
+        {"name": "owner/unread", "size": 5, "problem": None, "found": None},
+        {"name": "owner/target", "size": 5, "problem": None, "found": {"kind": None}},
+    ]
+    assert listed_models(json.dumps(rows)) == (ListedModel("demo", 11), ListedModel("owner/target", 5))
+    assert listed_models("") == listed_models("[1]") == listed_models('{"a": 1}') == ()
+
+
+def test_the_log_of_the_last_start_is_kept(folder):
+    folder.log.write_text("old")
+    folder.rotate_log()
+    assert not folder.log.exists() and folder.log.with_suffix(".1.log").read_text() == "old"
+    folder.rotate_log()
