@@ -66,7 +66,7 @@ def agent_file(home: Path) -> Path:
 
 
 def agent(passed: Sequence[str], log: Path) -> bytes:
-    """Return the property list. After Quit the menu stays away until the next login; after a crash it returns."""
+    """Return the property list: launchd starts the menu at login and again after a crash, not after Quit."""
     content = {
         "Label": LABEL,
         "ProgramArguments": [sys.executable, "-m", "mlx_spec.menubar", *passed],

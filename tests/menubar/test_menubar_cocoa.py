@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Separator, Submenu, menu
-from mlx_spec.apps.menubar.state import Phase, State
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, Separator, State, Submenu, menu
 
 LIMIT = 10  # seconds
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"

@@ -242,7 +242,8 @@ def test_no_free_port_is_shown(watched, port, monkeypatch):
 
 
 def test_a_process_that_ignores_the_request_is_killed():
-    code = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint(flush=True)\ntime.sleep(60)"
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)"
+    code = f"{ignore}; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
