@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import charts
 from arms import Folders
 from shapes import SHAPES
 from subject import Live, Subject, of_checkpoint, of_shape
@@ -51,8 +50,6 @@ def main() -> None:
     }
     for found in results["contexts"].values():
         report(found, subject, speed)
-    if settings.plot:
-        settings.plot.write_text(charts.round_costs(results), encoding="utf-8")
     finish("round_costs", results, settings, started)
 
 
@@ -68,7 +65,6 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--repeats", type=int, default=30)
     options.add_argument("--budget", type=float, default=1.0, help="seconds of calibration")
     options.add_argument("--stream", type=float, default=0.5, help="seconds for each measure of bandwidth")
-    options.add_argument("--plot", type=Path, help="write the staircase there, as SVG")
     settings = options.parse_args()
     if settings.quick:
         settings.contexts, settings.rows, settings.draft, settings.repeats = [24, 48], 3, 2, 3

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ CASES = {
     "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
     "policy": ([], {"simulated", "measured costs", "decide"}),
 }
-README = """Before
+DOCUMENT = """Before
 <!-- table: decode -->
 <!-- end -->
 between
-<!-- figure: kinds decode-here -->
+<!-- table: kinds decode-here -->
 old
 <!-- end -->
 after
@@ -52,10 +51,9 @@ def run(script: str, arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("script", CASES)
-def test_benchmark_runs(script: str, tmp_path: Path) -> None:
+def test_benchmark_runs(script: str) -> None:
     arguments, keys = CASES[script]
-    plot = tmp_path / "plot.svg"
-    record = run(script, [*arguments, *(["--plot", str(plot)] if script == "round_costs" else [])])
+    record = run(script, arguments)
     results = record["results"]
     assert record["benchmark"] == script
     assert keys <= results.keys()
@@ -67,7 +65,6 @@ def test_benchmark_runs(script: str, tmp_path: Path) -> None:
         check_decode(results)
     if script == "round_costs":
         assert [len(found["verify"]) for found in results["contexts"].values()] == [3, 3]
-        assert len(ET.parse(plot).getroot().findall("{*}circle")) == 6
     if script == "blas":
         check_blas(results)
     if script == "families":
@@ -106,8 +103,8 @@ def test_shapes_too_large_for_the_machine() -> None:
 
 
 @pytest.fixture
-def readme(tmp_path: Path) -> Path:
-    """A README with two blocks, and a record for them."""
+def document(tmp_path: Path) -> Path:
+    """A document with two blocks, and a record for them."""
     arm = {"decode": [1.5, 1.4, 1.6], "whole": [1.2, 1.1, 1.3], "to plain": [1.4, 1.3, 1.5], "differ": 0}
     other = {**arm, "to plain": None, "differ": 2}
     results = {
@@ -124,47 +121,40 @@ def readme(tmp_path: Path) -> Path:
     about = {"device": "here", "cores": 2, "backend": "cpu", "commit": "abc", "versions": {"mlx": "0.32"}}
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "decode-here.txt").write_text(f"a table\n{json.dumps({**record, **about})}\n")
-    file = tmp_path / "README.md"
-    file.write_text(README)
+    file = tmp_path / "RESULTS.md"
+    file.write_text(DOCUMENT)
     return file
 
 
-def figures(readme: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("figures", "--readme", str(readme), "--results", str(readme.parent / "results"), *arguments)
+def report(document: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    places = ["--document", str(document), "--results", str(document.parent / "results")]
+    return python("report", *places, *arguments)
 
 
-def test_figures_follow_the_record(readme: Path) -> None:
-    assert figures(readme, "--check").returncode == 1
-    assert readme.read_text() == README
-    assert figures(readme).returncode == 0
-    text = readme.read_text()
+def test_tables_follow_the_record(document: Path) -> None:
+    assert report(document, "--check").returncode == 1
+    assert document.read_text() == DOCUMENT
+    assert report(document).returncode == 0
+    text = document.read_text()
     assert "| adaptive | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.40 [1.30, 1.50] | 12.5 | 0 |" in text
     assert "| mlx-vlm | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | - | 11.0 | 2 |" in text
-    assert "](results/decode-here.kinds.svg)" in text
     assert "old" not in text
     prose = ["Before", "between", "after"]
     assert [line for line in text.splitlines() if line in prose] == prose
-    figure = ET.parse(readme.parent / "results" / "decode-here.kinds.svg").getroot()
-    assert len(figure.findall("{*}circle")) == 2
-    assert figures(readme, "--check").returncode == 0
-
-
-def test_stale_figures_are_noticed(readme: Path) -> None:
-    figures(readme)
-    record = readme.parent / "results" / "decode-here.txt"
+    assert report(document, "--check").returncode == 0
+    record = document.parent / "results" / "decode-here.txt"
     record.write_text(record.read_text().replace("1.5,", "1.7,"))
-    done = figures(readme, "--check")
-    assert done.returncode == 1
-    assert "README.md" in done.stderr
+    stale = report(document, "--check")
+    assert stale.returncode == 1 and "RESULTS.md" in stale.stderr
 
 
-def test_blocks_without_a_record(readme: Path) -> None:
-    readme.write_text(README.replace("decode-here", "decode-there"))
-    assert "no record decode-there of decode" in figures(readme).stderr
-    readme.write_text(README.replace("kinds", "speed"))
-    assert "no figure is called 'speed'" in figures(readme).stderr
+def test_blocks_without_a_record(document: Path) -> None:
+    document.write_text(DOCUMENT.replace("decode-here", "decode-there"))
+    assert "no record decode-there of decode" in report(document).stderr
+    document.write_text(DOCUMENT.replace("kinds", "speed"))
+    assert "no table is called 'speed'" in report(document).stderr
 
 
-def test_our_own_readme_is_current() -> None:
-    done = python("figures", "--check")
+def test_our_own_results_are_current() -> None:
+    done = python("report", "--check")
     assert done.returncode == 0, done.stderr

@@ -1,20 +1,18 @@
-"""Writes the tables and figures of README.md from the records in results/, or checks that they are current.
+"""Write the tables of RESULTS.md from the records in results/, or check that they are current.
 
-In the README a block is
+In RESULTS.md a block is
 
     <!-- table: NAME [RECORD] -->
     <!-- end -->
 
-or the same with "figure" instead of "table". NAME is decode, kinds, round_costs, blas or, as a table,
-families. RECORD is a file of results/ without its ending; left out, it is the newest of that benchmark.
-Figures are written beside their record. `--check` writes nothing and fails where something would change.
+NAME is decode, kinds, round_costs, blas or families. RECORD is a file of results/ without its ending; without
+it, the newest record of that benchmark is shown. `--check` writes nothing and fails if something would change.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,17 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import charts
-
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-BLOCK = re.compile(r"<!-- (table|figure): (\w+)(?: ([\w.-]+))? -->\n(?:.*?\n)??<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- table: (\w+)(?: ([\w.-]+))? -->\n(?:.*?\n)??<!-- end -->", re.DOTALL)
 Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a benchmark printed on its last line."""
+    """The JSON object that a benchmark printed on its last line."""
 
     file: Path
     content: dict[str, Any]
@@ -44,7 +40,7 @@ class Record:
 
     @property
     def source(self) -> str:
-        """What was measured with what, in a line."""
+        """Return device, versions, commit and date in a line."""
         c = self.content
         where = f"{c['device']}, {c['cores']} cores, MLX {c['versions']['mlx']}"
         where += ", GPU" if "gpu" in c["backend"] else ", CPU"
@@ -52,63 +48,42 @@ class Record:
         return f"{where}; commit `{c['commit']}`, {c['time'][:10]}, `benchmarks/results/{self.file.name}`"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What can stand in a block."""
-
-    benchmark: str
-    table: Callable[[Results], str]
-    figure: Callable[[Results], str] | None = None
-    about: str = ""  # the figure, for those who cannot see it
-
-
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    options.add_argument("--document", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--check", action="store_true")
     settings = options.parse_args()
-    wanted = made(settings.readme, settings.results)
-    stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text("utf-8") != text]
-    if settings.check and stale:
-        names = ", ".join(os.path.relpath(file) for file in stale)
-        sys.exit(f"{names}: not what the records say; run python benchmarks/figures.py")
-    for file in () if settings.check else stale:
-        temporary = file.with_name(f".{file.name}.tmp")
-        temporary.write_text(wanted[file], "utf-8")
-        temporary.replace(file)
-        print(file)
+    text = settings.document.read_text("utf-8")
+    wanted = rendered(text, settings.document, settings.results)
+    if wanted == text:
+        return
+    if settings.check:
+        sys.exit(f"{settings.document}: not what the records say; run python benchmarks/report.py")
+    temporary = settings.document.with_name(f".{settings.document.name}.tmp")
+    temporary.write_text(wanted, "utf-8")
+    temporary.replace(settings.document)
 
 
-def made(readme: Path, results: Path) -> dict[Path, str]:
-    """The text of every file that is made: the README itself and the figures it shows."""
-    files: dict[Path, str] = {}
+def rendered(text: str, document: Path, results: Path) -> str:
+    """Return the text with every block as its record says."""
 
     def block(found: re.Match[str]) -> str:
-        sort, name, stem = found.groups()
-        if name not in KINDS:
-            sys.exit(f"{readme}: no {sort} is called {name!r}, there are {', '.join(KINDS)}")
-        kind = KINDS[name]
-        if sort == "figure" and kind.figure is None:
-            sys.exit(f"{readme}: {name} has a table and no figure")
-        record = read(results, kind.benchmark, stem)
+        name, stem = found.groups()
+        if name not in TABLES:
+            sys.exit(f"{document}: no table is called {name!r}, there are {', '.join(TABLES)}")
+        benchmark, table = TABLES[name]
+        record = read(results, benchmark, stem)
         opening = found[0].splitlines()[0]
-        if sort == "table":
-            body = f"{kind.table(record.results)}\n\n{record.source}"
-        else:
-            file = record.file.with_name(f"{record.file.stem}.{name}.svg")
-            assert kind.figure is not None
-            files[file] = kind.figure(record.results)
-            body = f"![{kind.about}]({Path(os.path.relpath(file, readme.parent)).as_posix()})"
-        return f"{opening}\n{body}\n<!-- end -->"
+        return f"{opening}\n{table(record.results)}\n\n{record.source}\n<!-- end -->"
 
-    return {readme: BLOCK.sub(block, readme.read_text("utf-8")), **files}
+    return BLOCK.sub(block, text)
 
 
 def read(results: Path, benchmark: str, stem: str | None) -> Record:
-    """The record of that name, or the newest one of a benchmark that was not run with --quick."""
+    """Return the record of that name, or the newest one of a benchmark; runs with --quick do not count."""
     found = []
     for file in sorted(results.glob(f"{stem or '*'}.txt")):
         try:
@@ -143,7 +118,7 @@ def decode(results: Results) -> str:
 
 
 def kinds(results: Results) -> str:
-    """Ratios to plain; an asterisk where an arm said something else than mlx-lm."""
+    """Return ratios to plain; an asterisk marks texts that differ from mlx-lm's."""
     found = results["kinds"].values()
     rows = [
         [name, *(ratio(kind[name]["to plain"]) + ("*" if kind[name]["differ"] else "") for kind in found)]
@@ -216,16 +191,16 @@ def ratio(values: Sequence[float] | None) -> str:
 
 
 def cuts(values: Sequence[float]) -> str:
-    """A median with its quartiles."""
+    """Return a median with its quartiles."""
     return f"{values[1]:.2f} [{values[0]:.2f}, {values[2]:.2f}]"
 
 
-KINDS = {
-    "decode": Kind("decode", decode, charts.decode, "Tokens a second of every arm, to mlx-lm's"),
-    "kinds": Kind("decode", kinds, charts.kinds, "Ratio to plain decoding by kind of prompt"),
-    "round_costs": Kind("round_costs", round_costs, charts.round_costs, "Cost of a pass by its rows"),
-    "blas": Kind("blas", blas, charts.blas, "Ratio to plain decoding with an optimized BLAS"),
-    "families": Kind("families", families),
+TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {  # by name: the benchmark, and its table
+    "decode": ("decode", decode),
+    "kinds": ("decode", kinds),
+    "round_costs": ("round_costs", round_costs),
+    "blas": ("blas", blas),
+    "families": ("families", families),
 }
 
 
