@@ -6,7 +6,7 @@ In RESULTS.md a block is
     <!-- end -->
 
 NAME is decode, kinds, round_costs, blas or families. RECORD is a file of results/ without its ending; without
-it, the newest record of that benchmark is shown. `--check` writes nothing and fails if something would change.
+it, the newest record of that benchmark is shown. `--check` writes nothing and fails if anything would change.
 """
 
 from __future__ import annotations

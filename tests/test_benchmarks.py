@@ -109,7 +109,7 @@ def document(tmp_path: Path) -> Path:
     other = {**arm, "to plain": None, "differ": 2}
     results = {
         "arms": {"adaptive": {**arm, "tokens/s": 12.5}, "mlx-vlm": {**other, "tokens/s": 11.0}},
-        "kinds": {"chat": {"adaptive": arm}, "prose": {"adaptive": arm}},
+        "kinds": {kind: {"adaptive": arm, "mlx-vlm": other} for kind in ("chat", "prose")},
         "null": [1.0, 0.99, 1.01],
         "null, quartiles": [0.98, 1.02],
         "mlx-lm tokens/s": 9.0,
