@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_spec.drafters import DrafterSource
-    from mlx_spec.pair import Pair, Policies
+    from mlx_spec.pair import Pair
+    from mlx_spec.policy import AdaptivePolicies, Fixed
     from mlx_spec.text import Text
 
 DEMO, LOOKUP, NONE = "demo", "lookup", "none"
@@ -41,10 +42,11 @@ def load(
     """Load a target and a drafter, ready to generate.
 
     `target` is a folder, a repository on Hugging Face or "demo", the bundled pair. `drafter` is a folder, a
-    repository, "lookup" (copies from the text so far, needs no weights) or "none"; left out, it is the
-    target's own: the one in the folder's pair.json or the one published for the repository, if there is one.
-    `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays.
-    `kv_bits`, 4 or 8, quantizes the K/V of full attention.
+    repository, "lookup" (copies from the text so far, needs no weights) or "none". Left out, it is the
+    target's own: the one in the folder's pair.json or the one published for the repository, else lookup.
+    `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
+    first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
+    attention.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
@@ -55,21 +57,18 @@ def load(
     size = check_weights(folder)
     _check_supported(folder, config)
     from mlx_spec.pair import Pair, PairInfo
-    from mlx_spec.policies import always, tuned
     from mlx_spec.text import read_text
 
     _raise_wired_limit()
     text = read_text(folder, config)
     found = _open_drafter(names, folder, config, text)
     sizes = size, check_weights(found.folder) if found and found.folder else 0
-    facts = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
+    info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
     offered = _offered(found, num_draft_tokens)
-    if offered and num_draft_tokens is None:
-        policies: Policies = tuned(folder, {o.source.name: o.folder for o in offered}, config, kv_bits)
-    else:
-        policies = always(num_draft_tokens if offered else 0, disabled=bool(offered) or drafter == NONE)
-    pair = Pair(facts, text, _load_target(folder, config), [o.source for o in offered], policies, kv_bits)
-    _try(pair, kv_bits)
+    policies = _policies(folder, offered, config, num_draft_tokens, kv_bits)
+    pair = Pair(info, text, _load_target(folder, config), [o.source for o in offered], policies, kv_bits)
+    _check_caches(pair, kv_bits)
+    pair.calibrate()
     return pair
 
 
@@ -103,8 +102,8 @@ def _named(target: str, drafter: str | None) -> _Names:
     else:
         path, own = _from_manifest(target)
         own = own or drafter_of(target)
-    chosen = own if drafter is None else drafter
-    if chosen in (None, NONE):
+    chosen = own or LOOKUP if drafter is None else drafter
+    if chosen == NONE:
         return _Names(target, path, None, None)
     if chosen == LOOKUP:
         return _Names(target, path, LOOKUP, None)
@@ -204,7 +203,7 @@ def _source(
 
 
 def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
-    """The drafters among which the policy chooses: where it is free to, lookup comes for nothing."""
+    """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
     from mlx_spec.drafters.lookup import LookupSource
 
     if found is None:
@@ -270,8 +269,8 @@ def _raise_wired_limit() -> None:
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
-def _try(pair: Pair, kv_bits: int | None) -> None:
-    """Refuse here, not in the middle of an answer, what the caches cannot hold."""
-    decoding = pair.open()
+def _check_caches(pair: Pair, kv_bits: int | None) -> None:
+    """Refuse caches without exact rollback now, not in the middle of an answer."""
+    parts = pair.open()
     if kv_bits is not None:
-        decoding.target.prefill([0])
+        parts.target.prefill([0])

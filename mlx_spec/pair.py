@@ -52,7 +52,7 @@ class Pair:
         text: Text,
         model: nn.Module,
         drafters: Sequence[DrafterSource],
-        policies: AdaptivePolicies | FixedPolicy,
+        policies: AdaptivePolicies | Fixed,
         kv_bits: int | None = None,
     ) -> None:
         self.info = info

@@ -91,7 +91,7 @@ class LMTarget:
         return self._size
 
     @property
-    def on_trial(self) -> int:
+    def uncommitted(self) -> int:
         """Rows written and not yet committed."""
         return sum(tokens.size for tokens in self._trial)
 

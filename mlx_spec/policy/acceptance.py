@@ -1,0 +1,117 @@
+"""The number of draft tokens that will be accepted: a hidden Markov model of how predictable the text is.
+
+At every token the text is on one of a few levels; on level s a draft token is accepted with probability
+`LEVELS[s]`. The level changes with probability CHANGE per token, to one drawn from the frequencies seen so far.
+Every verified draft token updates the belief about the level by Bayes' rule (the forward filter). Without
+evidence the belief returns to the frequencies, so a drafter that was given up is tried again after a while.
+
+The level is uncertain, so the tokens of one draft are not independent: if the first is accepted, the next is more
+likely to be accepted. `expected_tokens` has that built in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_spec.types import MAX_DRAFT_TOKENS
+
+Floats = NDArray[np.float64]
+
+LEVELS = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)  # probability of acceptance; from useless to nearly sure
+PRIOR = (0.12, 0.10, 0.10, 0.13, 0.20, 0.23, 0.12)  # probability of each level for a new pair: mean 0.6
+CHANGE = 0.02  # probability per token that the level changes: a stretch of text has about 50 tokens
+PRIOR_DRAFTS = 16  # verified drafts that the prior is worth
+MEMORY = 200  # verified drafts that frequencies remember, so that they follow a change of use
+DECLINE_PRIOR = 20.0  # accepted tokens at a position that the assumption "as the position before" is worth
+DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
+
+
+class Acceptance:
+    """Statistics of one drafter, shared by all answers of a pair. `prior` gives its levels' frequencies."""
+
+    def __init__(self, prior: Sequence[float] = PRIOR) -> None:
+        self.frequencies = list(prior)
+        self._drafts = 0
+        self._accepted, self._expected = [0.0] * MAX_DRAFT_TOKENS, [0.0] * MAX_DRAFT_TOKENS
+        self._compute_rates()
+
+    @classmethod
+    def with_mean(cls, mean: float) -> Acceptance:
+        """Return statistics of a drafter whose text is followed with this probability, or not at all."""
+        return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean])
+
+    def learn(self, belief: Sequence[float]) -> None:
+        """Average the belief after a verified draft into the frequencies."""
+        self._drafts += 1
+        step = 1 / min(PRIOR_DRAFTS + self._drafts, MEMORY)
+        self.frequencies = [f + step * (b - f) for f, b in zip(self.frequencies, belief, strict=True)]
+        if self._drafts % DECLINE_REFRESH == 0:
+            self._compute_rates()
+
+    def count(self, position: int, accepted: bool, expected: float) -> None:
+        """Count a verified token at a position of a draft. `expected` is its rate without any decline."""
+        self._accepted[position] += accepted
+        self._expected[position] += expected
+
+    def _compute_rates(self) -> None:
+        """Compute acceptance by level and position. Drafters can get worse within their own draft."""
+        keep = 1 - DECLINE_REFRESH / (5 * MEMORY)
+        decline, factor = [], 1.0
+        for position in range(MAX_DRAFT_TOKENS):
+            accepted, expected = self._accepted[position], self._expected[position]
+            factor = min((accepted + DECLINE_PRIOR * factor) / (expected + DECLINE_PRIOR), 1.03)
+            decline.append(factor)
+            self._accepted[position] *= keep
+            self._expected[position] *= keep
+        rates = np.minimum(np.outer(LEVELS, decline), 0.985)  # [level, position]
+        self.rates: list[list[float]] = rates.T.tolist()  # [position][level]
+        tokens = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
+        tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
+        self.tokens: Floats = tokens  # [level, K]: tokens expected of a round with K draft tokens
+
+
+class Belief:
+    """The belief about the level of one drafter's text in one sequence."""
+
+    def __init__(self, shared: Acceptance) -> None:
+        self.shared = shared
+        self.levels: list[float] = shared.frequencies
+
+    def begin(self) -> None:
+        """Begin an answer: its level may be any."""
+        self.levels = self.shared.frequencies
+
+    def expected_tokens(self) -> Floats:
+        """Return the expected tokens of a round, by the number of draft tokens, 0 included."""
+        return np.dot(self.levels, self.shared.tokens)
+
+    def first_rate(self) -> float:
+        """Return the probability that the first draft token is accepted."""
+        return sum(b * r for b, r in zip(self.levels, self.shared.rates[0], strict=True))
+
+    def advance(self, tokens: int) -> None:
+        """Let the level change over some emitted tokens."""
+        stay = (1 - CHANGE) ** tokens
+        change = 1 - stay
+        self.levels = [
+            stay * b + change * f for b, f in zip(self.levels, self.shared.frequencies, strict=True)
+        ]
+
+    def update(self, accepted: int, rejected: bool) -> None:
+        """Learn that the first `accepted` tokens of a draft were accepted and, if `rejected`, the next was not."""
+        levels = self.levels
+        for position in range(accepted + rejected):
+            good = position < accepted
+            self.shared.count(position, good, sum(b * r for b, r in zip(levels, LEVELS, strict=True)))
+            rates = self.shared.rates[position]
+            if good:
+                levels = [b * r for b, r in zip(levels, rates, strict=True)]
+            else:
+                levels = [b * (1 - r) for b, r in zip(levels, rates, strict=True)]
+            total = sum(levels)
+            levels = [b / total for b in levels]
+        self.levels = levels
+        self.shared.learn(levels)
