@@ -11,8 +11,8 @@ from test_session import KINDS, alone, make_pair
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence, common_prefix
-from mlx_spec.session import Statistics, added
-from mlx_spec.types import Reason
+from mlx_spec.session import MIN_COMPARED_TOKENS, Positions, Statistics, added
+from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
 
@@ -40,7 +40,7 @@ def test_prompts_that_share_a_beginning(kind: str) -> None:
         assert held.tokens == (prompt + expected)[:-1]
 
 
-def test_not_to_align_is_noticed() -> None:
+def test_without_a_rewind_the_text_is_wrong() -> None:
     """The control of the test above."""
     pair, prompt, other = make_pair("full"), tiny.prompt(40), tiny.prompt(50, seed=5)
     held = CachedSequence(pair.open())
@@ -66,7 +66,7 @@ def test_what_is_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "recurrent"])
-def test_cut_forgets_what_a_stop_string_cut_off(kind: str) -> None:
+def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     length = 4
     pair, prompt = make_pair(kind), tiny.prompt(40)
     held = CachedSequence(pair.open())
@@ -99,11 +99,43 @@ def test_common_prefix() -> None:
     assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 
 
+def drafted(tokens: int, drafted: int, seconds: float, *, drafter: int = 0, plain: float = 1.0) -> Round:
+    accepted = tokens - 1
+    return Round(
+        [5] * tokens,
+        drafted,
+        accepted,
+        "draft",
+        drafter,
+        seconds=seconds,
+        reason=Reason.PAYS,
+        plain_seconds=plain,
+    )
+
+
 def test_statistics_add_up() -> None:
-    one = Statistics(prompt_tokens=5, generated_tokens=3, rounds=2, drafted_at=(2, 1), plain_seconds=1.0)
-    two = Statistics(generated_tokens=4, rounds=1, drafted_at=(1,), reason=Reason.PAYS, finish_reason="stop")
+    one = Statistics(prompt_tokens=5).plus(drafted(3, 4, 2.0), 2.5).plus(drafted(2, 2, 2.0, drafter=1), 2.0)
+    two = Statistics().plus(drafted(5, 4, 2.0), 2.0)
     total = added([one, two])
-    assert (total.prompt_tokens, total.generated_tokens, total.rounds) == (5, 7, 3)
-    assert (total.drafted_at, total.plain_seconds) == ((3, 1), 1.0)
-    assert (total.reason, total.finish_reason) == (Reason.PAYS, "stop")
+    assert (total.prompt_tokens, total.generated_tokens, total.rounds) == (5, 10, 3)
+    assert total.by_drafter == {0: Positions((2, 2, 2, 2), (2, 2, 1, 1)), 1: Positions((1, 1), (1,))}
+    assert total.drafted_at == (3, 3, 2, 2) and total.accepted_at == (3, 2, 1, 1)
+    assert total.draft_length == 4 and total.prefill_seconds == 0.5
     assert added([]) == Statistics() and added([one]) == one
+
+
+def test_a_gain_is_shown_once_enough_tokens_were_compared() -> None:
+    answer = Statistics()
+    for _ in range(MIN_COMPARED_TOKENS // 4 - 1):
+        answer = answer.plus(drafted(4, 4, 2.0), 2.0)
+    assert answer.gain is None and answer.reason is Reason.LEARNING
+    answer = answer.plus(drafted(4, 4, 2.0), 2.0)
+    assert answer.gain == 2.0 and answer.reason is Reason.PAYS
+
+
+def test_an_answer_that_lost_time_does_not_say_that_speculation_pays() -> None:
+    """The first answers of a pair used to say "pays" beside 0.92 x plain."""
+    answer = Statistics()
+    for _ in range(MIN_COMPARED_TOKENS):
+        answer = answer.plus(drafted(1, 4, 1.1), 1.1)
+    assert answer.gain == pytest.approx(1 / 1.1) and answer.reason is Reason.LEARNING
