@@ -36,8 +36,8 @@ from shapes import RandomPair, llama_f32
 from timing import finish, interval, parser, table
 
 from mlx_spec.engine import generate, prefill
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning import calibrate, profile
 from mlx_spec.tuning.bandwidth import device_name
 from mlx_spec.tuning.fixed import Fixed

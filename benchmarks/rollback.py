@@ -34,11 +34,11 @@ from mlx_lm.models.cache import (
 from timing import finish, parser, table
 from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
-from mlx_spec.cache import RecurrentCache
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.engine import generate
+from mlx_spec.model.caches import RecurrentCache
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 

@@ -13,8 +13,8 @@ from shapes import SHAPES
 
 from mlx_spec import load
 from mlx_spec.engine import PREFILL_STEP, generate
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.roofline import Format
 from mlx_spec.tuning.sizes import model_of

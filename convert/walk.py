@@ -16,8 +16,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_spec.convert.measure import Floats, difference
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Greedy, Law, Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
 K = 3

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mlx_spec.constraint import Grammar, Matcher
 from mlx_spec.drafters.forced import Forced
 from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.prediction import Prediction
+from mlx_spec.grammar import Grammar, Matcher
 from mlx_spec.reuse import Decoding
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS
 from mlx_spec.tuning.fixed import Fixed

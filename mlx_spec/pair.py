@@ -13,12 +13,12 @@ from mlx_spec import engine
 from mlx_spec.branches import Branches
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.model.target import LMTarget
 from mlx_spec.offers import offered
-from mlx_spec.recorder import Recorder
 from mlx_spec.reuse import Decoding
 from mlx_spec.sampling import Law, Sampling
+from mlx_spec.sampling.logprobs import Recorder
 from mlx_spec.session import Session
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec, Round, Target
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
-from mlx_spec.answer import Answer, Part, Span
 from mlx_spec.errors import InvalidValue
 from mlx_spec.reuse import Decoding as Decoding  # pairs take it from here, too
 from mlx_spec.reuse import Held
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Kind, Text
+from mlx_spec.text import Text
+from mlx_spec.text.stream import Answer, Kind, Part, Span
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()

@@ -14,10 +14,10 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.noise import gumbel, key_of
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
+from mlx_spec.sampling.sampling import gumbel, key_of
 
 MARGIN = 4  # times the largest difference measured
 LEAST = 1.0  # roundings: what is allowed where none was measured

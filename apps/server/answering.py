@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mlx_spec import engine
-from mlx_spec.answer import Answer
 from mlx_spec.apps.server.ask import Ask, Chat, Closed, Event, Opened, Piece, Raw, Span, Timings, Usage
 from mlx_spec.apps.server.choice import Choice
 from mlx_spec.apps.server.failures import invalid
@@ -18,11 +17,11 @@ from mlx_spec.apps.server.prompts import Prepared
 from mlx_spec.apps.server.tools import Calls
 from mlx_spec.drafters.prediction import prediction_counts
 from mlx_spec.errors import InvalidValue
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.reuse import Held
 from mlx_spec.sampling import Law
-from mlx_spec.scoring import score
+from mlx_spec.sampling.logprobs import TokenLogprob, score
 from mlx_spec.session import Statistics, added
+from mlx_spec.text.stream import Answer
 from mlx_spec.types import Round
 
 UNLIMITED = 2**20  # tokens of a choice, where neither the request nor the model names a limit

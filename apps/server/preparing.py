@@ -14,7 +14,7 @@ from mlx_spec.apps.server.job import Job
 from mlx_spec.apps.server.models import Loaded
 from mlx_spec.apps.server.prompts import Prepared, prepare
 from mlx_spec.apps.server.settings import Limits
-from mlx_spec.rehearsal import REHEARSAL
+from mlx_spec.grammar.sandbox import REHEARSAL
 
 
 class Preparing:

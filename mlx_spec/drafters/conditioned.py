@@ -14,10 +14,10 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from mlx_spec.cache.full import write
 from mlx_spec.drafters.chain import Chain
 from mlx_spec.drafters.recorded import KEY, POST, PRE, WHERE, Recorded
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.model.caches import write
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 BACKLOG = 64  # rows not yet written at which `observe` writes all but the newest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mlx_spec.tree import Tree, grown
+from mlx_spec.model.tree import Tree, grown
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs
 from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Reason, Round, Target
 

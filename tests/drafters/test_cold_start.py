@@ -17,8 +17,8 @@ from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.pair import Facts, Pair
 from mlx_spec.policies import Always
 from mlx_spec.reuse import Held
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.tuning.fixed import Fixed
 
 TRAINED = Path(__file__).parents[1] / "golden" / "trained"

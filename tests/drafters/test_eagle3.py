@@ -28,8 +28,8 @@ from mlx_spec.drafters.eagle3 import Eagle3Source
 from mlx_spec.drafters.tables import own_parts
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 

@@ -23,11 +23,11 @@ from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar, compile
+from mlx_spec.model.target import LMTarget
 from mlx_spec.offers import Offered, offered
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Decoding
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
 

@@ -29,10 +29,10 @@ from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource
 from mlx_spec.drafters.translation import LONGEST, Place, Translation, continuation, encoded, parted, whole
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.load import load
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Facts, Pair
 from mlx_spec.policies import Always
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.tuning import tuner
 from mlx_spec.tuning.fixed import Fixed

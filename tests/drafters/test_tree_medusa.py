@@ -29,11 +29,11 @@ from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
-from mlx_spec.recorder import Recorder
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import Tree, grown
 from mlx_spec.sampling import Law, Sampling
+from mlx_spec.sampling.logprobs import Recorder
 from mlx_spec.session import Statistics
-from mlx_spec.target import LMTarget
-from mlx_spec.tree import Tree, grown
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.policy import Adaptive

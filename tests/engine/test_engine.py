@@ -12,8 +12,8 @@ from lossless import GREEDY, Scripted, emitted, first_difference, mlx_lm_greedy,
 
 from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Round, Sampler
 

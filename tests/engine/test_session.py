@@ -15,13 +15,13 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
 from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Facts, Pair
 from mlx_spec.policies import Always
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
-from mlx_spec.target import LMTarget
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Reason
 

@@ -11,7 +11,8 @@ import pytest
 from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import LARGEST, compile
+from mlx_spec.grammar import compile
+from mlx_spec.grammar.matcher import LARGEST
 from mlx_spec.sampling import Greedy, Sampling
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"

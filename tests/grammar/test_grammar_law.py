@@ -19,14 +19,12 @@ from lossless import emitted
 from test_cut_law import CAUGHT, RULES, TOLERANCE, Cut, law_error
 from test_law import PROMPT, Nothing, V, draft_model, model
 
-from mlx_spec import verify
-from mlx_spec.constraint import Matcher
 from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
-from mlx_spec.grammar import compile
-from mlx_spec.sampling import Law, Sampling, Unseeded
-from mlx_spec.target import LMTarget
+from mlx_spec.grammar import Matcher, compile
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Law, Sampling, Unseeded, verify
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 

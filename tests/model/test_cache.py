@@ -11,7 +11,8 @@ import tiny
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from mlx_spec.cache import (
+from mlx_spec.errors import InvalidValue, NotRewindable
+from mlx_spec.model.caches import (
     MAX_TRIAL,
     AttentionCache,
     FullCache,
@@ -20,8 +21,7 @@ from mlx_spec.cache import (
     SlidingCache,
     make_caches,
 )
-from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 
 MAKERS = {
     "full": FullCache,

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from mlx.utils import tree_flatten
 
-from mlx_spec import taps
-from mlx_spec.taps import Begun, Tap
-from mlx_spec.target import LMTarget
+from mlx_spec.model import hooks
+from mlx_spec.model.hooks import Begun, Tap
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import FeatureSpec
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
@@ -23,7 +23,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        monkeypatch.setattr(taps.mx, "async_eval", self._begin)
+        monkeypatch.setattr(hooks.mx, "async_eval", self._begin)
 
     def _begin(self, *arrays: mx.array) -> None:
         self.count += 1
@@ -48,7 +48,7 @@ def test_layers_that_are_begun_early_compute_the_same(kind: str, monkeypatch: py
     )
     early = logits(LMTarget(model), prompt, blocks)
     mx.eval(early)
-    monkeypatch.setattr(taps.Gate, "opened", lambda gate: nullcontext())
+    monkeypatch.setattr(hooks.Gate, "opened", lambda gate: nullcontext())
     assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
 
 
@@ -70,8 +70,8 @@ def test_a_verification_is_begun_layer_by_layer_and_a_prefill_is_not(
 
 def test_on_a_gpu_several_layers_are_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [tiny.full().layers[0] for _ in range(20)]
-    monkeypatch.setattr(taps.mx, "default_device", lambda: mx.Device(mx.gpu))
-    taps.begin_early(layers)
+    monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
+    hooks.begin_early(layers)
     assert [i for i, layer in enumerate(layers) if isinstance(layer, Begun)] == [7, 15]
 
 
@@ -101,7 +101,7 @@ def test_an_interrupted_pass_closes_the_gate(monkeypatch: pytest.MonkeyPatch) ->
         def interrupt(*arrays: mx.array) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(taps.mx, "async_eval", interrupt)
+        patch.setattr(hooks.mx, "async_eval", interrupt)
         with pytest.raises(KeyboardInterrupt):
             target.verify(mx.array([5], dtype=mx.int32))
     target.commit(0)

@@ -12,11 +12,10 @@ import pytest
 import tiny
 from mlx_lm.models import ministral3, rope_utils
 
-from mlx_spec.cache.tree import TreeView
 from mlx_spec.errors import NotRewindable
-from mlx_spec.rope import RopeByRow
-from mlx_spec.target import LMTarget
-from mlx_spec.tree import Tree, grown, tree_of
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import Tree, grown, tree_of
+from mlx_spec.model.tree_attention import RopeByRow, TreeView
 from mlx_spec.types import FeatureSpec
 
 TOLERANCE = 1e-5  # measured: 0

@@ -21,12 +21,11 @@ from mlx.utils import tree_map
 from mlx_lm.models import llama
 from test_sampling import reference
 
-from mlx_spec import verify
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
-from mlx_spec.sampling import Law, Sampling, Unseeded
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Law, Sampling, Unseeded, verify
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 

@@ -15,10 +15,9 @@ from lossless import Scripted, plain
 
 import mlx_spec
 from mlx_spec import engine
-from mlx_spec.logprobs import TokenLogprob
-from mlx_spec.recorder import Recorder
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Law, Sampling
-from mlx_spec.target import LMTarget
+from mlx_spec.sampling.logprobs import Recorder, TokenLogprob
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import (
     Choice,

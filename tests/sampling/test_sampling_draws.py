@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from test_sampling import HISTORY, NONE, PENALTIES, PROMPT, V, law_of, logits
 
-from mlx_spec.noise import gumbel
 from mlx_spec.sampling import Greedy, Law, Sampling, Seeded, Unseeded
+from mlx_spec.sampling.sampling import gumbel
+from mlx_spec.sampling.verify import token
 from mlx_spec.types import Draft, no_draft
-from mlx_spec.verify import token
 
 
 def test_greedy_is_the_argmax_and_touches_nothing() -> None:

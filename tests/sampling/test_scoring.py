@@ -11,11 +11,10 @@ from likelihood import TEXT, TOP, check, reference
 from lossless import GREEDY, Scripted, emitted, plain, rounds
 
 from mlx_spec import engine
-from mlx_spec.cache import MAX_TRIAL
-from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.model.caches import MAX_TRIAL
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Law, Sampling
-from mlx_spec.scoring import score
-from mlx_spec.target import LMTarget
+from mlx_spec.sampling.logprobs import TokenLogprob, score
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import FeatureSpec
 

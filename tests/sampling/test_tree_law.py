@@ -17,9 +17,8 @@ from enumeration import BELOW_ONE, Accept, Array, emitted, error, evaluate, norm
 from enumeration import Tree as Laws
 from test_law import FILTERED, PLAIN, V, excess, seeded, unseeded
 
-from mlx_spec import verify, verify_tree
-from mlx_spec.sampling import Sampling
-from mlx_spec.tree import Tree, tree_of
+from mlx_spec.model.tree import Tree, tree_of
+from mlx_spec.sampling import Sampling, verify, verify_tree
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
 TOLERANCE = 1e-6

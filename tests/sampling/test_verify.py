@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from enumeration import BELOW_ONE, KINDS, Accept, Array, Tree, emitted, error, normalised, rows, trees
 
-from mlx_spec import verify
+from mlx_spec.sampling import verify
 
 RULES = [verify.accept_token, verify.accept_block]
 SIZES = [(2, 1), (2, 4), (3, 3), (4, 2), (4, 4)]  # V, K

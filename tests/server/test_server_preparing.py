@@ -23,7 +23,7 @@ from mlx_spec.apps.server.models import Models
 from mlx_spec.apps.server.settings import Limits, Served, Settings
 from mlx_spec.apps.server.worker import Worker
 from mlx_spec.errors import InvalidValue
-from mlx_spec.rehearsal import Rehearsal
+from mlx_spec.grammar.sandbox import Rehearsal
 from mlx_spec.sampling import Sampling
 
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo

@@ -10,15 +10,15 @@ from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.answer import Answer, Part
 from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Chat, Piece, Tool, ToolUse
 from mlx_spec.apps.server.failures import Failure
 from mlx_spec.apps.server.tools import Calls, dialect_of, prompt_of
 from mlx_spec.apps.server.tools.conversation import folded
 from mlx_spec.apps.server.tools.dialect import FORMATS
 from mlx_spec.errors import InvalidValue
-from mlx_spec.template import ChatTemplate, read_template
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate, read_template
+from mlx_spec.text.stream import Answer, Part
 from mlx_spec.types import Round
 
 GEMMA = FORMATS[0]

@@ -20,9 +20,9 @@ from mlx_spec.convert.conversion import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.model.target import LMTarget
 from mlx_spec.reuse import Held
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Features, Round, Sampler
 
 K = 4

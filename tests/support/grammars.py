@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.constraint import Matcher
-from mlx_spec.grammar import Grammar, Kind, compile
+from mlx_spec.grammar import Grammar, Kind, Matcher, compile
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 

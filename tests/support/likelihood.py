@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.logprobs import TokenLogprob
 from mlx_spec.text import Text
 
 TOP = 4

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from mlx_spec.engine import generate
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 

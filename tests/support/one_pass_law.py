@@ -21,8 +21,8 @@ from test_law import COUNT, PLAIN, PROMPT, Liar, V, unseeded
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.engine import generate
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Drafter
 

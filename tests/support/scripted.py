@@ -28,7 +28,7 @@ from mlx_spec.apps.server.ask import (
     Usage,
 )
 from mlx_spec.apps.server.failures import Failure, no_such_model
-from mlx_spec.logprobs import Alternative, TokenLogprob
+from mlx_spec.sampling.logprobs import Alternative, TokenLogprob
 from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
 

@@ -10,12 +10,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import mlx_spec
-from mlx_spec.answer import Answer, Part, Span
 from mlx_spec.errors import InvalidValue
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.pair import Pair
-from mlx_spec.reading import Marks
+from mlx_spec.sampling.logprobs import TokenLogprob
 from mlx_spec.text import Text, read_tokenizer
+from mlx_spec.text.stream import Answer, Part, Span
+from mlx_spec.text.tokenizer import Marks
 from mlx_spec.types import Round
 
 DEMO = Path(__file__).parents[2] / "mlx_spec/demo/target"

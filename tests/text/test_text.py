@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.reading import Marks
-from mlx_spec.template import ChatTemplate, read_template
-from mlx_spec.text import Reader, Text, read_text, read_tokenizer
+from mlx_spec.text import Text, read_text, read_tokenizer
+from mlx_spec.text.chat_template import ChatTemplate, read_template
+from mlx_spec.text.stream import Reader
+from mlx_spec.text.tokenizer import Marks
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted(ROOT.glob("tests/golden/*/target"))

@@ -21,11 +21,11 @@ from mlx_spec.branches import Branches
 from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import grown, tree_of
 from mlx_spec.policies import always
 from mlx_spec.reuse import Decoding
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
-from mlx_spec.tree import grown, tree_of
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.costs import Costs
 from mlx_spec.tuning.fixed import Fixed

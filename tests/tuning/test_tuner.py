@@ -15,7 +15,7 @@ import mlx_spec
 from mlx_spec.apps.tune import main as tune
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.engine import generate
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.calibrate import measure
 from mlx_spec.tuning.costs import Costs, Table

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 
-from mlx_spec.answer import Part
 from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Event, Piece, Span, Tool
 from mlx_spec.apps.server.tools.dialect import Format
 from mlx_spec.apps.server.tools.source import Arguments, Completed, Delta, Named, Parser
-from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.sampling.logprobs import TokenLogprob
+from mlx_spec.text.stream import Part
 
 
 class Calls:

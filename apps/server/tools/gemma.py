@@ -8,7 +8,7 @@ from typing import ClassVar
 from mlx_spec.apps.server.ask import Tool
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps
 from mlx_spec.apps.server.tools.values import Values, escaped
-from mlx_spec.reading import Marks
+from mlx_spec.text.tokenizer import Marks
 
 MARKS = Marks("<|tool_call>", "<tool_call|>")
 QUOTE = '<|"|>'

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from mlx_spec.grammar.matcher import CompiledGrammar
+    from mlx_spec.text import Text
+
+Kind = Literal["json_object", "json_schema", "regex", "lark"]
 
 
 class Matcher(Protocol):
@@ -32,6 +38,10 @@ class Grammar(Protocol):
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
         """A matcher of the answer to `prompt`, whose end may already open the model's thoughts."""
+        ...
+
+    def thinking(self, thinks: bool) -> Grammar:
+        """The same for answers that may, or may not, begin with thoughts."""
         ...
 
 
@@ -65,3 +75,12 @@ class Constraint:
 def read_tokens(drafted: mx.array) -> list[int]:
     """Draft tokens on the host: a grammar is followed there."""
     return cast(list[int], drafted.tolist())
+
+
+def compile(
+    kind: Kind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
+) -> CompiledGrammar:
+    """See `matcher.compile_grammar`."""
+    from mlx_spec.grammar.matcher import compile_grammar
+
+    return compile_grammar(kind, source, text, vocab_size, seconds=seconds, thinks=thinks)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,17 @@ from tokenizers import Tokenizer
 
 from mlx_spec.checkpoint import one_line, read_object
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.reading import Detokenizer, Marks
-from mlx_spec.reading import Kind as Kind
-from mlx_spec.reading import Reader as Reader
-from mlx_spec.template import REASONING, ChatTemplate, Message, read_template, special_tokens
-from mlx_spec.written import Written
+from mlx_spec.text.chat_template import REASONING, ChatTemplate, Message, read_template, special_tokens
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The tokens around a model's thoughts, or around its tool calls."""
+
+    open: str
+    close: str
+    header: str = ""  # text behind the opening token that is no thought
+
 
 MARKS = (
     Marks("<|channel>", "<channel|>", "thought\n"),
@@ -197,3 +207,73 @@ def _converted(folder: Path) -> Tokenizer:
 def _ids(value: Any) -> list[int]:
     """A token id, a list of them or nothing, as a list."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte of a character that the vocabulary lacks (sentencepiece)
+PIECEWISE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decoders that read piece by piece
+
+
+class Written:
+    """The bytes of each token of a vocabulary.
+
+    Three kinds are read: bytes written as letters (byte-level BPE), sentencepiece with its spaces and bytes,
+    and any other, whose tokens are what its own decoder makes of them one by one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        steps = list(_steps(tokenizer))
+        names = {step["type"] for step in steps}
+        self._letters = "ByteLevel" in names
+        self._pieces = bool(names) and names <= PIECEWISE
+        self._fallback = "ByteFallback" in names
+        self._replaced = [pair for pair in map(_replaced, steps) if pair]
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """The bytes of `token`: of a special token its name, of an id that is no token nothing."""
+        if token not in self._known:
+            piece = self._tokenizer.id_to_token(token)
+            self._known[token] = b"" if piece is None else self._read(token, piece)
+        return self._known[token]
+
+    def _read(self, token: int, piece: str) -> bytes:
+        if self._letters:
+            if token in self._added or not set(piece) <= _bytes_of_letters().keys():
+                return piece.encode()
+            return bytes(_bytes_of_letters()[letter] for letter in piece)
+        if not self._pieces:
+            return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+        if self._fallback and (byte := BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        for old, new in self._replaced:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+def _steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
+    """What the decoder of a tokenizer consists of, as its tokenizer.json says it."""
+    waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
+    while waiting:
+        step = waiting.pop(0)
+        waiting = [*step.get("decoders", ()), *waiting]
+        if step["type"] != "Sequence":
+            yield step
+
+
+def _replaced(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What a decoder puts in place of what."""
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if step["type"] == "Replace" and "String" in step["pattern"]:
+        return step["pattern"]["String"], step["content"]
+    return None
+
+
+@cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Printable bytes of Latin-1 are their own letters; the others, in order, those from U+0100 (GPT-2)."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}

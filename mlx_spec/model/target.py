@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec import rope
-from mlx_spec.anatomy import decoder_of, parts_of
-from mlx_spec.cache import (
+from mlx_spec.errors import NotRewindable
+from mlx_spec.model import tree_attention
+from mlx_spec.model.caches import (
     MAX_TRIAL,
     AttentionCache,
     FullCache,
@@ -22,9 +22,8 @@ from mlx_spec.cache import (
     make_caches,
     view,
 )
-from mlx_spec.errors import NotRewindable
-from mlx_spec.taps import begin_early, tap
-from mlx_spec.tree import tree_of
+from mlx_spec.model.hooks import begin_early, decoder_of, parts_of, tap
+from mlx_spec.model.tree import tree_of
 from mlx_spec.types import Features, FeatureSpec, KVRows
 
 MARK_BEFORE = 32  # tokens before the end of a prompt where the state of a recurrent target is kept, too:
@@ -150,14 +149,14 @@ class LMTarget:
         layers = decoder_of(self._model)["layers"]
         if self._recurrent:
             return "its state is recurrent and follows one path"
-        if (reason := rope.unknown(layers)) or rope.is_by_row(layers):
+        if (reason := tree_attention.unknown(layers)) or tree_attention.is_by_row(layers):
             return reason
-        rope.by_row(layers)
+        tree_attention.by_row(layers)
         empty = [view(cache, tree_of((0,))) for cache in _attention(make_caches(self._model))]
         try:  # nothing is computed
             self._model(mx.zeros((1, 2), mx.int32), cache=empty)
         except (TypeError, ValueError) as error:
-            rope.as_before(layers)
+            tree_attention.as_before(layers)
             return f"its model calculates with positions ({error})"
         return None
 

@@ -23,13 +23,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.rehearsal import REHEARSAL
+from mlx_spec.grammar import Kind
+from mlx_spec.grammar.sandbox import REHEARSAL
 from mlx_spec.text import Text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Kind = Literal["json_object", "json_schema", "regex", "lark"]
 Place = Literal["start", "thoughts", "answer", "end", "astray"]
 Words = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, eq=False)
-class Grammar:
+class CompiledGrammar:
     """What answers must look like. Thoughts before the answer are free.
 
     With `thinks` the model may begin by opening its thoughts; they are also open where a prompt opens them.
@@ -78,7 +78,7 @@ class Grammar:
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
 
-    def thinking(self, thinks: bool) -> Grammar:
+    def thinking(self, thinks: bool) -> CompiledGrammar:
         """The same for answers that may, or may not, begin with thoughts."""
         return replace(self, thinks=thinks)
 
@@ -201,9 +201,9 @@ class AnswerMatcher:
         return row
 
 
-def compile(
+def compile_grammar(
     kind: Kind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
-) -> Grammar:
+) -> CompiledGrammar:
     """The grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
     Of "json_object" the source does not matter. JSON is written on one line, ", " and ": " between its parts.
@@ -216,7 +216,7 @@ def compile(
         raise InvalidValue(
             f"the grammar has {len(source)} characters, the most are {LARGEST}: make it smaller"
         )
-    from mlx_spec.compiling import parser
+    from mlx_spec.grammar.compiling import parser
 
     vocabulary = _vocabulary(text, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
@@ -229,7 +229,7 @@ def compile(
         raise InvalidValue(f"the {name} cannot be used: {one_line(error)}") from error
     if start.is_error():
         raise InvalidValue(f"the {name} cannot be used: {_one_line(start.get_error())}")
-    return Grammar(text, vocabulary, start, thinks)
+    return CompiledGrammar(text, vocabulary, start, thinks)
 
 
 _vocabularies: WeakKeyDictionary[Text, dict[int, Vocabulary]] = WeakKeyDictionary()

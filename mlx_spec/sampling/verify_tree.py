@@ -7,15 +7,13 @@ the number of accepted tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlx_spec.noise import gumbel
-from mlx_spec.tree import Tree, tree_of
+from mlx_spec.model.tree import Tree, tree_of
+from mlx_spec.sampling.verify import recover
 from mlx_spec.types import Draft
-from mlx_spec.verify import recover
 
 Draw = Callable[[mx.array, Sequence[int], mx.array], tuple[mx.array, mx.array | None]]
 
@@ -100,37 +98,3 @@ def straightened(logits: mx.array, draft: Draft, last: mx.array) -> tuple[mx.arr
     rows = table[last[0]]
     depth = mx.array(tree.depths, dtype=mx.int32)[last]
     return logits[rows], draft.tokens[mx.maximum(rows[1:] - 1, 0)], depth
-
-
-class Walking(ABC):
-    """A sampler that judges trees by its own draws."""
-
-    @abstractmethod
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """One token a row, and the law they were drawn from."""
-
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Int32 [2]: row of the last accepted token, next token."""
-        assert draft.parents is not None
-        chosen, _ = drawn_everywhere(self.draw, logits, history, draft)
-        return walk(chosen, draft.tokens, tree_of(draft.parents))
-
-
-class Rejecting(Walking):
-    """... and those that come with their laws by recursive rejection."""
-
-    @abstractmethod
-    def next_key(self) -> mx.array:
-        """A key that is used once."""
-
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Int32 [2]: row of the last accepted token, next token."""
-        if draft.probs is None or draft.parents is None:
-            return super().verify_tree(logits, history, draft)
-        _, p = drawn_everywhere(self.draw, logits, history, draft)
-        assert p is not None
-        uniform = mx.random.uniform(shape=(draft.tokens.size,), key=self.next_key())
-        noise = gumbel((p.shape[-1],), self.next_key())
-        return recursive(p, draft.tokens, draft.probs, uniform, noise, tree_of(draft.parents))

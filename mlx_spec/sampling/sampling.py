@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,13 +19,12 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from mlx_spec.constraint import Constraint, Grammar
 from mlx_spec.errors import InvalidValue
-from mlx_spec.filters import keep_min_p, keep_top_k, keep_top_p
-from mlx_spec.noise import gumbel, key_of
+from mlx_spec.grammar import Constraint, Grammar
+from mlx_spec.model.tree import tree_of
+from mlx_spec.sampling.verify import Rule, block, match
+from mlx_spec.sampling.verify_tree import drawn_everywhere, recursive, walk
 from mlx_spec.types import Draft, Sampler
-from mlx_spec.verify import Rule, block, match
-from mlx_spec.verify_tree import Rejecting, Walking
 
 LARGEST_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
 BANNED = -1e30  # the bias of a banned token under a grammar: taken only where the grammar leaves no other
@@ -147,6 +147,40 @@ class Law:
             self._generated = self._generated.at[mx.array(fresh)].add(1.0)
         self._counted = len(history)
         return self._prompt, self._generated
+
+
+class Walking(ABC):
+    """A sampler that judges trees by its own draws."""
+
+    @abstractmethod
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """One token a row, and the law they were drawn from."""
+
+    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Int32 [2]: row of the last accepted token, next token."""
+        assert draft.parents is not None
+        chosen, _ = drawn_everywhere(self.draw, logits, history, draft)
+        return walk(chosen, draft.tokens, tree_of(draft.parents))
+
+
+class Rejecting(Walking):
+    """... and those that come with their laws by recursive rejection."""
+
+    @abstractmethod
+    def next_key(self) -> mx.array:
+        """A key that is used once."""
+
+    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Int32 [2]: row of the last accepted token, next token."""
+        if draft.probs is None or draft.parents is None:
+            return super().verify_tree(logits, history, draft)
+        _, p = drawn_everywhere(self.draw, logits, history, draft)
+        assert p is not None
+        uniform = mx.random.uniform(shape=(draft.tokens.size,), key=self.next_key())
+        noise = gumbel((p.shape[-1],), self.next_key())
+        return recursive(p, draft.tokens, draft.probs, uniform, noise, tree_of(draft.parents))
 
 
 class Greedy(Walking):
@@ -298,3 +332,52 @@ def _check_integer(name: str, value: int, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise InvalidValue(f"{name}={value!r} is not allowed: give an integer{bound}")
+
+
+def keep_top_k(scores: mx.array, largest: mx.array) -> mx.array:
+    """Mask scores [T, V] below the least of the k largest [T, k]. Ties with it stay."""
+    return mx.where(scores < largest.min(axis=-1, keepdims=True), -mx.inf, scores)
+
+
+def keep_top_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
+    """Mask scores [T, V] of the tokens not needed to reach the mass p; at least one stays, and all its ties.
+
+    candidates [T, k] hold the k largest scores, and nothing but ties with the k-th is finite beyond them.
+    """
+    ordered = -mx.sort(-candidates, axis=-1)
+    probs = mx.exp(ordered - mx.logsumexp(scores, axis=-1, keepdims=True))
+    before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of all more likely tokens
+    least = mx.where(before < p, ordered, mx.inf).min(axis=-1, keepdims=True)
+    return mx.where(scores < least, -mx.inf, scores)
+
+
+def keep_min_p(scores: mx.array, p: float) -> mx.array:
+    """Mask scores [T, V] of tokens less than p times as likely as the most likely one."""
+    return mx.where(scores < scores.max(axis=-1, keepdims=True) + math.log(p), -mx.inf, scores)
+
+
+HALF_STEP = 2.0**-33  # half the spacing of `mx.random.uniform` near 0
+
+
+def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
+    """Gumbel noise, float32, always finite.
+
+    The token that wins has a small exponential, so that end gets the finer one of the uniform's ends: spacing
+    2**-32 where -log(u) would have 2**-24, too coarse for a law over 262,144 tokens.
+    """
+    uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), HALF_STEP)
+    return -mx.log(-mx.log1p(-uniform))
+
+
+def key_of(seed: int, index: int) -> list[int]:
+    """Two 32-bit words, one pair for each (seed, index): splitmix64, started at the mixed seed."""
+    start = _mix(seed % 2**64)
+    word = _mix((start + index * 0x9E3779B97F4A7C15) % 2**64)
+    return [word >> 32, word % 2**32]
+
+
+def _mix(word: int) -> int:
+    """The finaliser of splitmix64, a bijection of 64-bit words."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
