@@ -16,8 +16,8 @@ from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.target import LMTarget
 from mlx_spec.offers import offered
 from mlx_spec.reuse import Decoding
-from mlx_spec.sampling import Law, Sampling
-from mlx_spec.sampling.logprobs import Recorder
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.text import Text
 from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec, Round, Target
@@ -122,8 +122,8 @@ class Pair:
         sampler = sampling.sampler(len(prompt), self.facts.vocab_size)
         recorder = None
         if top_logprobs is not None:
-            law = Law(sampling, len(prompt), self.facts.vocab_size)
-            sampler = recorder = Recorder(sampler, law, self.text, top_logprobs)
+            law = LogitsProcessor(sampling, len(prompt), self.facts.vocab_size)
+            sampler = recorder = LogprobRecorder(sampler, law, self.text, top_logprobs)
         parts = offered(decoding, prompt, grammar=sampling.grammar, prediction=prediction)
         ends = self.text.eos | frozenset(stop)
         rounds = engine.generate(
@@ -152,7 +152,7 @@ class Pair:
         return min(max_tokens, length - len(prompt))
 
 
-def _recorded(rounds: Generator[Round, None, None], recorder: Recorder, position: int) -> Iterator[Round]:
+def _recorded(rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int) -> Iterator[Round]:
     """Rounds with the log-probabilities of their tokens, of which the first is at `position`."""
     with closing(rounds):
         for round in rounds:

@@ -18,11 +18,11 @@ from mlx_spec.apps.server.tools import Calls
 from mlx_spec.drafters.prediction import prediction_counts
 from mlx_spec.errors import InvalidValue
 from mlx_spec.reuse import Held
-from mlx_spec.sampling import Law
-from mlx_spec.sampling.logprobs import TokenLogprob, score
+from mlx_spec.sampling import LogitsProcessor
+from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Statistics, added
-from mlx_spec.text.stream import Answer
-from mlx_spec.types import Round
+from mlx_spec.text.stream import AnswerStream
+from mlx_spec.types import Round, TokenLogprob
 
 UNLIMITED = 2**20  # tokens of a choice, where neither the request nor the model names a limit
 
@@ -99,10 +99,10 @@ class Answering:
     def _scored(self, held: Held, prompt: list[int], scores: list[TokenLogprob]) -> Iterator[None]:
         """Read a prompt and how likely its tokens are: the first has no logprob."""
         pair, top = self._loaded.pair, self._ask.top_logprobs or 0
-        law = Law(replace(self._ask.sampling, grammar=None), 0, pair.facts.vocab_size)
+        law = LogitsProcessor(replace(self._ask.sampling, grammar=None), 0, pair.facts.vocab_size)
         scores.append(TokenLogprob(prompt[0], pair.text.written(prompt[0]), math.nan))
         parts = held.decoding
-        for more in score(parts.target, parts.drafters, law, prompt, pair.text, top):
+        for more in score_prompt(parts.target, parts.drafters, law, prompt, pair.text, top):
             scores.extend(more)
             yield
         held.note(prompt)
@@ -118,7 +118,7 @@ class Answering:
             marks = prepared.dialect.format.marks
             calls = Calls(index, prepared.dialect.format, ask.prompt.tools.tools)
         begins = prompt if isinstance(ask.prompt, Chat) else None
-        answer = Answer(text, begins, stop=ask.stop, calls=marks)
+        answer = AnswerStream(text, begins, stop=ask.stop, calls=marks)
         self._choices.append(Choice(index, answer, calls, self._names(prepared), statistics))
         return self._choices[-1]
 

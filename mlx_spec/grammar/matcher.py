@@ -1,7 +1,7 @@
-"""Answers that match a JSON schema, a regular expression or a grammar, by llguidance.
+"""Answers that match a JSON schema, a regular expression or a Lark grammar, by llguidance.
 
-Grammars are compiled to parsers over bytes, and a token may come next if its bytes may. llguidance
-(github.com/guidance-ai/llguidance) is imported when something is compiled.
+llguidance (github.com/guidance-ai/llguidance) compiles grammars to parsers over bytes: a token may come next
+if its bytes may. It is imported when something is compiled.
 """
 
 from __future__ import annotations
@@ -23,153 +23,156 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import Kind
-from mlx_spec.grammar.sandbox import REHEARSAL
+from mlx_spec.grammar import GrammarKind
+from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.text import Text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Place = Literal["start", "thoughts", "answer", "end", "astray"]
-Words = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
+State = Literal["start", "thinking", "answer", "end", "invalid"]
+TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
 JSON_OBJECT = '{"type": "object"}'
-# One way to write each value: only then there are tokens that must follow. Keywords are not ignored.
-JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-LARGEST = 100_000  # characters of a source
+# One way to write each value, so that some tokens must follow. Unknown keywords are refused, not ignored.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+MAX_SOURCE_CHARS = 100_000  # of a grammar: limits the memory that parsing it takes
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """Tokens as the parser knows them, and those that have a meaning of their own."""
+class GrammarVocabulary:
+    """The tokens as the parser sees them, and those with a meaning of their own."""
 
     tokenizer: LLTokenizer
-    small: tuple[str, int]  # a tokenizer of bytes with the same special tokens, serialized, and its size
+    small: tuple[str, int]  # the sandbox's tokenizer, serialized, and its size
     size: int  # rows of the logits, padding included
     ends: frozenset[int]
-    opening: int | None  # begins thoughts; None: the model has no marks for them
+    opening: int | None  # begins thinking; None if the model has no markers for it
     closing: int | None
 
     @cached_property
-    def everything(self) -> Words:
-        """All tokens."""
-        return words(range(self.size), self.size)
+    def all_tokens(self) -> TokenBits:
+        """Return all tokens."""
+        return token_bits(range(self.size), self.size)
 
     @cached_property
-    def ended(self) -> Words:
-        """The ends."""
-        return words(self.ends, self.size)
+    def end_tokens(self) -> TokenBits:
+        """Return the tokens that end an answer."""
+        return token_bits(self.ends, self.size)
 
     @cached_property
-    def unended(self) -> Words:
-        """All but the ends."""
-        return self.everything & ~self.ended
+    def other_tokens(self) -> TokenBits:
+        """Return all tokens but those that end an answer."""
+        return self.all_tokens & ~self.end_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """What answers must look like. Thoughts before the answer are free.
+    """A grammar of answers. The thinking before an answer is free.
 
-    With `thinks` the model may begin by opening its thoughts; they are also open where a prompt opens them.
+    With `thinks` the model may begin by opening its thinking. A prompt may also open it.
     """
 
     text: Text
-    vocabulary: Vocabulary
+    vocabulary: GrammarVocabulary
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
 
     def thinking(self, thinks: bool) -> CompiledGrammar:
-        """The same for answers that may, or may not, begin with thoughts."""
+        """Return the same grammar for answers that may begin with thinking, or may not."""
         return replace(self, thinks=thinks)
 
     def matcher(self, prompt: Sequence[int]) -> AnswerMatcher:
-        """A matcher of the answer to `prompt`."""
-        thinking = self.text.marks is not None and self.text.reader(prompt).kind == "thinking"
-        place: Place = "thoughts" if thinking else "start" if self.thinks else "answer"
-        return AnswerMatcher(self.vocabulary, self.start, place)
+        """Return a matcher of the answer to `prompt`."""
+        opened = self.text.opens_thinking(prompt)
+        state: State = "thinking" if opened else "start" if self.thinks else "answer"
+        return AnswerMatcher(self.vocabulary, self.start, state)
 
 
 class AnswerMatcher:
-    """Follows one answer; see `constraint.Matcher`.
+    """Follows one answer, see `mlx_spec.grammar.Matcher`.
 
-    Tokens are entered to look behind them and taken back. `_places[i]` is where the answer stands after i
-    tokens: "astray" behind one that may not stand there, which the parser never reads. A parser that gives up
-    is lost; where only draft tokens made it, another one takes its place.
+    Tokens are consumed to look ahead and taken back. `_states[i]` is the state after i tokens. After a token
+    that may not follow it is "invalid", and the parser reads nothing more. A parser that gives up stays in
+    its error state. If only draft tokens led there, another parser replaces it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, start: LLMatcher, place: Place) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, start: LLMatcher, state: State) -> None:
         self._vocabulary = vocabulary
         self._start = start
         self._parser = start.deep_copy()
         self._tokens: list[int] = []
-        self._places: list[Place] = [place]
+        self._states: list[State] = [state]
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
     def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> mx.array:
-        """What may stand in each of T rows, bool [T, V]. Raises InvalidValue where the parser gives up."""
-        self._read(generated)
-        masks: list[Words] = []
+        """Return which tokens may stand in each of T rows, bool [T, V].
+
+        Raises InvalidValue if the parser gives up.
+        """
+        self._follow(generated)
+        masks: list[TokenBits] = []
         for i in range(len(drafted) + 1):
             if i > len(drafted) - rows:
-                masks.append(self._row())
+                masks.append(self._next_tokens())
             if i < len(drafted):
-                self._enter(drafted[i])
-        self._back_to(len(generated))
-        return _unpacked(mx.array(np.stack(masks)), self._vocabulary.size)
+                self._consume(drafted[i])
+        self._rewind(len(generated))
+        return _unpack(mx.array(np.stack(masks)))[:, : self._vocabulary.size]
 
     def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
-        """How many of the draft tokens may follow."""
-        self._read(generated)
+        """Return how many of the draft tokens may follow."""
+        self._follow(generated)
         for token in drafted:
-            self._enter(token)
-        places = self._places[len(generated) + 1 :]
-        self._back_to(len(generated))
-        return next((i for i, place in enumerate(places) if place == "astray"), len(places))
+            self._consume(token)
+        states = self._states[len(generated) + 1 :]
+        self._rewind(len(generated))
+        return next((i for i, state in enumerate(states) if state == "invalid"), len(states))
 
     def forced(self, generated: Sequence[int]) -> list[int]:
-        """The tokens that must follow, as far as that is known."""
-        self._read(generated)
-        return self._parser.compute_ff_tokens() if self._places[-1] == "answer" else []
+        """Return the tokens that must follow, as far as they are known."""
+        self._follow(generated)
+        return self._parser.compute_ff_tokens() if self._states[-1] == "answer" else []
 
-    def _read(self, generated: Sequence[int]) -> None:
-        """Follow the tokens that count."""
+    def _follow(self, generated: Sequence[int]) -> None:
+        """Consume the emitted tokens. Raises InvalidValue if they do not match."""
         tokens = list(generated)
         kept = _common_prefix(self._tokens, tokens)
-        self._back_to(kept)
+        self._rewind(kept)
         for token in tokens[kept:]:
-            self._enter(token)
-        if self._places[-1] == "answer":
-            self._parser.compute_bitmask()  # kept by the parser
+            self._consume(token)
+        if self._states[-1] == "answer":
+            self._parser.compute_bitmask()  # the parser keeps it
         if self._parser.is_error():
-            raise InvalidValue(f"the grammar cannot be followed: {_one_line(self._parser.get_error())}")
-        if self._places[-1] == "astray":
+            raise InvalidValue(f"the grammar cannot be followed: {_parser_error(self._parser)}")
+        if self._states[-1] == "invalid":
             raise InvalidValue("the answer so far does not match the grammar: give both from the beginning")
 
-    def _enter(self, token: int) -> None:
-        place = self._next(token)
+    def _consume(self, token: int) -> None:
+        state = self._state_after(token)
         self._tokens.append(token)
-        self._places.append(place)
+        self._states.append(state)
 
-    def _next(self, token: int) -> Place:
-        """Where the answer stands behind `token`. Lets the parser read it if it may."""
-        place, vocabulary = self._places[-1], self._vocabulary
+    def _state_after(self, token: int) -> State:
+        """Return the state after `token`. The parser reads it if it may."""
+        state, vocabulary = self._states[-1], self._vocabulary
         self._parsed.append(self._parsed[-1])
-        if place in ("end", "astray"):
-            return "astray"
-        if place == "thoughts":
+        if state in ("end", "invalid"):
+            return "invalid"
+        if state == "thinking":
             closes = token == vocabulary.closing
-            return "astray" if token in vocabulary.ends else "answer" if closes else "thoughts"
-        if place == "start" and token == vocabulary.opening:
-            return "thoughts"
+            return "invalid" if token in vocabulary.ends else "answer" if closes else "thinking"
+        if state == "start" and token == vocabulary.opening:
+            return "thinking"
         if token in vocabulary.ends:
-            return "end" if self._parser.is_accepting() else "astray"
+            return "end" if self._parser.is_accepting() else "invalid"
         if self._parser.is_stopped() or self._parser.try_consume_tokens([token]) == 0:
-            return "astray"
+            return "invalid"
         self._parsed[-1] += 1
         return "answer"
 
-    def _back_to(self, count: int) -> None:
-        """Forget all but the first tokens."""
+    def _rewind(self, count: int) -> None:
+        """Take back all but the first `count` tokens."""
         surplus = self._parsed[-1] - self._parsed[count]
         if self._parser.is_error():
             steps = zip(self._tokens[:count], pairwise(self._parsed), strict=False)
@@ -177,67 +180,60 @@ class AnswerMatcher:
             self._parser.try_consume_tokens([token for token, (before, after) in steps if after > before])
         elif surplus:
             self._parser.rollback(surplus)
-        del self._tokens[count:], self._places[count + 1 :], self._parsed[count + 1 :]
+        del self._tokens[count:], self._states[count + 1 :], self._parsed[count + 1 :]
 
-    def _row(self) -> Words:
-        """What may come next."""
-        place, parser, vocabulary = self._places[-1], self._parser, self._vocabulary
-        if place == "thoughts":
-            return vocabulary.unended
-        if place == "end":
-            return vocabulary.ended
-        if place == "astray" or parser.is_error():
-            return vocabulary.everything
+    def _next_tokens(self) -> TokenBits:
+        """Return the tokens that may come next; all of them after an invalid one."""
+        state, parser, vocabulary = self._states[-1], self._parser, self._vocabulary
+        if state == "thinking":
+            return vocabulary.other_tokens
+        if state == "end":
+            return vocabulary.end_tokens
+        if state == "invalid" or parser.is_error():
+            return vocabulary.all_tokens
         if parser.is_stopped():
-            return vocabulary.ended
-        row = np.frombuffer(parser.compute_bitmask(), np.uint32)[: len(vocabulary.ended)]
+            return vocabulary.end_tokens
+        row = np.frombuffer(parser.compute_bitmask(), np.uint32)[: len(vocabulary.end_tokens)]
         if parser.is_error():
-            return vocabulary.everything
-        row = row & vocabulary.unended
+            return vocabulary.all_tokens
+        row = row & vocabulary.other_tokens
         if parser.is_accepting():
-            row = row | vocabulary.ended
-        if place == "start" and vocabulary.opening is not None:
-            row = row | words([vocabulary.opening], vocabulary.size)
+            row = row | vocabulary.end_tokens
+        if state == "start" and vocabulary.opening is not None:
+            row = row | token_bits([vocabulary.opening], vocabulary.size)
         return row
 
 
 def compile_grammar(
-    kind: Kind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
+    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool
 ) -> CompiledGrammar:
-    """The grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
-
-    Of "json_object" the source does not matter. JSON is written on one line, ", " and ": " between its parts.
-    `vocab_size` is that of the logits. Raises InvalidValue where llguidance does not support the source or
-    took more than `seconds`, with its reason, and SpecError where it is not installed.
-    """
+    """Compile a grammar in the sandbox, then here. See `mlx_spec.grammar.compile`."""
     if find_spec("llguidance") is None:
         raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
-    if kind != "json_object" and len(source) > LARGEST:
+    if kind != "json_object" and len(source) > MAX_SOURCE_CHARS:
         raise InvalidValue(
-            f"the grammar has {len(source)} characters, the most are {LARGEST}: make it smaller"
+            f"the grammar has {len(source)} characters, the most are {MAX_SOURCE_CHARS}: make it smaller"
         )
-    from mlx_spec.grammar.compiling import parser
-
     vocabulary = _vocabulary(text, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
     source = JSON_OBJECT if kind == "json_object" else source
-    request = {"kind": kind, "source": source, "tokenizer": vocabulary.small, "options": JSON}
-    REHEARSAL.compile(name, request, seconds)
+    request = {"kind": kind, "source": source, "tokenizer": vocabulary.small, "options": JSON_OPTIONS}
+    SANDBOX.compile(name, request, seconds)
     try:
-        start = parser(kind, source, vocabulary.tokenizer, JSON)
+        start = build_parser(kind, source, vocabulary.tokenizer, JSON_OPTIONS)
     except ValueError as error:
         raise InvalidValue(f"the {name} cannot be used: {one_line(error)}") from error
     if start.is_error():
-        raise InvalidValue(f"the {name} cannot be used: {_one_line(start.get_error())}")
+        raise InvalidValue(f"the {name} cannot be used: {_parser_error(start)}")
     return CompiledGrammar(text, vocabulary, start, thinks)
 
 
-_vocabularies: WeakKeyDictionary[Text, dict[int, Vocabulary]] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[Text, dict[int, GrammarVocabulary]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _vocabulary(text: Text, size: int) -> Vocabulary:
-    """The tokens of `text`, made once: that takes half a second where there are many."""
+def _vocabulary(text: Text, size: int) -> GrammarVocabulary:
+    """Return the tokens of `text`, made once: a large vocabulary takes half a second."""
     from llguidance import LLTokenizer
 
     with _lock:
@@ -248,14 +244,19 @@ def _vocabulary(text: Text, size: int) -> Vocabulary:
                 raise InvalidValue("this target has no end-of-text token: an answer could not end")
             serialized = text.serialized()
             tokenizer = LLTokenizer(serialized, n_vocab=size, eos_token=ends)
-            marks = (text.marks.open, text.marks.close) if text.marks else ()
-            opening, closing = [text.token_id(mark) for mark in marks] or [None, None]
-            known[size] = Vocabulary(tokenizer, _small(serialized, size), size, text.eos, opening, closing)
+            markers = text.thinking_markers
+            names = (markers.open, markers.close) if markers else ()
+            opening, closing = [text.token_id(name) for name in names] or [None, None]
+            small = _small_tokenizer(serialized, size)
+            known[size] = GrammarVocabulary(tokenizer, small, size, text.eos, opening, closing)
         return known[size]
 
 
-def _small(serialized: str, size: int) -> tuple[str, int]:
-    """A tokenizer with a token for every byte and the special tokens of another, and room for `size`."""
+def _small_tokenizer(serialized: str, size: int) -> tuple[str, int]:
+    """Return a tokenizer with a token for every byte and the given special tokens, and its size.
+
+    It stands for the full vocabulary in the sandbox.
+    """
     special = [token["content"] for token in json.loads(serialized)["added_tokens"] if token["special"]]
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {token: i for i, token in enumerate([*sorted(letters), *special])}
@@ -266,26 +267,21 @@ def _small(serialized: str, size: int) -> tuple[str, int]:
     return small.to_str(), max(size, len(vocabulary))
 
 
-def words(tokens: Sequence[int] | frozenset[int], size: int) -> Words:
-    """Tokens as bits, [W]."""
+def token_bits(tokens: Sequence[int] | frozenset[int], size: int) -> TokenBits:
+    """Return tokens as bits, [W]."""
     bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 @mx.compile
-def _bits(packed: mx.array) -> mx.array:
-    """Words [T, W] to bool [T, 32 W]."""
+def _unpack(packed: mx.array) -> mx.array:
+    """Return words [T, W] as bool [T, 32 W]."""
     return ((packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1).astype(mx.bool_).flatten(1)
 
 
-def _unpacked(packed: mx.array, size: int) -> mx.array:
-    """Words [T, W] to bool [T, V]."""
-    return _bits(packed)[:, :size]
-
-
-def _one_line(message: str) -> str:
-    return one_line(ValueError(message))
+def _parser_error(parser: LLMatcher) -> str:
+    return one_line(ValueError(parser.get_error()))
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Modules put in the place of a model's own: they do what those do and let something be seen, told, begun."""
+"""Where an mlx-lm model keeps its modules, and wrappers that capture outputs or start layers early."""
 
 from __future__ import annotations
 
@@ -11,120 +11,111 @@ import mlx.nn as nn
 
 from mlx_spec.types import TargetParts
 
-LAYERS_A_PART = 8  # of a pass that is begun in parts on a GPU
+GPU_LAYERS_PER_START = 8  # each start ends a command buffer, so a GPU starts several layers at once
 
 
-class InPlace(nn.Module):
-    """Stands for another module, attributes included."""
+class ModuleWrapper(nn.Module):
+    """Replaces a module and passes its attributes on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def __getattr__(self, key: str) -> Any:
-        # Models ask their layers for attributes of their own, such as `use_sliding`.
+        # Models read attributes of their layers, such as `use_sliding`.
         try:
             return super().__getattr__(key)
         except AttributeError:
             return getattr(super().__getattr__("layer"), key)
 
 
-class Tap(InPlace):
-    """A module that remembers its last output."""
+class Capture(ModuleWrapper):
+    """A module that keeps its last output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
-        self.seen: list[mx.array] = []
+        self.outputs: list[mx.array] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Call the module and keep its output."""
         out = self.layer(*args, **kwargs)
-        self.seen[:] = [out[0] if isinstance(out, tuple) else out]
+        self.outputs[:] = [out[0] if isinstance(out, tuple) else out]
         return out
 
 
-class Gate:
-    """Whether the layers of a model are computed early. All its targets share it."""
+class EagerSwitch:
+    """Turns the early start of layers on and off. All targets of a model share it."""
 
     def __init__(self) -> None:
-        self.open = False
+        self.is_on = False
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """For one forward pass."""
-        self.open = True
+    def on(self) -> Iterator[None]:
+        """Start layers early for one forward pass."""
+        self.is_on = True
         try:
             yield
         finally:
-            self.open = False
+            self.is_on = False
 
 
-class Begun(nn.Module):
-    """What makes the device begin with a layer while the host is still putting together those behind it."""
+class EagerLayer(nn.Module):
+    """Makes the device start a layer while the host still builds the graph of the layers after it."""
 
-    gate: Gate
+    switch: EagerSwitch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns."""
+        """Call the layer and start its evaluation."""
         out = super().__call__(*args, **kwargs)
-        if self.gate.open:
+        if self.switch.is_on:
             mx.async_eval(out[0] if isinstance(out, tuple) else out)
         return out
 
 
-def tap(owner: Any, key: Any) -> Tap:
-    """The tap on `owner[key]`, put there if it is not yet: targets of one model share it."""
-    if not isinstance(owner[key], Tap):
-        owner[key] = Tap(owner[key])
-    found = owner[key]
-    assert isinstance(found, Tap)
-    return found
+def capture(owner: Any, key: Any) -> Capture:
+    """Return the capture on `owner[key]`, installed on the first call: targets of one model share it."""
+    if not isinstance(owner[key], Capture):
+        owner[key] = Capture(owner[key])
+    installed = owner[key]
+    assert isinstance(installed, Capture)
+    return installed
 
 
-def begin_early(layers: Sequence[Any]) -> Gate:
-    """Let decoder layers be begun early, where they are not yet. Returns the gate, which is closed.
+def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
+    """Prepare decoder layers for an early start. Return the switch, which is off.
 
-    A pass whose result is waited for would else begin when all of it has been put together, which takes the
-    host 1 to 2 us an operation. On a GPU a part is some layers, since every part ends a command buffer.
+    Building the graph takes the host 1 to 2 us an operation. Without an early start the device is idle
+    until the graph of the whole pass is built.
     """
-    every = LAYERS_A_PART if mx.default_device().type == mx.gpu else 1
-    inner = [_inner(layer) for layer in layers[every - 1 : -1 : every]]
-    gate: Gate = next((layer.gate for layer in inner if isinstance(layer, Begun)), Gate())
+    every = GPU_LAYERS_PER_START if mx.default_device().type == mx.gpu else 1
+    inner = [_unwrapped(layer) for layer in layers[every - 1 : -1 : every]]
+    switch: EagerSwitch = next(
+        (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch()
+    )
     for layer in inner:
-        if not isinstance(layer, Begun):
-            layer.__class__ = _begun(type(layer))  # in its place, or its weights would have other names
-            layer.gate = gate
-    return gate
+        if not isinstance(layer, EagerLayer):
+            # A subclass instead of a wrapper: a wrapper would rename the weights.
+            kind = type(layer)
+            layer.__class__ = type(kind.__name__, (EagerLayer, kind), {"__module__": kind.__module__})
+            layer.switch = switch
+    return switch
 
 
-def _begun(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same kind of layer, begun early."""
-    return type(kind.__name__, (Begun, kind), {"__module__": kind.__module__})
-
-
-def _inner(layer: Any) -> Any:
-    """The layer that others may stand for."""
-    while isinstance(layer, InPlace):
+def _unwrapped(layer: Any) -> Any:
+    while isinstance(layer, ModuleWrapper):
         layer = layer.layer
     return layer
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The module that holds the list of decoder layers."""
-    decoder: nn.Module = _outer(model)["model"]
+    """Return the module that holds the list of decoder layers."""
+    decoder: nn.Module = _language_model(model)["model"]
     return decoder
 
 
-def _outer(model: nn.Module) -> nn.Module:
-    """The module that holds the decoder and the LM head."""
-    while "model" not in model or "layers" not in model["model"]:
-        model = model["language_model"] if "language_model" in model else model["model"]
-    return model
-
-
 def parts_of(model: nn.Module) -> TargetParts:
-    """Its embedding, [T] to [T, D], and LM head, [T, D] to logits [T, V], scale and cap included."""
-    outer = _outer(model)
+    """Return the embedding and the LM head of a model, with their scale and softcap."""
+    outer = _language_model(model)
     table = outer["model"]["embed_tokens"]
     scale = vars(outer["model"]).get("embed_scale", 1.0)
     softcap = vars(outer).get("final_logit_softcapping")
@@ -138,3 +129,10 @@ def parts_of(model: nn.Module) -> TargetParts:
         return logits if softcap is None else mx.tanh(logits / softcap) * softcap
 
     return TargetParts(embed, unembed)
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    """Return the module that holds the decoder and the LM head."""
+    while "model" not in model or "layers" not in model["model"]:
+        model = model["language_model"] if "language_model" in model else model["model"]
+    return model

@@ -1,4 +1,4 @@
-"""An unmodified mlx-lm model as a Target: taps on what a drafter reads, writes on trial, exact rollback."""
+"""An unmodified mlx-lm model as a Target: uncommitted writes, exact rollback, captured hidden states."""
 
 from __future__ import annotations
 
@@ -10,49 +10,54 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.errors import NotRewindable
-from mlx_spec.model import tree_attention
 from mlx_spec.model.caches import (
-    MAX_TRIAL,
+    MAX_UNCOMMITTED,
     AttentionCache,
     FullCache,
     LayerCache,
     RecurrentCache,
     SlidingCache,
-    TreeView,
     make_caches,
-    view,
 )
-from mlx_spec.model.hooks import begin_early, decoder_of, parts_of, tap
+from mlx_spec.model.hooks import capture, decoder_of, parts_of, start_layers_early
 from mlx_spec.model.tree import tree_of
+from mlx_spec.model.tree_attention import (
+    TreeCacheView,
+    has_rowwise_ropes,
+    rope_obstacle,
+    tree_view,
+    unwrap_ropes,
+    wrap_ropes,
+)
 from mlx_spec.types import Features, FeatureSpec, KVRows
 
-MARK_BEFORE = 32  # tokens before the end of a prompt where the state of a recurrent target is kept, too:
-# what a chat template puts there to begin an answer is often left out when the next turn repeats it
-MAX_REPLAY = 16  # tokens; a longer backlog of a recurrent target is written for good
+CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
+# next turn often drops what a chat template appends to begin an answer
+MAX_REPLAY_TOKENS = 16  # kept tokens that a recurrent target may owe its caches; more are written for good
 
 
 @dataclass(frozen=True)
-class _Before:
-    """What a trial must put back."""
+class _Rollback:
+    """The state before uncommitted writes."""
 
     owed: mx.array
     recurrent: list[Any]
 
 
 @dataclass(frozen=True)
-class _Mark:
-    """A place that `rewind` can come back to although later rows pushed it out of the caches."""
+class _Checkpoint:
+    """A size that `rewind` can return to even if later rows pushed earlier ones out of the caches."""
 
     size: int
     snapshots: list[Any]
 
 
 class LMTarget:
-    """A language model, its caches and the tokens they hold. One sequence.
+    """A language model, its caches and the tokens they hold, for one sequence.
 
-    The caches hold `size` committed tokens, except that a recurrent target may still owe them the last few
-    (`_owed`): after a rejection its state is restored, and the kept tokens go into the next forward pass in
-    front of the new ones instead of costing a pass of their own.
+    The caches hold `size` committed tokens, but a recurrent target may owe them the last few (`_owed`): after
+    a rejection its state is restored, and the kept tokens join the next forward pass instead of costing a
+    pass of their own.
     """
 
     def __init__(
@@ -62,14 +67,14 @@ class LMTarget:
         self._kv_bits = kv_bits
         self._needs = needs or FeatureSpec()
         decoder = decoder_of(model)
-        self._taps = [tap(decoder["layers"], i) for i in self._needs.hidden_layers]
+        self._captures = [capture(decoder["layers"], i) for i in self._needs.hidden_layers]
         if self._needs.final_hidden:
-            self._taps.append(tap(decoder, "norm"))
-        self._gate = begin_early(decoder["layers"])
+            self._captures.append(capture(decoder, "norm"))
+        self._eager = start_layers_early(decoder["layers"])
         self.parts = parts_of(model)
         self._reset()
         self._recurrent = any(isinstance(c, RecurrentCache) for c in self._caches)
-        self._by_row = False  # whether the model's positions may be those of a tree
+        self._reads_trees = False  # True once the model was found to read trees
         if self._needs.shared_kv and self._recurrent:
             raise NotRewindable(
                 "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
@@ -79,64 +84,66 @@ class LMTarget:
         self._caches = make_caches(self._model, kv_bits=self._kv_bits)
         self._size = 0
         self._owed = mx.array([], dtype=mx.int32)
-        self._trial: list[mx.array] = []
-        self._seen: list[list[mx.array]] = []  # per forward pass of the trial, per tap: [T, D]
-        self._before: _Before | None = None
-        self._marks: list[_Mark] = []
+        self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
+        self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
+        self._rollback: _Rollback | None = None
+        self._checkpoints: list[_Checkpoint] = []
 
     @property
     def size(self) -> int:
-        """Committed tokens."""
+        """Return the number of committed tokens."""
         return self._size
 
     @property
-    def on_trial(self) -> int:
-        """Rows written and not yet committed."""
-        return sum(tokens.size for tokens in self._trial)
+    def uncommitted(self) -> int:
+        """Return the number of rows written and not yet committed."""
+        return sum(tokens.size for tokens in self._uncommitted)
+
+    on_trial = uncommitted  # the name in types.Target until the engine uses `uncommitted`
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches."""
+        """Return the bytes of the caches."""
         return sum(array.nbytes for cache in self._caches for array in cache.arrays())
 
     def prefill(self, tokens: list[int]) -> Features:
-        """Write and commit one chunk of the prompt, without logits. Returns its features, evaluated."""
+        """Write and commit one chunk of the prompt, without logits. Return its features, evaluated."""
         self._begin()
         rows = mx.array(tokens, dtype=mx.int32)
-        early = len(tokens) - MARK_BEFORE if self._recurrent else 0
+        early = len(tokens) - CHECKPOINT_TOKENS if self._recurrent else 0
         if early > 0:
             self._write(rows[:early])
-            self._set_mark(self._size + early)
+            self._add_checkpoint(self._size + early)
         self._write(rows[max(early, 0) :])
         if not self._needs.prompt:
-            self._seen = []  # before they are computed
+            self._captured = []  # before they are computed
         features = self._features(len(tokens))
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         mx.eval([c.arrays() for c in self._caches], hidden)
         self._size += len(tokens)
         self._end()
-        self._set_mark(self._size)
+        self._add_checkpoint(self._size)
         return features
 
     def verify(self, tokens: mx.array) -> mx.array:
-        """Write T tokens on trial and return logits [T, V]. A second call extends the trial."""
-        assert self.on_trial + tokens.size <= MAX_TRIAL, "trial too long for the caches"
-        if not self._trial:
-            if self._owed.size > MAX_REPLAY:
+        """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
+        assert self.uncommitted + tokens.size <= MAX_UNCOMMITTED, "too many uncommitted rows for the caches"
+        if not self._uncommitted:
+            if self._owed.size > MAX_REPLAY_TOKENS:
                 self._write(self._owed[:0])
             self._begin()
-        with self._gate.opened():
+        with self._eager.on():
             logits = self._write(tokens)
-        self._trial.append(tokens)
+        self._uncommitted.append(tokens)
         return logits
 
     def commit(self, keep: int) -> Features:
-        """Keep the first rows of the trial and drop the rest. Returns the features of those kept.
+        """Keep the first `keep` uncommitted rows and drop the others. Return the features of those kept.
 
-        `commit(0)` also mends the caches after a forward pass that was interrupted half way.
+        `commit(0)` also repairs the caches after an interrupted forward pass.
         """
-        written = self.on_trial
-        assert 0 <= keep <= written, f"commit of {keep} rows, {written} on trial"
+        written = self.uncommitted
+        assert 0 <= keep <= written, f"commit of {keep} rows, {written} uncommitted"
         features = self._features(keep)
         if keep < written or keep == 0:
             self._undo(keep)
@@ -145,113 +152,114 @@ class LMTarget:
         return features
 
     def refuses_trees(self) -> str | None:
-        """Why a tree of draft tokens cannot be verified exactly; None where it can."""
+        """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
         layers = decoder_of(self._model)["layers"]
         if self._recurrent:
             return "its state is recurrent and follows one path"
-        if (reason := tree_attention.unknown(layers)) or tree_attention.is_by_row(layers):
+        if (reason := rope_obstacle(layers)) or has_rowwise_ropes(layers):
             return reason
-        tree_attention.by_row(layers)
-        empty = [view(cache, tree_of((0,))) for cache in _attention(make_caches(self._model))]
-        try:  # nothing is computed
+        wrap_ropes(layers)
+        empty = [tree_view(cache, tree_of((0,))) for cache in _attention(make_caches(self._model))]
+        try:  # builds the graph and computes nothing
             self._model(mx.zeros((1, 2), mx.int32), cache=empty)
         except (TypeError, ValueError) as error:
-            tree_attention.as_before(layers)
+            unwrap_ropes(layers)
             return f"its model calculates with positions ({error})"
         return None
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
-        """Write the pending token and a tree on trial, [K + 1], and return logits [K + 1, V].
+        """Write the pending token and a tree, [K + 1], uncommitted. Return logits [K + 1, V].
 
-        Raises NotRewindable for a target that cannot.
+        Raises NotRewindable if the target cannot verify trees.
         """
-        assert not self._trial and tokens.size <= MAX_TRIAL, "a tree begins a trial"
-        if not self._by_row:
+        assert not self._uncommitted and tokens.size <= MAX_UNCOMMITTED, "a tree follows a commit"
+        if not self._reads_trees:
             if reason := self.refuses_trees():
                 raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
-            self._by_row = True
+            self._reads_trees = True
         self._begin()
         tree = tree_of(parents)
-        with self._gate.opened():
-            logits = self._write(tokens, [view(cache, tree) for cache in self._attention_caches()])
-        self._trial.append(tokens)
+        with self._eager.on():
+            logits = self._write(tokens, [tree_view(cache, tree) for cache in _attention(self._caches)])
+        self._uncommitted.append(tokens)
         return logits
 
     def commit_path(self, rows: Sequence[int]) -> Features:
-        """Keep these rows of a tree, a path from row 0 on. Returns the features of those kept."""
+        """Keep these rows of a tree, a path from row 0 on. Return the features of those kept."""
         if list(rows) != list(range(len(rows))):
             index = mx.array(list(rows))
-            for cache in self._attention_caches():
-                cache.select(self._size, index)
-            self._seen = [[hidden[index] for hidden in taps] for taps in self._seen]
+            for cache in _attention(self._caches):
+                cache.keep_rows(self._size, index)
+            self._captured = [[hidden[index] for hidden in captured] for captured in self._captured]
         return self.commit(len(rows))
 
     def rewind(self, size: int) -> int:
-        """Keep at most the first `size` tokens. Returns how many were kept: fewer where rows are gone.
+        """Keep at most the first `size` tokens. Return the number kept, fewer if rows are gone.
 
-        The fall-back is a place at or shortly before the end of the last prefill, then the start.
+        If the rows are gone, the target returns to a checkpoint at or shortly before the end of the last
+        prefill, or to the start.
         """
-        assert not self._trial, "rewind during a trial"
+        assert not self._uncommitted, "rewind with uncommitted rows"
         if size < self._size and (self._recurrent or not self._shorten(size)):
-            marks = self._marks
-            if not any(self._return_to(mark, size) for mark in reversed(marks)):
+            checkpoints = self._checkpoints
+            if not any(self._return_to(checkpoint, size) for checkpoint in reversed(checkpoints)):
                 self._reset()
-            self._marks = [mark for mark in marks if mark.size <= self._size]
+            self._checkpoints = [each for each in checkpoints if each.size <= self._size]
         return self._size
 
     def _shorten(self, size: int) -> bool:
-        """Move the offsets of all caches back to `size`, if that is exact. Says whether it is."""
-        attention = self._attention_caches()
-        exact = all(cache.rewinds(size) for cache in attention)
+        """Move the offsets of all caches back to `size` if that is exact. Return True if it is."""
+        attention = _attention(self._caches)
+        exact = all(cache.can_rewind(size) for cache in attention)
         for cache in attention if exact else []:
             cache.rewind(size)
         self._size = size if exact else self._size
         return exact
 
-    def _return_to(self, mark: _Mark, size: int) -> bool:
-        """Restore the caches as they were at `mark`, shortened to `size`. Says whether that was exact."""
-        if self._recurrent and mark.size > size:
+    def _return_to(self, checkpoint: _Checkpoint, size: int) -> bool:
+        """Restore the caches of a checkpoint and shorten them to `size`. Return True if that is exact."""
+        if self._recurrent and checkpoint.size > size:
             return False
-        for layer, saved in zip(self._caches, mark.snapshots, strict=True):
+        for layer, saved in zip(self._caches, checkpoint.snapshots, strict=True):
             layer.restore(saved)
-        self._size, self._owed = mark.size, self._owed[:0]
-        return self._recurrent or self._shorten(min(size, mark.size))
+        self._size, self._owed = checkpoint.size, self._owed[:0]
+        return self._recurrent or self._shorten(min(size, checkpoint.size))
 
-    def _set_mark(self, size: int) -> None:
-        self._marks = [*self._marks[-1:], _Mark(size, [c.snapshot() for c in self._caches])]
+    def _add_checkpoint(self, size: int) -> None:
+        self._checkpoints = [*self._checkpoints[-1:], _Checkpoint(size, [c.snapshot() for c in self._caches])]
 
     def _begin(self) -> None:
         recurrent = [c.snapshot() for c in self._caches if isinstance(c, RecurrentCache)]
-        self._before = _Before(self._owed, recurrent)
+        self._rollback = _Rollback(self._owed, recurrent)
 
     def _end(self) -> None:
-        self._trial, self._seen, self._before = [], [], None
+        self._uncommitted, self._captured, self._rollback = [], [], None
 
     def _undo(self, keep: int) -> None:
-        if self._before is None:
+        if self._rollback is None:
             return
-        owed = self._before.owed
+        owed = self._rollback.owed
         size = self._size + keep
         if self._recurrent:
             size = self._size - owed.size
-            self._owed = mx.concatenate([owed, *self._trial])[: owed.size + keep]
-        for cache in self._attention_caches():
+            self._owed = mx.concatenate([owed, *self._uncommitted])[: owed.size + keep]
+        for cache in _attention(self._caches):
             cache.rewind(size)
         recurrent = [c for c in self._caches if isinstance(c, RecurrentCache)]
-        for layer, saved in zip(recurrent, self._before.recurrent, strict=True):
+        for layer, saved in zip(recurrent, self._rollback.recurrent, strict=True):
             layer.restore(saved)
 
-    def _write(self, tokens: mx.array, views: list[TreeView] | None = None) -> mx.array:
+    def _write(self, tokens: mx.array, views: list[TreeCacheView] | None = None) -> mx.array:
         T, rows = tokens.size, mx.concatenate([self._owed, tokens]) if self._owed.size else tokens
         self._owed = self._owed[:0] if self._owed.size else self._owed
         logits: mx.array = self._model(rows[None], cache=views or self._caches)[0]
-        self._seen.append([tap.seen.pop()[0, rows.size - T :] for tap in self._taps])
+        self._captured.append([each.outputs.pop()[0, rows.size - T :] for each in self._captures])
         return logits[rows.size - T :] if rows.size > T else logits
 
     def _features(self, keep: int) -> Features:
         hidden = [
             mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
-            for h in zip(*self._seen, strict=True)
+            for h in zip(*self._captured, strict=True)
         ]
         layers = len(self._needs.hidden_layers)
         return Features(
@@ -261,12 +269,9 @@ class LMTarget:
         )
 
     def _shared_kv(self) -> Mapping[str, KVRows]:
-        """Of committed rows, also while others are on trial."""
+        """Return K and V of the committed rows, also while others are uncommitted."""
         own = [c for c in self._caches if isinstance(c, FullCache | SlidingCache)]
         return {c.attention_type: c.rows(self._size) for c in own}
-
-    def _attention_caches(self) -> list[AttentionCache]:
-        return _attention(self._caches)
 
 
 def _attention(caches: list[LayerCache]) -> list[AttentionCache]:

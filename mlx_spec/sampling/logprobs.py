@@ -1,4 +1,7 @@
-"""Log-probabilities of tokens under the target's law: from scores on the device to values on the host."""
+"""Log-probabilities of tokens under the target's distribution, of generated tokens and of a given prompt.
+
+They follow the target's logits with penalties, bias and grammar, before temperature and filters.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,107 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.model.caches import MAX_TRIAL
-from mlx_spec.sampling import Law
-from mlx_spec.sampling.verify_tree import straightened
+from mlx_spec.model.caches import MAX_UNCOMMITTED
+from mlx_spec.model.tree import tree_of
+from mlx_spec.sampling.sampling import LogitsProcessor
 from mlx_spec.text import Text
-from mlx_spec.types import Alternative as Alternative
-from mlx_spec.types import Draft, Drafter, Sampler, Target
-from mlx_spec.types import TokenLogprob as TokenLogprob
+from mlx_spec.types import Alternative, Draft, Drafter, Sampler, Target, TokenLogprob
 
 
-def figures(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
-    """What is to be read of scores [T, V] whose rows drew `tokens` [T]. Lazy, [T, 1 + 2 top] float32.
+class LogprobRecorder:
+    """Wrap a sampler and keep the scores of the target's draws until `of` reads them.
 
-    The log-probability of the token, those of the `top` most likely tokens in no order, and their ids, which
-    are exact up to 2**24.
+    `processor` must be its own, since a processor counts tokens. Drafters draw with `drafting`, which records
+    nothing. Only single draws are evaluated at once: reading one must not wait for the token after it.
+    """
+
+    def __init__(self, sampler: Sampler, processor: LogitsProcessor, text: Text, top: int) -> None:
+        self._sampler = sampler
+        self._processor = processor
+        self._text = text
+        self._top = top
+        self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
+
+    @property
+    def drafting(self) -> Sampler:
+        """Return the sampler of drafters, which records nothing."""
+        return self._sampler.drafting
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """Draw a token for each row and record it."""
+        tokens, probs = self._sampler.draw(logits, history, drafted)
+        rows = self._record(logits, history, drafted, tokens)
+        if len(rows) == 1:
+            mx.async_eval(tokens, *rows)
+        return tokens, probs
+
+    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Verify a draft and record the tokens that it emits."""
+        verdict = self._sampler.verify(logits, history, draft)
+        self._record(logits, history, draft.tokens, _emitted(draft.tokens, verdict[:1], verdict[1:]))
+        return verdict
+
+    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Verify a tree and record the tokens that it emits."""
+        verdict = self._sampler.verify_tree(logits, history, draft)
+        logits, path, accepted = _as_chain(logits, draft, verdict[:1])
+        self._record(logits, history, path, _emitted(path, accepted, verdict[1:]))
+        return verdict
+
+    def of(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of tokens just emitted, once. The first has this position."""
+        rows = mx.concatenate([self._rows.pop(first_position + i) for i in range(len(tokens))])
+        return _read(rows, tokens, self._text)
+
+    def _record(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, tokens: mx.array
+    ) -> list[mx.array]:
+        """Keep the rows of `tokens` [T]. They replace those of the same and later positions."""
+        T = logits.shape[0]
+        first = len(history) + drafted.shape[0] - T + 1
+        scores = self._processor.process(logits, history, drafted)
+        rows = [_pack(scores[j : j + 1], tokens[j : j + 1], self._top) for j in range(T)]
+        self._rows = {position: row for position, row in self._rows.items() if position < first}
+        self._rows |= {first + j: row for j, row in enumerate(rows)}
+        return rows
+
+
+def score_prompt(
+    target: Target,
+    drafters: Sequence[Drafter],
+    processor: LogitsProcessor,
+    tokens: Sequence[int],
+    text: Text,
+    top: int,
+) -> Iterator[tuple[TokenLogprob, ...]]:
+    """Yield the log-probabilities of a prompt in chunks, from the second token that `target` lacks on.
+
+    For an empty target these are all tokens but the first, which has none. Afterwards target and drafters
+    hold the prompt as after `engine.prefill`, so that it can be continued. Every cache is exact up to
+    MAX_UNCOMMITTED rows; chunks of that size are slower than a prefill.
+    `processor` must be its own. Tokens that its prompt does not hold count as generated under penalties.
+    """
+    end = len(tokens) - 1
+    for low in range(target.size, end, MAX_UNCOMMITTED):
+        high = min(low + MAX_UNCOMMITTED, end)
+        chunk = mx.array(list(tokens[low:high]), dtype=mx.int32)
+        following = list(tokens[low + 1 : high + 1])
+        scores = processor.process(target.verify(chunk), tokens[: low + 1], chunk[1:])
+        rows = _pack(scores, mx.array(following, dtype=mx.int32), top)
+        features = target.commit(high - low)
+        for drafter in drafters:
+            drafter.observe(list(tokens[: high + 1]), features)
+        yield _read(rows, following, text)
+    mx.clear_cache()
+
+
+def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
+    """Return the values to read of scores [T, V] for `tokens` [T]. Lazy, [T, 1 + 2 top] float32.
+
+    They are the log-probability of the token, those of the `top` likeliest tokens in no order, and the ids of
+    these, which are exact up to 2**24.
     """
     scores = scores.astype(mx.float32)
     logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
@@ -35,114 +125,34 @@ def figures(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     )
 
 
-def read(rows: mx.array, tokens: Sequence[int], text: Text) -> tuple[TokenLogprob, ...]:
-    """The figures [T, 1 + 2 top] of T tokens as values, in one copy. Masked tokens are no alternatives."""
+def _read(rows: mx.array, tokens: Sequence[int], text: Text) -> tuple[TokenLogprob, ...]:
+    """Copy packed rows [T, 1 + 2 top] of T tokens to the host, in one copy. Drop masked alternatives."""
     values = cast(list[list[float]], rows.tolist())
-    return tuple(_value(row, token, text) for row, token in zip(values, tokens, strict=True))
+    return tuple(_unpack(row, token, text) for row, token in zip(values, tokens, strict=True))
 
 
-def _value(row: list[float], token: int, text: Text) -> TokenLogprob:
+def _unpack(row: list[float], token: int, text: Text) -> TokenLogprob:
     count = len(row) // 2
     pairs = zip(row[1 : 1 + count], row[1 + count :], strict=True)
     likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
-    top = tuple(Alternative(i, text.written(i), -negative) for negative, i in likely)
-    return TokenLogprob(token, text.written(token), row[0], top)
+    top = tuple(Alternative(i, text.token_bytes(i), -negative) for negative, i in likely)
+    return TokenLogprob(token, text.token_bytes(token), row[0], top)
 
 
-class Recorder:
-    """Draws as `sampler` does and keeps what tells the log-probabilities of what was drawn, until it is read.
-
-    They are those of the target under `law` (one of its own, since a law counts tokens): with penalties, bias
-    and grammar, before temperature and filters, for accepted, recovered, bonus and plain tokens alike. Only
-    what the target draws is kept: drafters draw with `drafting`. Nothing is evaluated before it is read but
-    for single draws, so that reading one never waits for the token behind it.
-    """
-
-    def __init__(self, sampler: Sampler, law: Law, text: Text, top: int) -> None:
-        self._sampler = sampler
-        self._law = law
-        self._text = text
-        self._top = top
-        self._kept: dict[int, mx.array] = {}  # index in the sequence -> the figures of its token, [1, ...]
-
-    @property
-    def drafting(self) -> Sampler:
-        """That of the wrapped sampler."""
-        return self._sampler.drafting
-
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """What the wrapped sampler draws."""
-        tokens, law = self._sampler.draw(logits, history, drafted)
-        kept = self._keep(logits, history, drafted, tokens)
-        if len(kept) == 1:
-            mx.async_eval(tokens, *kept)
-        return tokens, law
-
-    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """The verdict of the wrapped sampler."""
-        verdict = self._sampler.verify(logits, history, draft)
-        self._keep(logits, history, draft.tokens, _judged(draft.tokens, verdict[:1], verdict[1:]))
-        return verdict
-
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """The verdict of the wrapped sampler."""
-        verdict = self._sampler.verify_tree(logits, history, draft)
-        logits, path, accepted = straightened(logits, draft, verdict[:1])
-        self._keep(logits, history, path, _judged(path, accepted, verdict[1:]))
-        return verdict
-
-    def agreement(self, logits: mx.array, history: Sequence[int], token: mx.array, draft: Draft) -> mx.array:
-        """That of the wrapped sampler."""
-        return self._sampler.agreement(logits, history, token, draft)
-
-    def of(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of tokens just emitted, the first of which has this index in the sequence.
-
-        They can be read once.
-        """
-        rows = mx.concatenate([self._kept.pop(first_position + i) for i in range(len(tokens))])
-        return read(rows, tokens, self._text)
-
-    def _keep(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array, tokens: mx.array
-    ) -> list[mx.array]:
-        """Keep the figures of `tokens` [T]; what was kept of their places and later ones is void."""
-        T = logits.shape[0]
-        first = len(history) + drafted.shape[0] - T + 1
-        scores = self._law.processed(logits, history, drafted)
-        kept = [figures(scores[j : j + 1], tokens[j : j + 1], self._top) for j in range(T)]
-        self._kept = {place: row for place, row in self._kept.items() if place < first}
-        self._kept |= {first + j: row for j, row in enumerate(kept)}
-        return kept
-
-
-def _judged(drafted: mx.array, accepted: mx.array, last: mx.array) -> mx.array:
-    """Draft tokens as far as they are accepted, and behind them the last token; [K + 1]."""
+def _emitted(drafted: mx.array, accepted: mx.array, last: mx.array) -> mx.array:
+    """Return the accepted draft tokens, then the last token in every other place; [K + 1]."""
     tokens = mx.concatenate([drafted, last])
     return mx.where(mx.arange(tokens.size) < accepted, tokens, last)
 
 
-def score(
-    target: Target, drafters: Sequence[Drafter], law: Law, tokens: Sequence[int], text: Text, top: int
-) -> Iterator[tuple[TokenLogprob, ...]]:
-    """Yield, chunk by chunk, the log-probabilities of the tokens behind the one that `target` lacks first.
+def _as_chain(logits: mx.array, draft: Draft, last: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the path to row `last`, int32 [1], as a chain: logits [H + 1, V], tokens [H], accepted [1].
 
-    Of an empty target these are all but the first token, which has none. Afterwards target and drafters hold
-    the prompt as `engine.prefill` leaves it, all but its last token, so that it can be continued. Chunks are
-    as long as a trial may be: that is exact with every cache, and slower than a prefill.
-    `law` is one of its own: what its prompt does not hold counts as generated under penalties.
+    H is the height of the tree; the last row of the path is repeated up to it.
     """
-    end = len(tokens) - 1
-    for low in range(target.size, end, MAX_TRIAL):
-        high = min(low + MAX_TRIAL, end)
-        chunk = mx.array(list(tokens[low:high]), dtype=mx.int32)
-        following = list(tokens[low + 1 : high + 1])
-        scores = law.processed(target.verify(chunk), tokens[: low + 1], chunk[1:])
-        rows = figures(scores, mx.array(following, dtype=mx.int32), top)
-        features = target.commit(high - low)
-        for drafter in drafters:
-            drafter.observe(list(tokens[: high + 1]), features)
-        yield read(rows, following, text)
-    mx.clear_cache()
+    assert draft.parents is not None
+    tree = tree_of(draft.parents)
+    table = mx.array([path + path[-1:] * (tree.height + 1 - len(path)) for path in tree.paths])
+    rows = table[last[0]]
+    depth = mx.array(tree.depths, dtype=mx.int32)[last]
+    return logits[rows], draft.tokens[mx.maximum(rows[1:] - 1, 0)], depth

@@ -1,4 +1,4 @@
-"""Tokens and text: tokenizer, chat template, and the text of a stream of tokens."""
+"""Tokens and text: the tokenizer of a target, its chat template, and the text of a stream of tokens."""
 
 from mlx_spec.text.tokenizer import Text as Text
 from mlx_spec.text.tokenizer import has_tokenizer as has_tokenizer

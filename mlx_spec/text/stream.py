@@ -1,62 +1,49 @@
-"""Tokens to text as it streams: whole characters only, and thoughts, tool calls and the answer apart."""
+"""The text of an answer as it streams: thinking, tool calls and answer apart, cut at stop strings.
+
+Every piece of text keeps the drafter and the log-probability of its tokens, so tokens are read one by one.
+mlx-lm's detokenizers need transformers' tokenizer objects and do not tell whether a token waits for its text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.text.tokenizer import Marks, Text
+from mlx_spec.text.tokenizer import Markers, Text
 from mlx_spec.types import Round, TokenLogprob
 
-Kind = Literal["answer", "thinking", "call"]
-HALF = "\ufffd"  # what a decoder gives for bytes that are no character, or not yet
-
-
-class Decoder(Protocol):
-    """What reading needs of a tokenizer."""
-
-    eos: frozenset[int]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, without special tokens."""
-        ...
-
-    def decode_raw(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, special ones included."""
-        ...
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token; None if there is no such token."""
-        ...
+TextKind = Literal["answer", "thinking", "call"]
+REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no character, or not yet
 
 
 class Detokenizer:
-    """Text of a stream of tokens. Never gives half a character; a token's spaces are those of its place.
+    """The text of a stream of tokens. It never gives half a character.
 
-    A window of tokens is decoded twice, with the new ones and without: the difference is the new text.
+    A window of tokens is decoded twice, with the new tokens and without: the difference is the new text. So
+    the spaces of a token are those of its place.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._tokens: list[int] = []  # the window: given out before `_given`, not yet behind it
+        self._tokens: list[int] = []  # the window: tokens given last, then tokens not given yet
         self._given = 0
-        self.waiting = False  # whether the last tokens are half a character
+        self.waiting = False  # True if the last tokens are half a character
 
     def add(self, tokens: Iterable[int]) -> str:
-        """The text that `tokens` complete."""
+        """Return the text that `tokens` complete."""
         self._tokens += tokens
-        return self._new(final=False)
+        return self._new_text(final=False)
 
     def end(self) -> str:
-        """The rest, such as bytes that never became a character."""
-        return self._new(final=True)
+        """Return the rest, such as bytes that never became a character."""
+        return self._new_text(final=True)
 
-    def _new(self, *, final: bool) -> str:
+    def _new_text(self, *, final: bool) -> str:
         before = self._decode(self._tokens[: self._given])
         after = self._decode(self._tokens)
-        self.waiting = len(after) > len(before) and after.endswith(HALF) and not final
+        self.waiting = len(after) > len(before) and after.endswith(REPLACEMENT) and not final
         if len(after) <= len(before) or self.waiting:
             return ""
         self._tokens = self._tokens[self._given :]
@@ -64,56 +51,59 @@ class Detokenizer:
         return after[len(before) :]
 
 
-class Reader:
-    """The tokens of one answer to pieces of text; marks are hidden, and special tokens outside of calls.
+class AnswerReader:
+    """Turns the tokens of the answer to `prompt` into pieces of text of one kind each.
 
-    What stands between the marks of `calls` is of kind "call", with special tokens as text. There are calls
-    in an answer, not in thoughts, and only where both marks are tokens of the vocabulary.
+    Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
+    kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
+    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked.
     """
 
     def __init__(
-        self, text: Decoder, kind: Kind, *, thoughts: Marks | None = None, calls: Marks | None = None
+        self, text: Text, prompt: Sequence[int] | None = (), *, calls: Markers | None = None
     ) -> None:
         self._text = text
-        self._open, self._close = _ids(text, thoughts)
-        self._header = thoughts.header if thoughts else ""
-        ids = _ids(text, calls)
-        self.calls = None if None in ids else calls  # what is read as calls: their raw text stands between
+        thinking = None if prompt is None else text.thinking_markers
+        self._open, self._close = _token_ids(text, thinking)
+        self._header = thinking.header if thinking else ""
+        ids = _token_ids(text, None if prompt is None else calls)
+        self.calls = None if None in ids else calls  # the markers of calls that are read
         self._call_open, self._call_close = ids if self.calls else (None, None)
-        self._begin(kind, trim=kind == "thinking", header="")
+        opened = prompt is not None and text.opens_thinking(prompt)
+        self._begin("thinking" if opened else "answer", trim=opened, header="")
 
     @property
     def waiting(self) -> bool:
-        """Whether the last tokens have text that was not given yet: half a character, half a header."""
-        return bool(self._held) or self._decoder.waiting
+        """Return True if the last tokens have text that was not given: half a character, half a header."""
+        return bool(self._held) or self._detokenizer.waiting
 
     def hides(self, token: int) -> bool:
-        """Whether `token`, read next, is a mark or an end of text."""
-        return self._begun_by(token) is not None or token in self._text.eos
+        """Return True if `token`, read next, is a marker or an end of text."""
+        return self._kind_after(token) is not None or token in self._text.eos
 
-    def read(self, tokens: Sequence[int]) -> list[tuple[str, Kind]]:
-        """The pieces that `tokens` complete, none of them empty."""
-        pieces: list[tuple[str, Kind]] = []
+    def read(self, tokens: Sequence[int]) -> list[tuple[str, TextKind]]:
+        """Return the pieces that `tokens` complete, none of them empty."""
+        pieces: list[tuple[str, TextKind]] = []
         run: list[int] = []
         for token in tokens:
-            kind = self._begun_by(token)
+            kind = self._kind_after(token)
             if kind is None:
                 run += [] if token in self._text.eos else [token]
                 continue
-            self._give(pieces, run, final=True)
+            self._add_text(pieces, run, final=True)
             run = []
             self._begin(kind, trim=kind != "call", header=self._header if kind == "thinking" else "")
-        self._give(pieces, run, final=False)
+        self._add_text(pieces, run, final=False)
         return pieces
 
-    def end(self) -> list[tuple[str, Kind]]:
-        """What was held back."""
-        pieces: list[tuple[str, Kind]] = []
-        self._give(pieces, [], final=True)
+    def end(self) -> list[tuple[str, TextKind]]:
+        """Return the pieces that were held back."""
+        pieces: list[tuple[str, TextKind]] = []
+        self._add_text(pieces, [], final=True)
         return pieces
 
-    def _begun_by(self, token: int) -> Kind | None:
-        """The kind of text that follows a mark; None if `token` is no mark here."""
+    def _kind_after(self, token: int) -> TextKind | None:
+        """Return the kind of text after a marker; None if `token` is no marker here."""
         if self.kind == "call":
             return "answer" if token == self._call_close else None
         if token == self._call_open and self.kind == "answer":
@@ -122,19 +112,19 @@ class Reader:
             return "thinking"
         return "answer" if token == self._close else None
 
-    def _begin(self, kind: Kind, *, trim: bool, header: str) -> None:
-        self.kind, self._trim, self._expected = kind, trim, header
+    def _begin(self, kind: TextKind, *, trim: bool, header: str) -> None:
+        self.kind, self._trim, self._expected_header = kind, trim, header
         self._held = ""  # text that may be the header
-        self._decoder = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
+        self._detokenizer = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
 
-    def _give(self, pieces: list[tuple[str, Kind]], tokens: list[int], *, final: bool) -> None:
-        new = self._decoder.add(tokens) + (self._decoder.end() if final else "")
+    def _add_text(self, pieces: list[tuple[str, TextKind]], tokens: list[int], *, final: bool) -> None:
+        new = self._detokenizer.add(tokens) + (self._detokenizer.end() if final else "")
         new, self._held = self._held + new, ""
-        if self._expected.startswith(new) and new != self._expected and not final:
+        if self._expected_header.startswith(new) and new != self._expected_header and not final:
             self._held = new
             return
         if new:
-            new, self._expected = new.removeprefix(self._expected), ""
+            new, self._expected_header = new.removeprefix(self._expected_header), ""
         if self._trim:
             new = new.lstrip()
             self._trim = not new
@@ -142,34 +132,26 @@ class Reader:
             pieces.append((new, self.kind))
 
 
-def _ids(text: Decoder, marks: Marks | None) -> tuple[int | None, int | None]:
-    return (None, None) if marks is None else (text.token_id(marks.open), text.token_id(marks.close))
-
-
-@dataclass(frozen=True)
-class Found:
-    """A stop string, and where in the text it begins."""
-
-    start: int
-    string: str
+def _token_ids(text: Text, markers: Markers | None) -> tuple[int | None, int | None]:
+    return (None, None) if markers is None else (text.token_id(markers.open), text.token_id(markers.close))
 
 
 class StopStrings:
-    """Strings that end an answer, wherever in it they stand. Raises InvalidValue for an empty one."""
+    """The strings that end an answer, wherever they stand in it. Raises InvalidValue for an empty one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         if "" in strings:
             raise InvalidValue("a stop string is empty: leave it out")
         self._strings = tuple(strings)
 
-    def find(self, text: str) -> Found | None:
-        """The one that is complete first, and of those that end there the longest."""
+    def find(self, text: str) -> tuple[int, str] | None:
+        """Return the start and the string that is complete first, the longest if several end there."""
         starts = [(text.find(string), string) for string in self._strings]
-        found = [(start + len(string), start, string) for start, string in starts if start >= 0]
-        return Found(min(found)[1], min(found)[2]) if found else None
+        complete = [(start + len(string), start, string) for start, string in starts if start >= 0]
+        return min(complete)[1:] if complete else None
 
-    def open(self, text: str) -> int:
-        """The length of the longest end of `text` with which one of them may begin."""
+    def pending_length(self, text: str) -> int:
+        """Return the length of the longest end of `text` that may begin a stop string."""
         longest = max((len(string) - 1 for string in self._strings), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(string.startswith(text[-length:]) for string in self._strings):
@@ -179,40 +161,38 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text that a token completed, with those before it that were half of a character."""
+    """A piece of text that one token completed, with the tokens before it that were half a character."""
 
     text: str
-    drafter: int | None  # the one that drafted the token, by index; None: the target drew it
-    position: int  # place in the draft, from 1; 0: not drafted
+    drafter: int | None  # index of the drafter that drafted the token; None if the target drew it
+    position: int  # place in the draft, from 1; 0 if not drafted
 
 
 @dataclass(frozen=True)
-class Part:
-    """More text of one kind. That of a call stands between its marks."""
+class TextPart:
+    """More text of one kind. The text of a call stands between its markers."""
 
-    kind: Kind
-    text: str  # empty where a call only begins or ends
+    kind: TextKind
+    text: str  # empty if a call only begins or ends
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose visible text begins here
     spans: tuple[Span, ...] = ()  # their texts make up `text`
     call: int | None = None  # 0, 1, ... for kind "call"
-    closed: bool = False  # the call ends here; one that never does was cut off
+    closed: bool = False  # True if the call ends here; a call that never does was cut off
 
 
 @dataclass(frozen=True)
-class _Token:
-    """Where a token came from, and its logprob if there is one."""
-
+class _TokenOrigin:
     drafter: int | None
     position: int
     logprobs: tuple[TokenLogprob, ...]
 
 
-class Answer:
-    """The answer to `prompt`, its thoughts and the calls between `calls` apart; marks are hidden.
+class AnswerStream:
+    """The text of the answer to `prompt`, as `AnswerReader` reads it, cut at stop strings.
 
-    With no prompt (None) it continues a plain text, in which nothing is marked. Stop strings are looked for
-    in the answer text alone, and what may still become one is held back. What stands before one is given,
-    and the answer is then finished: no later token counts or is read. Raises InvalidValue for an empty one.
+    Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
+    before a stop string is given, then the answer is finished: later tokens are not read. Raises InvalidValue
+    for an empty stop string.
     """
 
     def __init__(
@@ -221,105 +201,103 @@ class Answer:
         prompt: Sequence[int] | None,
         *,
         stop: Sequence[str] = (),
-        calls: Marks | None = None,
+        calls: Markers | None = None,
     ) -> None:
-        self._reader: Reader = text.plain_reader() if prompt is None else text.reader(prompt, calls=calls)
+        self._reader = AnswerReader(text, prompt, calls=calls)
         self._stops = StopStrings(stop)
-        self._unread: list[_Token] = []  # read, their text not yet known
-        self._held: list[Part] = []  # of kind answer: may become a stop string
-        self._parts: list[Part] = []  # not yet given
-        self._call = -1  # the last one opened
+        self._without_text: list[_TokenOrigin] = []  # tokens read whose text is not known yet
+        self._held: list[TextPart] = []  # of kind answer: may become a stop string
+        self._parts: list[TextPart] = []  # not returned yet
+        self._call = -1  # index of the last call opened
         self.finished: str | None = None  # the stop string that was completed
-        self.completion_tokens = 0  # emitted, up to and with the one that completed a stop string
-        self.reasoning_tokens = 0  # those of thoughts among them, with their marks
+        self.completion_tokens = 0  # tokens emitted, up to and with the one that completed a stop string
+        self.reasoning_tokens = 0  # tokens of thinking among them, with their markers
 
     @property
-    def kind(self) -> Kind:
-        """The kind of text that comes next."""
+    def kind(self) -> TextKind:
+        """Return the kind of text that comes next."""
         return self._reader.kind
 
     @property
-    def calls(self) -> Marks | None:
-        """The marks between which calls are read; None where the vocabulary lacks them."""
+    def calls(self) -> Markers | None:
+        """Return the markers of the calls that are read; None if the vocabulary lacks them."""
         return self._reader.calls
 
-    def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[Part]:
-        """What a round brought: neighbours of one kind are one part. `logprobs` are those of its tokens."""
+    def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
+        """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
         for i, token in enumerate(round.tokens):
             if self.finished is not None:
                 break
-            drafted = i < round.accepted
-            came = (round.drafter, i + 1) if drafted else (None, 0)
-            self._read(token, _Token(*came, tuple(logprobs[i : i + 1])))
-        return self._taken()
+            drafter, position = (round.drafter, i + 1) if i < round.accepted else (None, 0)
+            self._read_token(token, _TokenOrigin(drafter, position, tuple(logprobs[i : i + 1])))
+        return self._take_parts()
 
-    def end(self) -> list[Part]:
-        """What was held back."""
+    def end(self) -> list[TextPart]:
+        """Return the text that was held back."""
         if self.finished is None:
-            self._add(self._reader.end())
+            self._add_text(self._reader.end())
             self._release()
-        return self._taken()
+        return self._take_parts()
 
-    def _read(self, token: int, came: _Token) -> None:
+    def _read_token(self, token: int, origin: _TokenOrigin) -> None:
         before = self._reader.kind
         self.completion_tokens += 1
         if not self._reader.hides(token):
-            self._unread.append(came)
-        self._add(self._reader.read([token]))
+            self._without_text.append(origin)
+        self._add_text(self._reader.read([token]))
         if not self._reader.waiting:
-            self._unread.clear()  # their text is given, or they have none
+            self._without_text.clear()  # their text is given, or they have none
         after = self._reader.kind
         self.reasoning_tokens += "thinking" in (before, after)
         if after != before and self.finished is None:
-            self._turn(before, after)
+            self._change_kind(before, after)
 
-    def _turn(self, before: Kind, after: Kind) -> None:
-        """A mark was read."""
+    def _change_kind(self, before: TextKind, after: TextKind) -> None:
         self._release()
         if before == "call":
-            self._give(Part("call", "", call=self._call, closed=True))
+            self._add_part(TextPart("call", "", call=self._call, closed=True))
         if after == "call":
             self._call += 1
-            self._give(Part("call", "", call=self._call))
+            self._add_part(TextPart("call", "", call=self._call))
 
-    def _add(self, pieces: list[tuple[str, Kind]]) -> None:
-        """Text that the unread tokens made."""
+    def _add_text(self, pieces: list[tuple[str, TextKind]]) -> None:
+        """Add text that the tokens without text completed."""
         for text, kind in pieces:
             if self.finished is not None:
                 return
-            last = self._unread[-1] if self._unread else _Token(None, 0, ())
+            last = self._without_text[-1] if self._without_text else _TokenOrigin(None, 0, ())
             span = Span(text, last.drafter, last.position)
-            logprobs = tuple(each for token in self._unread for each in token.logprobs)
-            self._unread.clear()
-            part = Part(kind, text, logprobs, (span,))
+            logprobs = tuple(each for token in self._without_text for each in token.logprobs)
+            self._without_text.clear()
+            part = TextPart(kind, text, logprobs, (span,))
             if kind == "answer":
                 self._held.append(part)
-                self._look()
+                self._check_stops()
             else:
-                self._give(replace(part, call=self._call if kind == "call" else None))
+                self._add_part(replace(part, call=self._call if kind == "call" else None))
 
-    def _look(self) -> None:
-        """Give what no stop string can begin in, or finish at one."""
+    def _check_stops(self) -> None:
+        """Release the text in which no stop string can begin, or finish at one."""
         text = "".join(part.text for part in self._held)
         found = self._stops.find(text)
-        self._release(found.start if found else len(text) - self._stops.open(text))
+        self._release(found[0] if found else len(text) - self._stops.pending_length(text))
         if found:
             self._held.clear()
-            self.finished = found.string
+            self.finished = found[1]
 
     def _release(self, count: int | None = None) -> None:
-        """Give the first `count` characters that were held back, or all."""
-        room = sum(len(part.text) for part in self._held) if count is None else count
-        while room > 0:
+        """Release the first `count` characters that were held back; None for all."""
+        left = sum(len(part.text) for part in self._held) if count is None else count
+        while left > 0:
             part = self._held.pop(0)
-            if len(part.text) > room:
-                part, rest = _halves(part, room)
+            if len(part.text) > left:
+                part, rest = _split(part, left)
                 self._held.insert(0, rest)
-            room -= len(part.text)
-            self._give(part)
+            left -= len(part.text)
+            self._add_part(part)
 
-    def _give(self, part: Part) -> None:
-        """Join a part to the one before, if they are of one kind and one call."""
+    def _add_part(self, part: TextPart) -> None:
+        """Add a part, joined to the last one if both are of one kind and one call."""
         parts = self._parts
         if not parts or (parts[-1].kind, parts[-1].call) != (part.kind, part.call):
             parts.append(part)
@@ -333,13 +311,13 @@ class Answer:
             closed=part.closed,
         )
 
-    def _taken(self) -> list[Part]:
+    def _take_parts(self) -> list[TextPart]:
         parts, self._parts = self._parts, []
         return parts
 
 
-def _halves(part: Part, at: int) -> tuple[Part, Part]:
-    """What one token made, in two; its logprob goes with the first."""
+def _split(part: TextPart, at: int) -> tuple[TextPart, TextPart]:
+    """Split the text of one token; its logprob goes with the first half."""
     span = part.spans[0]
     first, rest = replace(span, text=span.text[:at]), replace(span, text=span.text[at:])
     return (

@@ -1,4 +1,4 @@
-"""Tokens <-> text: encoding, decoding, chat prompts, and the marks around a model's thoughts."""
+"""Tokens <-> text: encoding, decoding, the bytes of a token, chat prompts, and thinking markers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from tokenizers import Tokenizer
 
 from mlx_spec.checkpoint import one_line, read_object
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.text.chat_template import REASONING, ChatTemplate, Message, read_template, special_tokens
+from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template, special_tokens
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
+PIECEWISE_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decode token by token
+OPENING_TOKENS = 16  # last tokens of a prompt in which an opening thinking marker is looked for
 
 
 @dataclass(frozen=True)
-class Marks:
-    """The tokens around a model's thoughts, or around its tool calls."""
+class Markers:
+    """The tokens around a model's thinking, or around its tool calls."""
 
     open: str
     close: str
-    header: str = ""  # text behind the opening token that is no thought
+    header: str = ""  # text after the opening token that is not part of the thinking
 
 
-MARKS = (
-    Marks("<|channel>", "<channel|>", "thought\n"),
-    Marks("<think>", "</think>"),
-    Marks("<longcat_think>", "</longcat_think>"),
-    Marks("<|think:start|>", "<|think:end|>"),
+# As in mlx-lm's tokenizer_utils, but with Gemma's header apart: it is a token and text.
+THINKING_MARKERS = (
+    Markers("<|channel>", "<channel|>", "thought\n"),
+    Markers("<think>", "</think>"),
+    Markers("<longcat_think>", "</longcat_think>"),
+    Markers("<|think:start|>", "<|think:end|>"),
 )
 
 
@@ -40,55 +45,54 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._token_bytes = TokenBytes(tokenizer)
         self.eos = frozenset(eos)
         special = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self.controls = self.eos.union(special)  # tokens that are no text
-        found = (m for m in MARKS if None not in (self.token_id(m.open), self.token_id(m.close)))
-        self.marks = next(found, None)
-        self._written = Written(tokenizer)
+        known = (m for m in THINKING_MARKERS if None not in (self.token_id(m.open), self.token_id(m.close)))
+        self.thinking_markers = next(known, None)
 
     @property
     def chats(self) -> bool:
-        """Whether there is a chat template."""
+        """Return True if there is a chat template."""
         return self._template is not None
 
     @property
     def thinks(self) -> bool:
-        """Whether the model marks its thoughts, and the template can ask for them or not."""
-        return self.marks is not None and "enable_thinking" in (
-            self._template.source if self._template else ""
-        )
+        """Return True if the model marks its thinking and the chat template can turn it on."""
+        source = self._template.source if self._template else ""
+        return self.thinking_markers is not None and "enable_thinking" in source
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token given as the vocabulary writes it; None if there is no such token."""
+        """Return the id of a token as the vocabulary writes it; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token, added ones included, and its id."""
+        """Return every token with its id, added tokens included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def serialized(self) -> str:
-        """The tokenizer in the format of tokenizer.json."""
+        """Return the tokenizer in the format of tokenizer.json."""
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`; special tokens written in it count as such, none are added."""
+        """Return the tokens of `text`. Special tokens in it count as such; none are added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, without special tokens."""
+        """Return the text of `tokens`, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def detokenizer(self) -> Detokenizer:
-        """A decoder of one stream of tokens."""
-        return Detokenizer(self.decode)
+    def decode_raw(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special tokens included."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    def written(self, token: int) -> bytes:
-        """The bytes of one token, perhaps half a character; of a special token its name."""
-        return self._written(token)
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, perhaps half a character; of a special token its name."""
+        return self._token_bytes(token)
 
     def prompt_tokens(self, text: str) -> list[int]:
-        """The tokens of a plain text to be continued, with the special tokens that its tokenizer adds."""
+        """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
         return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def prompt(
@@ -99,70 +103,126 @@ class Text:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation up to where the model's answer begins.
+        """Return the tokens of a conversation up to the start of the model's answer.
 
-        `tools` are function definitions as OpenAI's API has them, `variables` more of what a template reads.
-        Thoughts of turns before the last user message are left out. Raises InvalidValue where there is no
+        `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
+        The thinking of turns before the last user message is left out. Raises InvalidValue if there is no
         chat template or it refuses the messages.
         """
         if self._template is None:
             raise InvalidValue(
                 "this target has no chat template: give it a prompt as tokens, without a session"
             )
-        stripped = self._stripped(messages)
+        last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=0)
+        stripped = [self._without_thinking(m) if i < last else m for i, m in enumerate(messages)]
         return self.encode(
             self._template.render(stripped, thinking=thinking, tools=tools, variables=variables)
         )
 
-    def reader(self, prompt: Sequence[int] = (), *, calls: Marks | None = None) -> Reader:
-        """A reader of the answer to `prompt`, whose end may already open the thoughts.
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Return True if the end of a prompt opens the model's thinking."""
+        markers = self.thinking_markers
+        if markers is None:
+            return False
+        end = self.decode_raw(prompt[-OPENING_TOKENS:])
+        return end.rstrip().endswith((markers.open + markers.header).rstrip())
 
-        `calls` are the marks of tool calls, to be read as text of their own kind.
-        """
-        if self.marks is None:
-            return Reader(self, "answer", calls=calls)
-        opened = self.decode_raw(prompt[-16:]).rstrip().endswith(_opening(self.marks))
-        return Reader(self, "thinking" if opened else "answer", thoughts=self.marks, calls=calls)
-
-    def plain_reader(self) -> Reader:
-        """A reader of a text in which nothing is marked: all of it is answer."""
-        return Reader(self, "answer")
-
-    def decode_raw(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, special ones included."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-    def _stripped(self, messages: Sequence[Message]) -> list[Message]:
-        """`messages` without the thoughts of earlier turns."""
-        last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=0)
-        return [self._without_thoughts(m) if i < last else m for i, m in enumerate(messages)]
-
-    def _without_thoughts(self, message: Message) -> Message:
+    def _without_thinking(self, message: Message) -> Message:
         if message.get("role") != "assistant":
             return message
-        kept = {key: value for key, value in message.items() if key not in REASONING}
-        content, marks = kept.get("content"), self.marks
-        if marks is not None and isinstance(content, str):
-            kept["content"] = _cut(content, marks)
+        kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+        content, markers = kept.get("content"), self.thinking_markers
+        if markers is not None and isinstance(content, str):
+            kept["content"] = _outside(content, markers)
         return kept
 
+    @property
+    def marks(self) -> Markers | None:
+        """Return `thinking_markers`. Goes when no other package uses this name."""
+        return self.thinking_markers
 
-def _opening(marks: Marks) -> str:
-    return (marks.open + marks.header).rstrip()
+    def written(self, token: int) -> bytes:
+        """Return `token_bytes(token)`. Goes when no other package uses this name."""
+        return self._token_bytes(token)
 
 
-def _cut(content: str, marks: Marks) -> str:
-    """`content` without what stands between the marks, or before a mark that only closes."""
-    if marks.close not in content and marks.open not in content:
+def _outside(content: str, markers: Markers) -> str:
+    """Return `content` without the text between markers, or before a marker that only closes."""
+    if markers.close not in content and markers.open not in content:
         return content
-    parts = content.split(marks.close)
-    before = "" if marks.open not in parts[0] else parts[0].split(marks.open)[0]
-    rest = [part.split(marks.open)[0] for part in parts[1:]]
+    parts = content.split(markers.close)
+    before = "" if markers.open not in parts[0] else parts[0].split(markers.open)[0]
+    rest = [part.split(markers.open)[0] for part in parts[1:]]
     return (before + "".join(rest)).strip()
 
 
+class TokenBytes:
+    """The bytes of each token of a vocabulary.
+
+    It reads byte-level BPE, which writes bytes as letters, and sentencepiece with its spaces and byte tokens.
+    Tokens of other vocabularies are decoded one by one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        steps = list(_decoder_steps(tokenizer))
+        names = {step["type"] for step in steps}
+        self._byte_level = "ByteLevel" in names
+        self._piecewise = bool(names) and names <= PIECEWISE_DECODERS
+        self._byte_fallback = "ByteFallback" in names
+        self._replacements = [pair for pair in map(_replacement, steps) if pair]
+        self._cached: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """Return the bytes of `token`: of a special token its name, of an unknown id nothing."""
+        if token not in self._cached:
+            piece = self._tokenizer.id_to_token(token)
+            self._cached[token] = b"" if piece is None else self._bytes(token, piece)
+        return self._cached[token]
+
+    def _bytes(self, token: int, piece: str) -> bytes:
+        if self._byte_level:
+            if token in self._added or not set(piece) <= _byte_of_letter().keys():
+                return piece.encode()
+            return bytes(_byte_of_letter()[letter] for letter in piece)
+        if not self._piecewise:
+            return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+        if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of the tokenizer's decoder as tokenizer.json writes them."""
+    waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
+    while waiting:
+        step = waiting.pop(0)
+        waiting = [*step.get("decoders", ()), *waiting]
+        if step["type"] != "Sequence":
+            yield step
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if step["type"] == "Replace" and "String" in step["pattern"]:
+        return step["pattern"]["String"], step["content"]
+    return None
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable Latin-1 bytes are their own letters, the others follow U+0100."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
 def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
-    """The text side of the checkpoint in `folder`, whose config.json is `config`. Raises BadCheckpoint."""
+    """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
     tokenizer = read_tokenizer(folder)
     eos = {*_ids(config.get("eos_token_id")), *_ids((config.get("text_config") or {}).get("eos_token_id"))}
     generation = folder / "generation_config.json"
@@ -173,12 +233,15 @@ def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` brings a tokenizer."""
+    """Return True if the checkpoint brings a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`: its tokenizer.json as it is, anything else as transformers converts it."""
+    """Return the tokenizer of a checkpoint: its tokenizer.json, or what transformers converts.
+
+    Raises BadCheckpoint.
+    """
     file = folder / "tokenizer.json"
     try:
         if file.is_file():
@@ -193,7 +256,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _converted(folder: Path) -> Tokenizer:
-    from transformers import AutoTokenizer  # seconds to import
+    from transformers import AutoTokenizer  # a second to import
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
@@ -205,75 +268,5 @@ def _converted(folder: Path) -> Tokenizer:
 
 
 def _ids(value: Any) -> list[int]:
-    """A token id, a list of them or nothing, as a list."""
+    """Return a token id, a list of them or nothing as a list."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
-
-
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte of a character that the vocabulary lacks (sentencepiece)
-PIECEWISE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decoders that read piece by piece
-
-
-class Written:
-    """The bytes of each token of a vocabulary.
-
-    Three kinds are read: bytes written as letters (byte-level BPE), sentencepiece with its spaces and bytes,
-    and any other, whose tokens are what its own decoder makes of them one by one.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        steps = list(_steps(tokenizer))
-        names = {step["type"] for step in steps}
-        self._letters = "ByteLevel" in names
-        self._pieces = bool(names) and names <= PIECEWISE
-        self._fallback = "ByteFallback" in names
-        self._replaced = [pair for pair in map(_replaced, steps) if pair]
-        self._known: dict[int, bytes] = {}
-
-    def __call__(self, token: int) -> bytes:
-        """The bytes of `token`: of a special token its name, of an id that is no token nothing."""
-        if token not in self._known:
-            piece = self._tokenizer.id_to_token(token)
-            self._known[token] = b"" if piece is None else self._read(token, piece)
-        return self._known[token]
-
-    def _read(self, token: int, piece: str) -> bytes:
-        if self._letters:
-            if token in self._added or not set(piece) <= _bytes_of_letters().keys():
-                return piece.encode()
-            return bytes(_bytes_of_letters()[letter] for letter in piece)
-        if not self._pieces:
-            return self._tokenizer.decode([token], skip_special_tokens=False).encode()
-        if self._fallback and (byte := BYTE.fullmatch(piece)):
-            return bytes([int(byte[1], 16)])
-        for old, new in self._replaced:
-            piece = piece.replace(old, new)
-        return piece.encode()
-
-
-def _steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
-    """What the decoder of a tokenizer consists of, as its tokenizer.json says it."""
-    waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
-    while waiting:
-        step = waiting.pop(0)
-        waiting = [*step.get("decoders", ()), *waiting]
-        if step["type"] != "Sequence":
-            yield step
-
-
-def _replaced(step: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What a decoder puts in place of what."""
-    if step["type"] == "Metaspace":
-        return step["replacement"], " "
-    if step["type"] == "Replace" and "String" in step["pattern"]:
-        return step["pattern"]["String"], step["content"]
-    return None
-
-
-@cache
-def _bytes_of_letters() -> dict[str, int]:
-    """Printable bytes of Latin-1 are their own letters; the others, in order, those from U+0100 (GPT-2)."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mlx_spec.model.tree import Tree, grown
+from mlx_spec.model.tree import Tree, tree_template
 from mlx_spec.tuning.costs import MAX_DRAFT_TOKENS, Costs
 from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Reason, Round, Target
 
@@ -136,9 +136,9 @@ class Branching:
         costs, rates = self._costs(), self._guesses.rates(self._height)
         if costs.guessed(context):
             return None
-        firsts = grown(min(chain.limit, self._height), [row[:1] for row in rates])
+        firsts = tree_template(min(chain.limit, self._height), [row[:1] for row in rates])
         cut = self._cut if chain.selective else self._rate
-        wide = grown(MAX_DRAFT_TOKENS, rates)
+        wide = tree_template(MAX_DRAFT_TOKENS, rates)
         best, most = None, GAIN * cut(firsts.tree(chain.limit), firsts.reach, context)
         for nodes in range(2, len(wide.paths) + 1):
             tree = wide.tree(nodes)

@@ -24,7 +24,7 @@ from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Matcher, compile
 from mlx_spec.model.target import LMTarget
-from mlx_spec.sampling import Law, Sampling, Unseeded, verify
+from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
@@ -100,7 +100,7 @@ def excess(drafter: Drafter, sampler: Callable[[int], Sampler], generations: int
 
 
 def unseeded(rule: verify.Rule = verify.block) -> Callable[[int], Sampler]:
-    return lambda i: Unseeded(Law(SAMPLING, len(PROMPT), V), rule=rule, key=i)
+    return lambda i: Unseeded(LogitsProcessor(SAMPLING, len(PROMPT), V), rule=rule, key=i)
 
 
 SAMPLING = sampling()
@@ -152,7 +152,7 @@ def test_drawn_drafts_cut_by_validity_are_caught() -> None:
 
 def test_a_grammar_left_out_is_caught() -> None:
     free = Sampling(1.0)
-    assert excess(Nothing(), lambda i: Unseeded(Law(free, len(PROMPT), V), key=i), 50) > 1
+    assert excess(Nothing(), lambda i: Unseeded(LogitsProcessor(free, len(PROMPT), V), key=i), 50) > 1
 
 
 # --- every draft, enumerated

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import (
-    MAX_TRIAL,
+    MAX_UNCOMMITTED,
     AttentionCache,
     FullCache,
     QuantizedCache,
@@ -90,7 +90,7 @@ def test_sliding_buffers_stay_small() -> None:
     for i in range(3000):
         cache.update_and_fetch(*rows(i, i + 1))
         mx.eval(cache.arrays())
-        assert cache.arrays()[0].shape[2] <= 16 + MAX_TRIAL + 256
+        assert cache.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + 256
 
 
 @pytest.mark.parametrize("before", [0, 3, 14, 15, 16, 17, 200])
@@ -117,7 +117,7 @@ def test_rewinding_further_than_the_slack_is_refused() -> None:
     while size < 2000:
         append(cache, size, size + 5)
         size += 5
-    assert cache.rewinds(size - MAX_TRIAL + 5) and not cache.rewinds(100)
+    assert cache.rewinds(size - MAX_UNCOMMITTED + 5) and not cache.rewinds(100)
     with pytest.raises(AssertionError, match="are gone"):
         cache.rewind(100)
 

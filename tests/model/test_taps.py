@@ -11,7 +11,7 @@ import tiny
 from mlx.utils import tree_flatten
 
 from mlx_spec.model import hooks
-from mlx_spec.model.hooks import Begun, Tap
+from mlx_spec.model.hooks import Capture, EagerLayer
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import FeatureSpec
 
@@ -48,7 +48,7 @@ def test_layers_that_are_begun_early_compute_the_same(kind: str, monkeypatch: py
     )
     early = logits(LMTarget(model), prompt, blocks)
     mx.eval(early)
-    monkeypatch.setattr(hooks.Gate, "opened", lambda gate: nullcontext())
+    monkeypatch.setattr(hooks.EagerSwitch, "opened", lambda gate: nullcontext())
     assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
 
 
@@ -71,8 +71,8 @@ def test_a_verification_is_begun_layer_by_layer_and_a_prefill_is_not(
 def test_on_a_gpu_several_layers_are_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [tiny.full().layers[0] for _ in range(20)]
     monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
-    hooks.begin_early(layers)
-    assert [i for i, layer in enumerate(layers) if isinstance(layer, Begun)] == [7, 15]
+    hooks.start_layers_early(layers)
+    assert [i for i, layer in enumerate(layers) if isinstance(layer, EagerLayer)] == [7, 15]
 
 
 def test_targets_of_one_model_share_what_begins_and_weights_keep_their_names() -> None:
@@ -83,12 +83,12 @@ def test_targets_of_one_model_share_what_begins_and_weights_keep_their_names() -
     for _ in range(2):
         LMTarget(model)
     assert len({layer.gate for layer in model.layers[:-1]}) == 1
-    assert [type(layer).__mro__.count(Begun) for layer in model.layers] == [*[1] * (len(kinds) - 1), 0]
+    assert [type(layer).__mro__.count(EagerLayer) for layer in model.layers] == [*[1] * (len(kinds) - 1), 0]
     assert [type(layer).__name__ for layer in model.layers] == kinds
     assert [name for name, _ in tree_flatten(model.parameters())] == names
     tapped = LMTarget(model, FeatureSpec(hidden_layers=(0,)))
     LMTarget(model)
-    assert isinstance(model.layers[0], Tap) and type(model.layers[0].layer).__mro__.count(Begun) == 1
+    assert isinstance(model.layers[0], Capture) and type(model.layers[0].layer).__mro__.count(EagerLayer) == 1
     assert mx.array_equal(logits(tapped, [1, 2, 3], [[4]]), logits(LMTarget(tiny.full()), [1, 2, 3], [[4]]))
 
 

@@ -14,8 +14,8 @@ from mlx_lm.models import ministral3, rope_utils
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
-from mlx_spec.model.tree import Tree, grown, tree_of
-from mlx_spec.model.tree_attention import RopeByRow, TreeView
+from mlx_spec.model.tree import Tree, tree_of, tree_template
+from mlx_spec.model.tree_attention import RowwiseRope, TreeCacheView
 from mlx_spec.types import FeatureSpec
 
 TOLERANCE = 1e-5  # measured: 0
@@ -69,7 +69,7 @@ def buffers(choices: list[list[int]]) -> tuple[np.ndarray, list[int], set[tuple[
 
 @pytest.mark.parametrize(("nodes", "height"), [(1, 4), (4, 2), (9, 3), (16, 5)])
 def test_buffers_by_an_independent_construction(nodes: int, height: int) -> None:
-    tree = grown(nodes, RATES[:height]).tree(nodes)
+    tree = tree_template(nodes, RATES[:height]).tree(nodes)
     choices = [[tree.ranks[row] for row in path[1:]] for path in tree.paths]
     assert len({tuple(choice) for choice in choices}) == nodes + 1
     mask, positions, paths = buffers(choices[1:])
@@ -82,7 +82,7 @@ def test_buffers_by_an_independent_construction(nodes: int, height: int) -> None
 
 @pytest.mark.parametrize("height", [1, 3, 5])
 def test_trees_grow_from_a_chain(height: int) -> None:
-    growth, shapes = grown(16, RATES[:height]), []
+    growth, shapes = tree_template(16, RATES[:height]), []
     for nodes in range(1, 17):
         tree = growth.tree(nodes)
         assert len(tree.parents) == min(nodes, 4 if height == 1 else 16)
@@ -99,11 +99,11 @@ def test_grown_by_what_is_likely() -> None:
     reach = {path: float(np.prod([rates[i][rank] for i, rank in enumerate(path)])) for path in every}
     likely = sorted(every, key=lambda path: -reach[path])
     for nodes in (1, 2, 5, 9, 16):
-        growth = grown(nodes, rates)
+        growth = tree_template(nodes, rates)
         assert set(growth.paths) == set(likely[:nodes])
         assert growth.reach == pytest.approx([reach[path] for path in growth.paths])
-    assert grown(3, [[0.4, 0.35], [0.4, 0.1]]).tree(3).parents == (0, 1, 0)
-    assert grown(9, [[0.4, 0.35], [0.4, 0.1]]).tree(9).parents == (0, 1, 1, 0, 4, 4)
+    assert tree_template(3, [[0.4, 0.35], [0.4, 0.1]]).tree(3).parents == (0, 1, 0)
+    assert tree_template(9, [[0.4, 0.35], [0.4, 0.1]]).tree(9).parents == (0, 1, 1, 0, 4, 4)
 
 
 def test_runs_and_widths() -> None:
@@ -130,7 +130,7 @@ def test_each_path_as_if_alone(kind: str, length: int) -> None:
         assert largest(logits[list(path)], alone) < TOLERANCE
 
 
-def in_a_row(self: TreeView, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+def in_a_row(self: TreeCacheView, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
     """As if each row came after the one before it."""
     window = self._window or 10**6
     before = min(self._base, window - 1)
@@ -138,12 +138,12 @@ def in_a_row(self: TreeView, N: int, return_array: bool = False, window_size: in
     return (columns <= rows) & (rows - columns < window)
 
 
-def by_slot(rope: RopeByRow, x: mx.array, offset: object = 0) -> mx.array:
+def by_slot(rope: RowwiseRope, x: mx.array, offset: object = 0) -> mx.array:
     return rope.layer(x, offset=offset[0] if isinstance(offset, list) else offset)
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "mistake"), [(TreeView, "make_mask", in_a_row), (RopeByRow, "__call__", by_slot)]
+    ("place", "name", "mistake"), [(TreeCacheView, "make_mask", in_a_row), (RowwiseRope, "__call__", by_slot)]
 )
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 def test_classic_mistakes_are_caught(kind, place, name, mistake, monkeypatch) -> None:
@@ -319,6 +319,6 @@ def test_every_known_rotary_embedding_takes_rows_apart(scaled: str) -> None:
         "ProportionalRoPE": lambda: rope_utils.ProportionalRoPE(16, 8),
     }
     rope, x, places = ropes[scaled](), mx.random.normal((1, 3, 4, 16)), [7, 8, 8, 5000]
-    apart = RopeByRow(rope)(x, offset=mx.array(places))
+    apart = RowwiseRope(rope)(x, offset=mx.array(places))
     for row, place in enumerate(places):
         assert largest(apart[:, :, row], rope(x[:, :, row : row + 1], offset=place)[:, :, 0]) < TOLERANCE

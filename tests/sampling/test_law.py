@@ -25,7 +25,7 @@ from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
-from mlx_spec.sampling import Law, Sampling, Unseeded, verify
+from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 
@@ -80,7 +80,7 @@ class Posing(DraftModel):
 
 class Liar(Unseeded):
     def __init__(self) -> None:
-        super().__init__(Law(PLAIN, 0, V), key=0)
+        super().__init__(LogitsProcessor(PLAIN, 0, V), key=0)
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -104,7 +104,7 @@ def exact(target: nn.Module, sampling: Sampling) -> np.ndarray:
 
 
 def unseeded(sampling: Sampling, rule: verify.Rule = verify.block) -> Callable[[int], Sampler]:
-    return lambda i: Unseeded(Law(sampling, len(PROMPT), V), rule=rule, key=i)
+    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), rule=rule, key=i)
 
 
 def seeded(sampling: Sampling) -> Callable[[int], Sampler]:

@@ -16,8 +16,8 @@ from lossless import Scripted, plain
 import mlx_spec
 from mlx_spec import engine
 from mlx_spec.model.target import LMTarget
-from mlx_spec.sampling import Law, Sampling
-from mlx_spec.sampling.logprobs import Recorder, TokenLogprob
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import (
     Choice,
@@ -29,6 +29,7 @@ from mlx_spec.types import (
     Reason,
     Round,
     Sampler,
+    TokenLogprob,
 )
 
 MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}
@@ -38,7 +39,7 @@ def recorded(
     model: nn.Module, drafter: Drafter, policy: DraftLengthPolicy, sampling: Sampling, prompt: list[int]
 ) -> tuple[list[Round], list[TokenLogprob]]:
     """40 tokens, and what was recorded of them round by round."""
-    recorder = Recorder(sampling.sampler(len(prompt), 256), Law(sampling, len(prompt), 256), TEXT, TOP)
+    recorder = LogprobRecorder(sampling.sampler(len(prompt), 256), LogitsProcessor(sampling, len(prompt), 256), TEXT, TOP)
     position, rounds, found = len(prompt), [], []
     for round in engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40):
         rounds.append(round)
@@ -135,7 +136,7 @@ class Drawing:
         pass
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        self.recorder |= isinstance(sampler, Recorder)
+        self.recorder |= isinstance(sampler, LogprobRecorder)
         none = mx.array([], dtype=mx.int32)
         drawn = [sampler.draw(self.logits[j : j + 1], history, none) for j in range(limit)]
         laws = [law for _, law in drawn if law is not None]
@@ -180,7 +181,7 @@ def test_a_grammar_is_part_of_the_law() -> None:
 def test_top_is_as_long_as_asked_for() -> None:
     logits, none = mx.random.normal((1, 256)), mx.array([], dtype=mx.int32)
     for top in (0, 1, 20, 256, 300):
-        recorder = Recorder(Sampling().sampler(1, 256), Law(Sampling(), 1, 256), TEXT, top)
+        recorder = LogprobRecorder(Sampling().sampler(1, 256), LogitsProcessor(Sampling(), 1, 256), TEXT, top)
         token = recorder.draw(logits, [3], none)[0].item()
         (each,) = recorder.of(1, [token])
         assert len(each.top) == min(top, 256)
@@ -189,7 +190,7 @@ def test_top_is_as_long_as_asked_for() -> None:
 
 
 def test_a_place_drawn_again_counts_as_drawn_last() -> None:
-    recorder = Recorder(Sampling().sampler(1, 256), Law(Sampling(), 1, 256), TEXT, 1)
+    recorder = LogprobRecorder(Sampling().sampler(1, 256), LogitsProcessor(Sampling(), 1, 256), TEXT, 1)
     none = mx.array([], dtype=mx.int32)
     first, second = mx.zeros((1, 256)).at[0, 3].add(9.0), mx.zeros((1, 256)).at[0, 4].add(2.0)
     recorder.draw(first, [3], none)
@@ -207,7 +208,7 @@ def test_the_demo_pair(sampling: Sampling) -> None:
     text, V = pair.text, pair.facts.vocab_size
     prompt = text.prompt([{"role": "user", "content": "What is the capital of France?"}])
     decoding = pair.open()
-    recorder = Recorder(sampling.sampler(len(prompt), V), Law(sampling, len(prompt), V), text, 3)
+    recorder = LogprobRecorder(sampling.sampler(len(prompt), V), LogitsProcessor(sampling, len(prompt), V), text, 3)
     done, found = list(prompt), []
     for round in engine.generate(
         decoding.target, decoding.drafters, decoding.policy, recorder, prompt, max_tokens=80, stop=text.eos

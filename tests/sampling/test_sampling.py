@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.sample_utils import make_repetition_penalty
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.sampling import Greedy, Law, Sampling, Seeded, Unseeded
+from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling, Seeded, Unseeded
 from mlx_spec.types import no_draft
 
 V = 40
@@ -71,7 +71,7 @@ def reference(
 
 def law_of(sampling: Sampling, block: mx.array, drafted: mx.array = NONE) -> np.ndarray:
     """The law [T, V] after HISTORY."""
-    scores = Law(sampling, len(PROMPT), V).scores(block, HISTORY, drafted)
+    scores = LogitsProcessor(sampling, len(PROMPT), V).scores(block, HISTORY, drafted)
     assert scores.dtype == mx.float32
     return np.array(mx.softmax(scores, axis=-1))
 
@@ -107,17 +107,17 @@ def test_each_row_sees_the_drafted_tokens_before_it(fields: dict[str, Any]) -> N
     drafted = [9, 0, 9, 3, 11, 0]
     block = logits(len(drafted) + 1)
     for rows in range(1, len(block) + 1):  # the last row sees all drafted tokens
-        scores = Law(sampling, len(PROMPT), V).scores(block[-rows:], HISTORY, mx.array(drafted))
+        scores = LogitsProcessor(sampling, len(PROMPT), V).scores(block[-rows:], HISTORY, mx.array(drafted))
         for j in range(rows):
             history = HISTORY + drafted[: len(drafted) - rows + 1 + j]
-            alone = Law(sampling, len(PROMPT), V).scores(block[-rows:][j : j + 1], history, NONE)
+            alone = LogitsProcessor(sampling, len(PROMPT), V).scores(block[-rows:][j : j + 1], history, NONE)
             assert mx.array_equal(scores[j : j + 1], alone)
 
 
 def test_repetition_penalty_is_that_of_mlx_lm() -> None:
     block = logits(1)
     theirs = make_repetition_penalty(1.3, len(HISTORY))(mx.array(HISTORY), mx.array(block))
-    ours = Law(Sampling(repetition_penalty=1.3), len(PROMPT), V).scores(block, HISTORY, NONE)
+    ours = LogitsProcessor(Sampling(repetition_penalty=1.3), len(PROMPT), V).scores(block, HISTORY, NONE)
     assert mx.allclose(ours, theirs, rtol=1e-6)
 
 
@@ -135,11 +135,11 @@ class Watched(list[int]):
 def test_counts_grow_with_the_history_and_read_each_token_once() -> None:
     sampling = Sampling(1.0, **PENALTIES)
     rng = np.random.default_rng(0)
-    law, history = Law(sampling, len(PROMPT), V), Watched(PROMPT)
+    law, history = LogitsProcessor(sampling, len(PROMPT), V), Watched(PROMPT)
     for i in range(60):
         drafted = mx.array(rng.integers(V, size=i % 4).astype(np.int32))
         block = logits(drafted.shape[0] + 1, seed=i)
-        fresh = Law(sampling, len(PROMPT), V).scores(block, list(history), drafted)
+        fresh = LogitsProcessor(sampling, len(PROMPT), V).scores(block, list(history), drafted)
         assert mx.allclose(law.scores(block, history, drafted), fresh, atol=1e-6)
         assert history.read == len(history)
         history.extend(rng.integers(V, size=i % 3).tolist())

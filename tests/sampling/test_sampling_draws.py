@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_sampling import HISTORY, NONE, PENALTIES, PROMPT, V, law_of, logits
 
-from mlx_spec.sampling import Greedy, Law, Sampling, Seeded, Unseeded
+from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling, Seeded, Unseeded
 from mlx_spec.sampling.sampling import gumbel
 from mlx_spec.sampling.verify import token
 from mlx_spec.types import Draft, no_draft
@@ -30,7 +30,7 @@ def test_greedy_is_the_argmax_and_touches_nothing() -> None:
         assert probs is None
         assert tokens.dtype == mx.int32
         assert mx.array_equal(tokens, block.argmax(-1))
-        assert Law(sampling, len(PROMPT), V).scores(block, HISTORY, NONE) is block
+        assert LogitsProcessor(sampling, len(PROMPT), V).scores(block, HISTORY, NONE) is block
         right = tokens[:4]
         for n, draft in [(4, right), (2, mx.where(mx.arange(4) == 2, right + 1, right)), (0, NONE)]:
             verdict = sampler.verify(block[: len(draft) + 1], HISTORY, Draft(draft))
@@ -56,7 +56,7 @@ def drawn(sampler: Seeded | Unseeded, row: mx.array, count: int) -> np.ndarray:
 def test_draws_follow_the_law_and_each_other_by_chance(kind: str) -> None:
     """One token, two in a row, and the same position under the next seed."""
     count, row = 40_000, logits(1, vocab=12)[0]
-    law = Law(Sampling(1.0, top_k=9), 1, 12)
+    law = LogitsProcessor(Sampling(1.0, top_k=9), 1, 12)
     first, second = (Seeded(law, s) if kind == "seeded" else Unseeded(law, key=s) for s in (7, 8))
     p = np.array(mx.softmax(law.scores(row[None], [0], NONE), axis=-1))[0].astype(np.float64)
     p /= p.sum()
@@ -69,7 +69,7 @@ def test_draws_follow_the_law_and_each_other_by_chance(kind: str) -> None:
 
 def test_seeded_noise_depends_on_position_alone() -> None:
     block = logits(9)
-    law = Law(Sampling(0.9, **PENALTIES), len(PROMPT), V)
+    law = LogitsProcessor(Sampling(0.9, **PENALTIES), len(PROMPT), V)
     guesses = [4, 1, 4, 7, 30, 2, 0, 5]
     drafted = mx.array(guesses)
     tokens, probs = Seeded(law, 5).draw(block, HISTORY, drafted)
@@ -78,7 +78,7 @@ def test_seeded_noise_depends_on_position_alone() -> None:
     for rows in range(1, 10):
         assert mx.array_equal(Seeded(law, 5).draw(block[-rows:], HISTORY, drafted)[0], tokens[-rows:])
     for j in range(9):
-        alone = Law(Sampling(0.9, **PENALTIES), len(PROMPT), V)
+        alone = LogitsProcessor(Sampling(0.9, **PENALTIES), len(PROMPT), V)
         history = HISTORY + guesses[:j]
         assert Seeded(alone, 5).draw(block[j : j + 1], history, NONE)[0].tolist() == [tokens[j].item()]
     verdict = Seeded(law, 5).verify(block, HISTORY, Draft(drafted, probs=mx.zeros((8, V))))
@@ -88,7 +88,7 @@ def test_seeded_noise_depends_on_position_alone() -> None:
 
 def test_seeds_differ_modulo_two_to_the_64() -> None:
     flat = mx.zeros((V,))
-    law = Law(Sampling(1.0), 1, V)
+    law = LogitsProcessor(Sampling(1.0), 1, V)
     seeds = [0, 1, 2, -1, 2**32, 2**63, 0x9E3779B97F4A7C15]  # the last is the step between positions
     texts = [drawn(Seeded(law, s), flat, 64).tolist() for s in seeds]
     assert all(a != b for a, b in itertools.combinations(texts, 2))
@@ -99,7 +99,7 @@ def test_seeds_differ_modulo_two_to_the_64() -> None:
 
 def test_unseeded_samplers_share_no_noise() -> None:
     flat = mx.zeros((V,))
-    law = Law(Sampling(1.0), 1, V)
+    law = LogitsProcessor(Sampling(1.0), 1, V)
     first, second = Unseeded(law), Unseeded(law)
     texts = [drawn(sampler, flat, 64).tolist() for sampler in (first, first, second)]
     assert all(a != b for a, b in itertools.combinations(texts, 2))  # equal once in 40**64
@@ -113,7 +113,7 @@ def test_unseeded_drafts_come_with_their_law_and_are_judged_by_it() -> None:
         return token(*inputs)
 
     sampling = Sampling(1.0, top_p=0.8, **PENALTIES)
-    sampler = Unseeded(Law(sampling, len(PROMPT), V), rule=rule, key=1)
+    sampler = Unseeded(LogitsProcessor(sampling, len(PROMPT), V), rule=rule, key=1)
     block, drafted = logits(4), mx.array([4, 4, 9], dtype=mx.int32)
     tokens, q = sampler.draw(block[:3], HISTORY, drafted[:2])
     assert q is not None

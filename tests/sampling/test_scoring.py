@@ -11,23 +11,23 @@ from likelihood import TEXT, TOP, check, reference
 from lossless import GREEDY, Scripted, emitted, plain, rounds
 
 from mlx_spec import engine
-from mlx_spec.model.caches import MAX_TRIAL
+from mlx_spec.model.caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
-from mlx_spec.sampling import Law, Sampling
-from mlx_spec.sampling.logprobs import TokenLogprob, score
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.tuning.fixed import Fixed
-from mlx_spec.types import FeatureSpec
+from mlx_spec.types import FeatureSpec, TokenLogprob
 
 MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}
-LENGTHS = [1, 2, MAX_TRIAL, MAX_TRIAL + 1, MAX_TRIAL + 2, 150]
+LENGTHS = [1, 2, MAX_UNCOMMITTED, MAX_UNCOMMITTED + 1, MAX_UNCOMMITTED + 2, 150]
 
 
-def scored(target: LMTarget, drafters: list[Scripted], prompt: list[int], law: Law) -> list[TokenLogprob]:
-    return [each for chunk in score(target, drafters, law, prompt, TEXT, TOP) for each in chunk]
+def scored(target: LMTarget, drafters: list[Scripted], prompt: list[int], law: LogitsProcessor) -> list[TokenLogprob]:
+    return [each for chunk in score_prompt(target, drafters, law, prompt, TEXT, TOP) for each in chunk]
 
 
-def bare() -> Law:
-    return Law(Sampling(), 0, 256)
+def bare() -> LogitsProcessor:
+    return LogitsProcessor(Sampling(), 0, 256)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -64,20 +64,20 @@ def test_drafters_see_what_a_prefill_shows_them() -> None:
 def test_penalties_and_bias_count() -> None:
     sampling = Sampling(repetition_penalty=1.2, frequency_penalty=0.4, logit_bias={3: 2.0, 8: -math.inf})
     prompt = [token for token in tiny.prompt(90) if token != 8]
-    found = scored(LMTarget(MODELS["sliding"]), [], prompt, Law(sampling, 0, 256))
+    found = scored(LMTarget(MODELS["sliding"]), [], prompt, LogitsProcessor(sampling, 0, 256))
     everything = reference(MODELS["sliding"], sampling, prompt[:1], prompt[1:])
     with pytest.raises(AssertionError):  # there, the first token is a prompt and not generated
         check(found, everything, prompt[1:])
     prompt[0] = 255
     assert 255 not in prompt[1:]
-    found = scored(LMTarget(MODELS["sliding"]), [], prompt, Law(sampling, 1, 256))
+    found = scored(LMTarget(MODELS["sliding"]), [], prompt, LogitsProcessor(sampling, 1, 256))
     check(found, reference(MODELS["sliding"], sampling, prompt[:1], prompt[1:]), prompt[1:])
 
 
 def test_others_may_run_between_chunks_and_it_may_end_early() -> None:
     model, prompts = MODELS["sliding"], [tiny.prompt(150), tiny.prompt(140, seed=8)]
     targets = [LMTarget(model), LMTarget(model)]
-    streams = [score(t, [], bare(), p, TEXT, TOP) for t, p in zip(targets, prompts, strict=True)]
+    streams = [score_prompt(t, [], bare(), p, TEXT, TOP) for t, p in zip(targets, prompts, strict=True)]
     found: list[list[TokenLogprob]] = [[], []]
     for _ in range(3):
         for i in (0, 1):
@@ -86,10 +86,10 @@ def test_others_may_run_between_chunks_and_it_may_end_early() -> None:
     for each, prompt in zip(found, prompts, strict=True):
         check(each, reference(model, Sampling(), prompt[:1], prompt[1:]), prompt[1:])
     target = LMTarget(model)
-    stream = score(target, [], bare(), prompts[0], TEXT, TOP)
+    stream = score_prompt(target, [], bare(), prompts[0], TEXT, TOP)
     next(stream)
     stream.close()
-    assert target.size == MAX_TRIAL and target.on_trial == 0
+    assert target.size == MAX_UNCOMMITTED and target.on_trial == 0
     sampler = GREEDY.sampler(150, 256)
     done = list(engine.generate(target, [], Fixed(0), sampler, prompts[0], max_tokens=9))
     assert emitted(done) == plain(model, prompts[0], 9)

@@ -137,14 +137,14 @@ def left_unnormalised(p, tokens, q, uniform, tree):
         token = tokens[j : j + 1]
         hits.append(uniform[j : j + 1] * q[j][token] < left[row][token])
         left[row] = mx.maximum(left[row] - q[j], 0)
-    last = verify_tree.deepest(mx.concatenate(hits), tree)
+    last = verify_tree.last_reached(mx.concatenate(hits), tree)
     return last, mx.where(mx.stack(left)[last].max() > 0, mx.stack(left)[last], p[last])
 
 
 def judged_by_p(p, tokens, q, uniform, tree):
     """Each guess as if it were the first."""
     hits = uniform * mx.take_along_axis(q, tokens[:, None], -1)[:, 0] < p[mx.array(tree.parents), tokens]
-    last = verify_tree.deepest(hits, tree)
+    last = verify_tree.last_reached(hits, tree)
     return last, verify_tree.accept_recursive(p, tokens, q, mx.zeros_like(uniform) + 1, tree)[1] * 0 + p[last]
 
 

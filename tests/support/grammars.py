@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.grammar import Grammar, Kind, Matcher, compile
+from mlx_spec.grammar import Grammar, GrammarKind, Matcher, compile
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
@@ -36,7 +36,7 @@ def _written() -> list[str]:
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
-def compiled(kind: Kind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
+def compiled(kind: GrammarKind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
     return compile(kind, source, text or byte_text(), V, seconds=5.0, thinks=thinks)
 
 

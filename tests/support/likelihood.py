@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.sampling import Sampling
-from mlx_spec.sampling.logprobs import TokenLogprob
 from mlx_spec.text import Text
+from mlx_spec.types import TokenLogprob
 
 TOP = 4
 

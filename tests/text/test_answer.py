@@ -12,11 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import mlx_spec
 from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import Pair
-from mlx_spec.sampling.logprobs import TokenLogprob
 from mlx_spec.text import Text, read_tokenizer
-from mlx_spec.text.stream import Answer, Part, Span
+from mlx_spec.text.stream import AnswerStream, Span, TextPart
 from mlx_spec.text.tokenizer import Marks
-from mlx_spec.types import Round
+from mlx_spec.types import Round, TokenLogprob
 
 DEMO = Path(__file__).parents[2] / "mlx_spec/demo/target"
 GEMMA, QWEN = Marks("<|tool_call>", "<tool_call|>"), Marks("<tool_call>", "</tool_call>")
@@ -65,7 +64,7 @@ def grouped(tokens: Sequence[int], draw: random.Random | None) -> list[Round]:
     return rounds
 
 
-def played(answer: Answer, text: Text, tokens: Sequence[int], draw: random.Random | None) -> list[Part]:
+def played(answer: AnswerStream, text: Text, tokens: Sequence[int], draw: random.Random | None) -> list[TextPart]:
     parts, given, logprobs = [], 0, logprobs_of(text, tokens)
     for round in grouped(tokens, draw):
         parts += answer.read(round, logprobs[given : given + len(round.tokens)])
@@ -76,13 +75,13 @@ def played(answer: Answer, text: Text, tokens: Sequence[int], draw: random.Rando
 Joined = tuple[str, int | None, str, tuple[TokenLogprob, ...], bool]
 
 
-def joined(parts: Sequence[Part]) -> list[Joined]:
+def joined(parts: Sequence[TextPart]) -> list[Joined]:
     """Parts with neighbours of one kind and call joined, without their spans. No half characters."""
     assert not any("\ufffd" in part.text for part in parts)
     return half(parts)
 
 
-def half(parts: Sequence[Part]) -> list[Joined]:
+def half(parts: Sequence[TextPart]) -> list[Joined]:
     """The same, with half characters."""
     found: list[Joined] = []
     for part in parts:
@@ -96,7 +95,7 @@ def half(parts: Sequence[Part]) -> list[Joined]:
     return found
 
 
-def texts(parts: Sequence[Part]) -> list[tuple[str, str]]:
+def texts(parts: Sequence[TextPart]) -> list[tuple[str, str]]:
     return [(kind, text) for kind, _, text, _, _ in joined(parts)]
 
 
@@ -128,7 +127,7 @@ def test_nothing_depends_on_the_rounds(name: str) -> None:
         prompt = text.encode("<think>") if draw.random() < 0.1 else []
         results = []
         for how in (None, random.Random(seed), random.Random(-seed - 1)):
-            answer = Answer(text, prompt, stop=stop, calls=CALLS[name])
+            answer = AnswerStream(text, prompt, stop=stop, calls=CALLS[name])
             parts = joined(played(answer, text, tokens, how))
             results.append((parts, answer.finished, answer.completion_tokens, answer.reasoning_tokens))
         assert results[0] == results[1] == results[2], seed
@@ -143,7 +142,7 @@ def test_logprobs_are_those_of_the_text(name: str) -> None:
     for seed in range(60):
         tokens = text.encode(" ".join(random.Random(seed).choices(WORDS.split(), k=12)))
         eos = next(iter(text.eos))
-        parts = played(Answer(text, None), text, [*tokens, eos], random.Random(seed))
+        parts = played(AnswerStream(text, None), text, [*tokens, eos], random.Random(seed))
         ((_, _, said, logprobs, _),) = joined(parts)
         assert list(logprobs) == logprobs_of(text, tokens)  # without the end of text
         assert b"".join(each.written for each in logprobs).decode() == said
@@ -173,7 +172,7 @@ def test_stop_strings_anywhere(name: str) -> None:
         starts = [draw.randrange(len(whole)) for _ in range(draw.randint(1, 3))]
         stops = [whole[at : at + draw.randint(1, 6)] for at in starts] + ["aba?", "👍👍👍👍"]
         said, string, end = cut(whole, stops)
-        answer = Answer(text, None, stop=stops)
+        answer = AnswerStream(text, None, stop=stops)
         parts = played(answer, text, tokens, draw)
         assert ("".join(part.text for part in parts), answer.finished) == (said, string), seed
         written = [text.written(t) for t in tokens]
@@ -191,14 +190,14 @@ def test_a_stop_string_inside_a_token() -> None:
     tokens = text.encode("the request of it")
     names = [text.written(t).decode() for t in tokens]
     assert names == ["the", " request", " of", " it"]
-    answer = Answer(text, None, stop=["quest"])
+    answer = AnswerStream(text, None, stop=["quest"])
     parts = answer.read(Round(tokens, 3, 3, drafter=0), logprobs_of(text, tokens))
     assert [(p.text, len(p.logprobs)) for p in parts] == [("the re", 2)]
     assert (answer.finished, answer.completion_tokens) == ("quest", 2)
     assert answer.read(Round(tokens, 0, 0)) == [] and answer.end() == []
     assert answer.completion_tokens == 2
     # a token whose beginning was given before the rest was held counts once
-    answer = Answer(text, None, stop=["est of"])
+    answer = AnswerStream(text, None, stop=["est of"])
     logprobs = logprobs_of(text, tokens)
     parts = [
         part for i, t in enumerate(tokens) for part in answer.read(Round([t], 0, 0), logprobs[i : i + 1])
@@ -209,7 +208,7 @@ def test_a_stop_string_inside_a_token() -> None:
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     text = TEXTS["words"]
-    answer = Answer(text, None, stop=["the end.", "ends"])
+    answer = AnswerStream(text, None, stop=["the end.", "ends"])
     given = [answer.read(Round([t], 0, 0)) for t in text.encode("all the end")]
     assert [[part.text for part in parts] for parts in given] == [["al"], ["l"], [" "], []]
     assert [part.text for part in answer.end()] == ["the end"]
@@ -224,7 +223,7 @@ def test_the_stop_string_that_is_complete_first() -> None:
         (["bc", "abc", "c"], "x", "abc"),
         (["cd", "xabcd"], "", "xabcd"),
     ):
-        answer = Answer(text, None, stop=stops)
+        answer = AnswerStream(text, None, stop=stops)
         parts = played(answer, text, text.encode("xabcd"), None)
         assert ("".join(p.text for p in parts), answer.finished) == (said, finished)
 
@@ -232,7 +231,7 @@ def test_the_stop_string_that_is_complete_first() -> None:
 def test_stop_strings_count_in_the_answer_only() -> None:
     text = TEXTS["words"]
     source = "<think>\nthe end</think>\n\nall <tool_call>the end</tool_call> the rest"
-    answer = Answer(text, [], stop=["the end", "l t"], calls=QWEN)
+    answer = AnswerStream(text, [], stop=["the end", "l t"], calls=QWEN)
     assert texts(played(answer, text, text.encode(source), None)) == [
         ("thinking", "the end"),
         ("answer", "all "),
@@ -240,13 +239,13 @@ def test_stop_strings_count_in_the_answer_only() -> None:
         ("answer", "the rest"),
     ]
     assert answer.finished is None
-    plain = Answer(text, None, stop=["the end"])
+    plain = AnswerStream(text, None, stop=["the end"])
     assert texts(played(plain, text, text.encode(source), None)) == [("answer", "<think>\n")]
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidValue, match="stop string is empty"):
-        Answer(TEXTS["words"], None, stop=["a", ""])
+        AnswerStream(TEXTS["words"], None, stop=["a", ""])
 
 
 # --- kinds
@@ -256,7 +255,7 @@ def test_calls_are_counted_and_closed() -> None:
     text = TEXTS["demo"]
     source = '<|tool_call>call:f{a:<|"|>é<|"|>}<tool_call|><|tool_call><tool_call|> so <|tool_call>call:g{'
     for draw in (None, random.Random(1), random.Random(2)):
-        answer = Answer(text, [], calls=GEMMA)
+        answer = AnswerStream(text, [], calls=GEMMA)
         found = joined(played(answer, text, text.encode(source), draw))
         assert [(kind, call, said, closed) for kind, call, said, _, closed in found] == [
             ("call", 0, 'call:f{a:<|"|>é<|"|>}', True),
@@ -265,9 +264,9 @@ def test_calls_are_counted_and_closed() -> None:
             ("call", 2, "call:g{", False),
         ]
         assert answer.calls == GEMMA  # what cuts such a call off: its marks and its text are all there was
-    cut_off = played(Answer(text, [], calls=GEMMA), text, text.encode("<|tool_call>"), None)
-    assert cut_off == [Part("call", "", call=0)]
-    assert Answer(text, [], calls=QWEN).calls is None and Answer(text, []).calls is None
+    cut_off = played(AnswerStream(text, [], calls=GEMMA), text, text.encode("<|tool_call>"), None)
+    assert cut_off == [TextPart("call", "", call=0)]
+    assert AnswerStream(text, [], calls=QWEN).calls is None and AnswerStream(text, []).calls is None
 
 
 def test_reasoning_tokens_are_those_of_thoughts() -> None:
@@ -278,7 +277,7 @@ def test_reasoning_tokens_are_those_of_thoughts() -> None:
         ("", "all of it", ""),
         ("", "all<think>of", "<think>of"),
     ):
-        answer = Answer(text, text.encode(prompt))
+        answer = AnswerStream(text, text.encode(prompt))
         tokens = text.encode(source)
         played(answer, text, tokens, random.Random(0))
         assert answer.reasoning_tokens == len(text.encode(thoughts))
@@ -292,7 +291,7 @@ def test_spans_tell_where_text_came_from() -> None:
     text = TEXTS["words"]
     tokens = text.encode("the end of it")
     assert len(tokens) == 4
-    answer = Answer(text, None)
+    answer = AnswerStream(text, None)
     (part,) = answer.read(Round(tokens, 5, 3, drafter=1))
     assert part.spans == (Span("the", 1, 1), Span(" end", 1, 2), Span(" of", 1, 3), Span(" it", None, 0))
     (part,) = answer.read(Round(tokens[:2], 5, 2, drafter=0))  # cut at an end of text
@@ -306,7 +305,7 @@ def test_a_character_of_several_tokens_is_one_span(name: str) -> None:
     text = TEXTS[name]
     tokens = text.encode("🎉")
     assert len(tokens) >= 3
-    answer, logprobs = Answer(text, None), logprobs_of(text, tokens)
+    answer, logprobs = AnswerStream(text, None), logprobs_of(text, tokens)
     assert answer.read(Round(tokens[:2], 2, 2, drafter=0), logprobs[:2]) == []
     (part,) = answer.read(Round(tokens[2:], 9, len(tokens) - 2, drafter=1), logprobs[2:])
     assert part.spans == (Span("🎉", 1, len(tokens) - 2),) and list(part.logprobs) == logprobs
@@ -315,7 +314,7 @@ def test_a_character_of_several_tokens_is_one_span(name: str) -> None:
 def test_half_a_character_is_given_at_the_end() -> None:
     text = TEXTS["demo"]
     tokens = [token(text, "<0xF0>"), token(text, "<0x9F>")]
-    answer = Answer(text, None)
+    answer = AnswerStream(text, None)
     assert answer.read(Round(tokens, 0, 0), logprobs_of(text, tokens)) == []
     (part,) = answer.end()
     assert set(part.text) == {"\ufffd"} and list(part.logprobs) == logprobs_of(text, tokens)
@@ -324,7 +323,7 @@ def test_half_a_character_is_given_at_the_end() -> None:
 def test_tokens_without_visible_text_have_no_logprobs() -> None:
     text = TEXTS["demo"]
     tokens = [*text.encode("<|channel>thought\nthe end<channel|>\n\nall of"), token(text, "<0xF0>"), 1]
-    answer = Answer(text, [])
+    answer = AnswerStream(text, [])
     found = {
         kind: (said, logprobs) for kind, _, said, logprobs, _ in half(played(answer, text, tokens, None))
     }
@@ -354,7 +353,7 @@ def test_speculation_does_not_show(
 ) -> None:
     found, drafted = [], []
     for pair, prompt, rounds in told:
-        answer, parts = Answer(pair.text, prompt, stop=stop), []
+        answer, parts = AnswerStream(pair.text, prompt, stop=stop), []
         for round in rounds:
             parts += answer.read(round, logprobs_of(pair.text, round.tokens))
             if answer.finished is not None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.text import Text, read_text, read_tokenizer
 from mlx_spec.text.chat_template import ChatTemplate, read_template
-from mlx_spec.text.stream import Reader
+from mlx_spec.text.stream import AnswerReader
 from mlx_spec.text.tokenizer import Marks
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_special_tokens_are_hidden() -> None:
 # --- thoughts
 
 
-def read_all(reader: Reader, tokens: list[int], step: int) -> list[tuple[str, str]]:
+def read_all(reader: AnswerReader, tokens: list[int], step: int) -> list[tuple[str, str]]:
     """What a reader gives, neighbours of one kind joined."""
     pieces = [p for i in range(0, len(tokens), step) for p in reader.read(tokens[i : i + step])]
     joined: list[tuple[str, str]] = []
