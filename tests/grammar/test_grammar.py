@@ -12,7 +12,7 @@ from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next
 
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import compile
-from mlx_spec.grammar.matcher import LARGEST
+from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS
 from mlx_spec.sampling import Greedy, Sampling
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"
@@ -209,7 +209,7 @@ def test_no_grammar_leaves_logits_alone() -> None:
         ("json_schema", "[1]", "Expecting object schema"),
         ("json_schema", "true", "Expecting object schema"),
         ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000, "recursion"),
-        ("json_schema", " " * (LARGEST + 1), "characters, the most are"),
+        ("json_schema", " " * (MAX_SOURCE_CHARS + 1), "characters, the most are"),
         ("regex", "(", "regular expression cannot be used.*unclosed group"),
         ("lark", "start: foo", 'Lark grammar cannot be used.*unknown name: "foo"'),
         ("lark", "start: <|nope|>", "unknown special token"),

@@ -37,7 +37,7 @@ def test_a_prompt_is_scored_and_then_continued(kind: str, length: int) -> None:
     target, drafter = LMTarget(model, needs), Scripted([], needs=needs)
     found = scored(target, [drafter], prompt, bare())
     check(found, reference(model, Sampling(), prompt[:1], prompt[1:]), prompt[1:])
-    assert target.size == length - 1 and target.on_trial == 0
+    assert target.size == length - 1 and target.uncommitted == 0
     truth = plain(model, prompt, 20)
     assert emitted(rounds(target, Scripted(prompt + truth, 2), 3, prompt, 20)) == truth
     rows = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
@@ -89,7 +89,7 @@ def test_others_may_run_between_chunks_and_it_may_end_early() -> None:
     stream = score_prompt(target, [], bare(), prompts[0], TEXT, TOP)
     next(stream)
     stream.close()
-    assert target.size == MAX_UNCOMMITTED and target.on_trial == 0
+    assert target.size == MAX_UNCOMMITTED and target.uncommitted == 0
     sampler = GREEDY.sampler(150, 256)
     done = list(engine.generate(target, [], Fixed(0), sampler, prompts[0], max_tokens=9))
     assert emitted(done) == plain(model, prompts[0], 9)

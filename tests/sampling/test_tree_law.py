@@ -190,7 +190,7 @@ def test_walk_of_a_tree_without_chance_is_exact(shape: tuple[int, ...]) -> None:
 def luckiest(chosen: mx.array, tokens: mx.array, tree: Tree) -> mx.array:
     """Of two equal guesses the one whose children fit."""
     hits = tokens == chosen[mx.array(tree.parents)]
-    reached = (mx.array(tree.above()).astype(mx.int32)[:, 1:] * (1 - hits)).sum(axis=-1) == 0
+    reached = (mx.array(tree.ancestors()).astype(mx.int32)[:, 1:] * (1 - hits)).sum(axis=-1) == 0
     last = mx.where(reached, mx.array(tree.depths), -1).argmax()
     return mx.stack([last.astype(mx.int32), chosen[last]])
 

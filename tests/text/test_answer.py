@@ -14,11 +14,11 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.text import Text, read_tokenizer
 from mlx_spec.text.stream import AnswerStream, Span, TextPart
-from mlx_spec.text.tokenizer import Marks
+from mlx_spec.text.tokenizer import Markers
 from mlx_spec.types import Round, TokenLogprob
 
 DEMO = Path(__file__).parents[2] / "mlx_spec/demo/target"
-GEMMA, QWEN = Marks("<|tool_call>", "<tool_call|>"), Marks("<tool_call>", "</tool_call>")
+GEMMA, QWEN = Markers("<|tool_call>", "<tool_call|>"), Markers("<tool_call>", "</tool_call>")
 WORDS = "request requests quest rest stop stopped the end ending of it all café 👍 日本 "
 
 
@@ -50,7 +50,7 @@ def token(text: Text, name: str) -> int:
 
 def logprobs_of(text: Text, tokens: Sequence[int]) -> list[TokenLogprob]:
     """One for each token, told apart by its value."""
-    return [TokenLogprob(t, text.written(t), -i / 8) for i, t in enumerate(tokens)]
+    return [TokenLogprob(t, text.token_bytes(t), -i / 8) for i, t in enumerate(tokens)]
 
 
 def grouped(tokens: Sequence[int], draw: random.Random | None) -> list[Round]:
@@ -175,7 +175,7 @@ def test_stop_strings_anywhere(name: str) -> None:
         answer = AnswerStream(text, None, stop=stops)
         parts = played(answer, text, tokens, draw)
         assert ("".join(part.text for part in parts), answer.finished) == (said, string), seed
-        written = [text.written(t) for t in tokens]
+        written = [text.token_bytes(t) for t in tokens]
         ends = [len(b"".join(written[: i + 1]).decode(errors="ignore")) for i in range(len(tokens))]
         assert answer.completion_tokens == 1 + next(i for i, at in enumerate(ends) if at >= end)
         begun = [i for i in range(len(tokens)) if (ends[i - 1] if i else 0) < len(said)]
@@ -188,7 +188,7 @@ def test_stop_strings_anywhere(name: str) -> None:
 def test_a_stop_string_inside_a_token() -> None:
     text = TEXTS["words"]
     tokens = text.encode("the request of it")
-    names = [text.written(t).decode() for t in tokens]
+    names = [text.token_bytes(t).decode() for t in tokens]
     assert names == ["the", " request", " of", " it"]
     answer = AnswerStream(text, None, stop=["quest"])
     parts = answer.read(Round(tokens, 3, 3, drafter=0), logprobs_of(text, tokens))

@@ -13,7 +13,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.text import Text, read_text, read_tokenizer
 from mlx_spec.text.chat_template import ChatTemplate, read_template
 from mlx_spec.text.stream import AnswerReader
-from mlx_spec.text.tokenizer import Marks
+from mlx_spec.text.tokenizer import Markers
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted(ROOT.glob("tests/golden/*/target"))
@@ -194,7 +194,7 @@ def test_end_tokens_are_hidden() -> None:
 
 # --- tool calls
 
-GEMMA, QWEN = Marks("<|tool_call>", "<tool_call|>"), Marks("<tool_call>", "</tool_call>")
+GEMMA, QWEN = Markers("<|tool_call>", "<tool_call|>"), Markers("<tool_call>", "</tool_call>")
 CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
 
 
@@ -241,7 +241,7 @@ def test_calls_are_read_only_between_tokens() -> None:
     text = with_calls()
     tokens = text.encode('<tool_call>\n{"a": 1}\n</tool_call>\n')
     assert read_all(text.reader(calls=QWEN), tokens, 1) == [('\n{"a": 1}\n', "call")]
-    half = Marks(QWEN.open, "[no such token]")
+    half = Markers(QWEN.open, "[no such token]")
     assert text.reader(calls=half).calls is None and TEXTS["byte_level"].reader(calls=QWEN).calls is None
     for reader in (text.reader(), text.reader(calls=half), text.plain_reader()):
         assert read_all(reader, tokens, 1) == [(text.decode(tokens), "answer")]
@@ -266,7 +266,7 @@ def test_bytes_of_tokens_make_up_the_text(name: str) -> None:
     text = TEXTS[name]
     for sample in [*SAMPLES, *(random_text(seed) for seed in range(60))]:
         tokens = text.encode(sample)
-        whole = b"".join(text.written(token) for token in tokens)
+        whole = b"".join(text.token_bytes(token) for token in tokens)
         assert whole.decode() == without_decoder_strip(name, text.decode_raw(tokens))
 
 
@@ -274,7 +274,7 @@ def test_bytes_of_tokens_make_up_the_text(name: str) -> None:
 def test_bytes_of_a_token_may_be_half_a_character(name: str) -> None:
     text = TEXTS[name]
     tokens = text.encode("👍")
-    pieces = [text.written(token) for token in tokens]
+    pieces = [text.token_bytes(token) for token in tokens]
     assert b"".join(pieces).endswith("👍".encode()) and len(pieces) >= 2
     with pytest.raises(UnicodeDecodeError):
         pieces[-1].decode()
@@ -283,23 +283,23 @@ def test_bytes_of_a_token_may_be_half_a_character(name: str) -> None:
 def test_tokens_are_not_written_as_the_vocabulary_writes_them() -> None:
     text = TEXTS["byte_level"]
     for wrong, right in (("Ġ", b" "), ("Ċ", b"\n"), ("é", b"\xe9"), ("<think>", b"<think>")):
-        assert text.written(text.vocabulary()[wrong]) == right
+        assert text.token_bytes(text.vocabulary()[wrong]) == right
     text = TEXTS["sentencepiece"]
     for wrong, right in (("▁", b" "), ("<0xF0>", b"\xf0"), ("</s>", b"</s>"), ("a", b"a")):
-        assert text.written(text.vocabulary()[wrong]) == right
-    assert text.written(100_000) == b""
+        assert text.token_bytes(text.vocabulary()[wrong]) == right
+    assert text.token_bytes(100_000) == b""
 
 
 def test_a_vocabulary_of_another_kind_is_read_by_its_decoder() -> None:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
-    assert Text(tokenizer, None, ()).written(1) == b"play"
+    assert Text(tokenizer, None, ()).token_bytes(1) == b"play"
 
 
 def test_marked_spaces_are_spaces() -> None:
     tokenizer = Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
     tokenizer.decoder = decoders.Metaspace()
-    assert Text(tokenizer, None, ()).written(2) == b" a"
+    assert Text(tokenizer, None, ()).token_bytes(2) == b" a"
 
 
 BARE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}]{% endfor %}"

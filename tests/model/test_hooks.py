@@ -1,4 +1,4 @@
-"""What stands in the place of a model's layers: shared by its targets, and no change to what they compute."""
+"""Module wrappers: the targets of a model share them, and they do not change its output."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from mlx_spec.types import FeatureSpec
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 
 
-class Counted:
-    """Counts what is begun early."""
+class StartCounter:
+    """Counts the layers that start early."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        monkeypatch.setattr(hooks.mx, "async_eval", self._begin)
+        monkeypatch.setattr(hooks.mx, "async_eval", self._start)
 
-    def _begin(self, *arrays: mx.array) -> None:
+    def _start(self, *arrays: mx.array) -> None:
         self.count += 1
 
 
 def logits(target: LMTarget, prompt: list[int], blocks: Sequence[list[int]]) -> mx.array:
-    """Of blocks that are verified one after the other, all of which but their last token is kept."""
+    """Logits of blocks verified one after the other; of each all but its last token is kept."""
     target.prefill(prompt)
     seen = []
     for block in blocks:
@@ -40,61 +40,56 @@ def logits(target: LMTarget, prompt: list[int], blocks: Sequence[list[int]]) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_are_begun_early_compute_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt, blocks = (
-        getattr(tiny, kind)(),
-        tiny.prompt(40),
-        [[5], [6, 7, 8], [9], [3, 4, 5, 6, 7], [2]],
-    )
+def test_an_early_start_changes_no_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(40)
+    blocks = [[5], [6, 7, 8], [9], [3, 4, 5, 6, 7], [2]]
     early = logits(LMTarget(model), prompt, blocks)
     mx.eval(early)
-    monkeypatch.setattr(hooks.EagerSwitch, "opened", lambda gate: nullcontext())
+    monkeypatch.setattr(hooks.EagerSwitch, "on", lambda switch: nullcontext())
     assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_verification_is_begun_layer_by_layer_and_a_prefill_is_not(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layers behind the last K/V are not computed in a prefill at all."""
+def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill must not: it never computes the layers after the last K/V."""
     model = getattr(tiny, kind)()
-    target, begun = LMTarget(model), Counted(monkeypatch)
+    target, started = LMTarget(model), StartCounter(monkeypatch)
     target.prefill(tiny.prompt(20))
-    assert not begun.count
+    assert not started.count
     target.verify(mx.array([5], dtype=mx.int32))
-    assert begun.count == len(model.layers) - 1
+    assert started.count == len(model.layers) - 1
     target.commit(1)
     target.prefill([6, 7, 8])
-    assert begun.count == len(model.layers) - 1
+    assert started.count == len(model.layers) - 1
 
 
-def test_on_a_gpu_several_layers_are_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_starts_several_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [tiny.full().layers[0] for _ in range(20)]
     monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
     hooks.start_layers_early(layers)
     assert [i for i, layer in enumerate(layers) if isinstance(layer, EagerLayer)] == [7, 15]
 
 
-def test_targets_of_one_model_share_what_begins_and_weights_keep_their_names() -> None:
-    """A model is saved, and loaded into, under the names of its own, also after it was a target's."""
+def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None:
+    """A model that was a target's can still be saved, and loaded into, under its own names."""
     model = tiny.full()
     names = [name for name, _ in tree_flatten(model.parameters())]
     kinds = [type(layer).__name__ for layer in model.layers]
     for _ in range(2):
         LMTarget(model)
-    assert len({layer.gate for layer in model.layers[:-1]}) == 1
+    assert len({layer.switch for layer in model.layers[:-1]}) == 1
     assert [type(layer).__mro__.count(EagerLayer) for layer in model.layers] == [*[1] * (len(kinds) - 1), 0]
     assert [type(layer).__name__ for layer in model.layers] == kinds
     assert [name for name, _ in tree_flatten(model.parameters())] == names
-    tapped = LMTarget(model, FeatureSpec(hidden_layers=(0,)))
+    captured = LMTarget(model, FeatureSpec(hidden_layers=(0,)))
     LMTarget(model)
-    assert isinstance(model.layers[0], Capture) and type(model.layers[0].layer).__mro__.count(EagerLayer) == 1
-    assert mx.array_equal(logits(tapped, [1, 2, 3], [[4]]), logits(LMTarget(tiny.full()), [1, 2, 3], [[4]]))
+    first = model.layers[0]
+    assert isinstance(first, Capture) and type(first.layer).__mro__.count(EagerLayer) == 1
+    assert mx.array_equal(logits(captured, [1, 2, 3], [[4]]), logits(LMTarget(tiny.full()), [1, 2, 3], [[4]]))
 
 
-def test_an_interrupted_pass_closes_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.full()
-    target = LMTarget(model)
+def test_an_interrupted_pass_turns_the_early_start_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = LMTarget(tiny.full())
     target.prefill([1, 2, 3])
     with monkeypatch.context() as patch:
 
@@ -105,6 +100,6 @@ def test_an_interrupted_pass_closes_the_gate(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(KeyboardInterrupt):
             target.verify(mx.array([5], dtype=mx.int32))
     target.commit(0)
-    begun = Counted(monkeypatch)
+    started = StartCounter(monkeypatch)
     target.prefill([4, 5, 6])
-    assert not begun.count
+    assert not started.count

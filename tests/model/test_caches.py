@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import (
     MAX_UNCOMMITTED,
+    WINDOW_SLACK,
     AttentionCache,
     FullCache,
     QuantizedCache,
@@ -22,7 +23,9 @@ from mlx_spec.model.caches import (
     make_caches,
 )
 from mlx_spec.model.target import LMTarget
+from mlx_spec.types import FeatureSpec
 
+KINDS = ["full", "sliding", "shared", "recurrent"]
 MAKERS = {
     "full": FullCache,
     "window 16": lambda: SlidingCache(16),
@@ -40,7 +43,7 @@ def rows(low: int, high: int, salt: int = 0) -> tuple[mx.array, mx.array]:
 
 
 def append(cache: AttentionCache, low: int, high: int, salt: int = 0) -> list[mx.array]:
-    """What attention would see after appending positions low..high."""
+    """Append positions low..high and return the arrays that attention sees."""
     keys, values = cache.update_and_fetch(*rows(low, high, salt))
     parts = [*keys, *values] if isinstance(keys, tuple) else [keys, values]
     mx.eval(parts)
@@ -52,29 +55,29 @@ def same(a: list[mx.array], b: list[mx.array]) -> bool:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_write_rewind_write_is_write_alone(kind: str) -> None:
-    chance = random.Random(1)
-    tried, clean = MAKERS[kind](), MAKERS[kind]()
+def test_write_rewind_write_equals_write(kind: str) -> None:
+    draw = random.Random(1)
+    rewound, clean = MAKERS[kind](), MAKERS[kind]()
     size = 0
     for step in range(250):
         if step % 60 == 59:  # a prefill chunk longer than any slack
             T = keep = 700
         else:
-            T = chance.choice([1, 1, 2, 5, 17])
-            keep = chance.randint(0, T)
-        before = append(tried, size, size + T, salt=1 if keep < T else 0)
+            T = draw.choice([1, 1, 2, 5, 17])
+            keep = draw.randint(0, T)
+        before = append(rewound, size, size + T, salt=1 if keep < T else 0)
         if keep == T:
             assert same(before, append(clean, size, size + T))
         else:
-            tried.rewind(size)
+            rewound.rewind(size)
             if keep:
-                assert same(append(tried, size, size + keep), append(clean, size, size + keep))
+                assert same(append(rewound, size, size + keep), append(clean, size, size + keep))
         size += keep
-        assert tried.offset == clean.offset == size
+        assert rewound.offset == clean.offset == size
 
 
 @pytest.mark.parametrize("window", [16, 300])
-def test_sliding_rows_are_the_last_of_the_text_in_order(window: int) -> None:
+def test_sliding_rows_are_the_last_ones_in_order(window: int) -> None:
     cache, size = SlidingCache(window), 0
     for T in [1, 3, 40, 1, 1, 300, 2, 1] * 12:
         keys, _ = append(cache, size, size + T)
@@ -90,7 +93,7 @@ def test_sliding_buffers_stay_small() -> None:
     for i in range(3000):
         cache.update_and_fetch(*rows(i, i + 1))
         mx.eval(cache.arrays())
-        assert cache.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + 256
+        assert cache.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
 
 
 @pytest.mark.parametrize("before", [0, 3, 14, 15, 16, 17, 200])
@@ -101,23 +104,23 @@ def test_sliding_mask_is_the_window(before: int, T: int) -> None:
         append(cache, 0, before)
     mask = cache.make_mask(T, window_size=16)
     seen = append(cache, before, before + T)[0].shape[2]
-    allowed = create_causal_mask(T, before, window_size=16)[:, before + T - seen :]
+    causal = create_causal_mask(T, before, window_size=16)
+    allowed, dropped = causal[:, before + T - seen :], causal[:, : before + T - seen]
     if mask is None:
         assert T == 1 and allowed.all().item()
     elif isinstance(mask, str):
         assert mask == "causal" and mx.array_equal(allowed, create_causal_mask(T, seen - T)).item()
     else:
         assert mx.array_equal(mask, allowed).item()
-    everything = create_causal_mask(T, before, window_size=16)[:, : before + T - seen]
-    assert not everything.any().item(), "rows that were dropped are outside every window"
+    assert not dropped.any().item(), "dropped rows are outside every window"
 
 
-def test_rewinding_further_than_the_slack_is_refused() -> None:
+def test_rewinding_past_the_slack_is_refused() -> None:
     cache, size = SlidingCache(16), 0
     while size < 2000:
         append(cache, size, size + 5)
         size += 5
-    assert cache.rewinds(size - MAX_UNCOMMITTED + 5) and not cache.rewinds(100)
+    assert cache.can_rewind(size - MAX_UNCOMMITTED + 5) and not cache.can_rewind(100)
     with pytest.raises(AssertionError, match="are gone"):
         cache.rewind(100)
 
@@ -131,12 +134,12 @@ def test_recurrent_snapshots_are_references() -> None:
     assert cache[0].item() == 1.0 and saved[0] is cache[0]
 
 
-def test_the_last_full_layer_is_never_quantized() -> None:
-    for kind in ("full", "sliding", "shared", "recurrent"):
-        caches = make_caches(getattr(tiny, kind)(), kv_bits=4)
-        full = [c for c in caches if isinstance(c, FullCache | QuantizedCache)]
-        assert isinstance(full[-1], FullCache)
-        assert all(isinstance(c, QuantizedCache) for c in full[:-1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_full_layer_is_never_quantized(kind: str) -> None:
+    caches = make_caches(getattr(tiny, kind)(), kv_bits=4)
+    full = [c for c in caches if isinstance(c, FullCache | QuantizedCache)]
+    assert isinstance(full[-1], FullCache)
+    assert all(isinstance(c, QuantizedCache) for c in full[:-1])
 
 
 def test_head_dimensions_that_no_group_divides_are_refused() -> None:
@@ -161,9 +164,14 @@ def test_unknown_caches_are_refused_by_name(cache: object) -> None:
         make_caches(Foreign(cache))
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "shared", "recurrent"])
+def assert_same_logits(target: LMTarget, fresh: LMTarget, token: int) -> None:
+    expected, got = (each.verify(mx.array([token])) for each in (fresh, target))
+    assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_a_target_rewound_is_a_target_that_never_wrote(kind: str, kv_bits: int | None) -> None:
+def test_a_rewound_target_equals_one_that_never_wrote(kind: str, kv_bits: int | None) -> None:
     model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
     for size in (90, 70, 41, 40, 12, 0):
         target = LMTarget(model, kv_bits=kv_bits)
@@ -179,21 +187,19 @@ def test_a_target_rewound_is_a_target_that_never_wrote(kind: str, kv_bits: int |
         fresh = LMTarget(model, kv_bits=kv_bits)
         fresh.prefill((prompt[:kept] + other)[:-1])
         target.prefill(other[:-1])
-        expected = fresh.verify(mx.array(other[-1:]))
-        got = target.verify(mx.array(other[-1:]))
-        assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
+        assert_same_logits(target, fresh, other[-1])
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "kept"),
     [("sliding", 95, 90), ("sliding", 80, 80), ("recurrent", 95, 90), ("recurrent", 80, 58)],
 )
-def test_the_end_of_the_last_prefill_survives_a_long_answer(kind: str, size: int, kept: int) -> None:
+def test_a_target_rewinds_to_its_last_prefill_after_a_long_answer(kind: str, size: int, kept: int) -> None:
     model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
     target = LMTarget(model)
     target.prefill(prompt)
     answer = tiny.prompt(600)
-    for i in range(0, len(answer), 15):  # in blocks: it is the length that counts
+    for i in range(0, len(answer), 15):  # in blocks: only the length matters
         for block in (answer[i : i + 1], answer[i + 1 : i + 15]):
             mx.eval(target.verify(mx.array(block)))
             target.commit(len(block))
@@ -202,14 +208,11 @@ def test_the_end_of_the_last_prefill_survives_a_long_answer(kind: str, size: int
     fresh.prefill(prompt[:kept])
     for each in (target, fresh):
         each.prefill((prompt + tiny.prompt(5))[kept:size] + other[:-1])
-    expected, got = (each.verify(mx.array(other[-1:])) for each in (fresh, target))
-    assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
+    assert_same_logits(target, fresh, other[-1])
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "shared", "recurrent"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_those_of_the_model(kind: str) -> None:
-    from mlx_spec.types import FeatureSpec
-
     target = LMTarget(getattr(tiny, kind)(), FeatureSpec(final_hidden=True))
     logits = target.verify(mx.array(tiny.prompt(9)))
     features = target.commit(9)
