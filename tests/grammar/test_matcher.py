@@ -1,4 +1,4 @@
-"""Masks are those of the language, wherever they are asked for, and what cannot be supported is refused."""
+"""Masks are those of the language, in any order of requests; grammars that are refused."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import pytest
 from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import compile
+from mlx_spec.grammar import GrammarKind, compile
 from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS
-from mlx_spec.sampling import Greedy, Sampling
+from mlx_spec.sampling import Sampling
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"
 LANGUAGE = grammars.language(PATTERN, "abcdx", longest=5)
 PREFIXES = sorted({word[:i] for word in LANGUAGE for i in range(len(word) + 1)})
 ENDS = {END, STOP}
+FREE = set(range(V)) - ENDS
 WITH_CALLS = byte_text({**NAMES, 250: "<|tool_call>"})
 NONE = mx.array([], dtype=mx.int32)
 
 
 def expected(before: str) -> set[int]:
-    """What the language itself says."""
+    """Return what the language allows."""
     ends = ENDS if before in LANGUAGE else set()
     return {ord(letter) for letter in next_letters(LANGUAGE, before)} | ends
 
@@ -32,11 +33,11 @@ def expected(before: str) -> set[int]:
 def test_masks_are_those_of_the_language() -> None:
     matcher = compiled("regex", PATTERN).matcher([])
     assert len(PREFIXES) > 40
-    for before in PREFIXES:  # in no order of growth: the matcher goes back as well
+    for before in PREFIXES:  # in no order of growth: the matcher rewinds, too
         assert row(matcher, list(before.encode())) == expected(before), before
 
 
-def test_rows_behind_a_draft_are_those_behind_the_same_tokens() -> None:
+def test_rows_after_a_draft_equal_those_after_the_same_tokens() -> None:
     matcher = compiled("regex", PATTERN).matcher([])
     for before in PREFIXES:
         tokens = list(before.encode())
@@ -45,20 +46,23 @@ def test_rows_behind_a_draft_are_those_behind_the_same_tokens() -> None:
             assert [tokens_of(r) for r in rows] == [expected(before[:i]) for i in range(cut, len(tokens) + 1)]
 
 
-def test_an_illegal_draft_token_changes_nothing() -> None:
-    matcher = compiled("regex", PATTERN).matcher([])
-    legal, illegal = list(b"ab"), ord("x")
-    for wrong in ([illegal], [END], [OPEN], [0], [255]):
-        rows = matcher.allowed([], [*legal[:1], *wrong, *legal, *wrong], 6)
-        assert [tokens_of(r) for r in rows[:2]] == [expected(""), expected("a")]
-        assert rows.any(axis=-1).all().item(), "a row without a token has no law"
-        assert row(matcher, legal[:1]) == expected("a")
+@pytest.mark.parametrize("wrong", [ord("x"), END, OPEN, 0, 255])
+def test_an_illegal_draft_token_changes_nothing(wrong: int) -> None:
+    matcher, legal = compiled("regex", PATTERN).matcher([]), list(b"ab")
+    rows = matcher.allowed([], [*legal[:1], wrong, *legal, wrong], 6)
+    assert [tokens_of(r) for r in rows[:2]] == [expected(""), expected("a")]
+    assert rows.any(axis=-1).all().item(), "a row without a token has no distribution"
+    assert row(matcher, legal[:1]) == expected("a")
+
+
+def test_legal_counts_up_to_the_first_illegal_token() -> None:
+    matcher, legal, illegal = compiled("regex", PATTERN).matcher([]), list(b"ab"), ord("x")
     assert matcher.legal([], [*legal, illegal, *legal]) == 3
     assert matcher.legal(legal, [ord("a"), ord("a"), ord("b")]) == 1
     assert matcher.legal([], [illegal]) == 0
 
 
-def test_behind_the_end_nothing_breaks() -> None:
+def test_drafts_may_go_on_after_the_end() -> None:
     matcher = compiled("regex", "ab").matcher([])
     assert row(matcher, list(b"ab")) == ENDS
     rows = matcher.allowed([], [*b"ab", END, END, *b"ab"], 7)
@@ -70,7 +74,7 @@ def test_behind_the_end_nothing_breaks() -> None:
     assert row(matcher, []) == {ord("a")}
 
 
-def test_what_is_forced_is_all_that_is_allowed() -> None:
+def test_forced_tokens_are_the_only_allowed_ones() -> None:
     matcher = compiled("json_schema", '{"const": {"name": [1, 2]}}').matcher([])
     forced = matcher.forced([])
     assert bytes(forced) == b'{"name": [1, 2]}'
@@ -86,7 +90,7 @@ def test_json_is_written_in_one_way() -> None:
     assert matcher.legal([], b'{ "a": 1}') == matcher.legal([], b'{"a":1}') - 4 == 1
 
 
-def test_an_object_of_any_kind() -> None:
+def test_any_json_object() -> None:
     matcher = compiled("json_object", "").matcher([])
     text = '{"a": {"b": [1, "ü"]}, "c": null}'.encode()
     assert matcher.legal([], text) == len(text)
@@ -99,34 +103,33 @@ def test_lark_with_special_tokens() -> None:
     assert row(matcher, [250, *b"go"]) == ENDS
 
 
-# --- thoughts
+# --- thinking
 
 
-def test_thoughts_are_free_and_the_answer_is_not() -> None:
+def test_thinking_is_free_and_the_answer_is_not() -> None:
     matcher = compiled("regex", "ab", thinks=True).matcher([])
     assert row(matcher, []) == {ord("a"), OPEN}
-    assert row(matcher, [OPEN, *b"xyz"]) == set(range(V)) - ENDS
+    assert row(matcher, [OPEN, *b"xyz"]) == FREE
     assert row(matcher, [OPEN, CLOSE]) == {ord("a")}
     assert row(matcher, [*b"ab"]) == ENDS
     assert row(matcher, [OPEN, *b"ab", CLOSE, *b"ab"]) == ENDS
 
 
-def test_a_mark_in_the_middle_of_a_draft() -> None:
+def test_a_draft_may_close_the_thinking() -> None:
     matcher = compiled("regex", "ab", thinks=True).matcher([])
     draft = [ord("x"), CLOSE, *b"ab", END]
     rows = [tokens_of(r) for r in matcher.allowed([OPEN], draft, 6)]
-    free = set(range(V)) - ENDS
-    assert rows == [free, free, {ord("a")}, {ord("b")}, ENDS, ENDS]
+    assert rows == [FREE, FREE, {ord("a")}, {ord("b")}, ENDS, ENDS]
     assert matcher.legal([OPEN], draft) == 5
     assert matcher.legal([OPEN], [CLOSE, ord("x")]) == 1
     assert matcher.legal([OPEN], [ord("x"), END]) == 1
-    assert row(matcher, [OPEN]) == free
+    assert row(matcher, [OPEN]) == FREE
 
 
-def test_a_prompt_that_opens_the_thoughts() -> None:
+def test_a_prompt_may_open_the_thinking() -> None:
     grammar = compiled("regex", "ab")
     assert row(grammar.matcher([*b"hi", OPEN]), [CLOSE]) == {ord("a")}
-    assert len(row(grammar.matcher([*b"hi", OPEN]), [ord("x")])) == V - 2
+    assert row(grammar.matcher([*b"hi", OPEN]), [ord("x")]) == FREE
     assert grammar.matcher([OPEN]).forced([]) == []
     assert row(grammar.matcher([*b"hi", OPEN, CLOSE]), []) == {ord("a")}
     assert row(grammar.matcher([*b"hi"]), []) == {ord("a")}
@@ -139,31 +142,26 @@ def test_tokens_of_another_answer_are_an_error() -> None:
     assert row(matcher, [*b"a"]) == {ord("b")}
 
 
-# --- the sampler
+# --- samplers
 
 
 def test_scores_are_masked_row_by_row() -> None:
-    sampling = Sampling(1.0, grammar=compiled("regex", "ab|cd"))
-    law = sampling.sampler(1, V)
+    sampler = Sampling(1.0, grammar=compiled("regex", "ab|cd")).sampler(1, V)
     drafted = mx.array([ord("c"), ord("z"), ord("d")])
-    tokens, laws = law.draw(mx.zeros((4, V)), [7], drafted)
-    assert laws is not None
-    assert [tokens_of(r > 0) for r in laws[:2]] == [{ord("a"), ord("c")}, {ord("d")}]
-    assert mx.isfinite(laws).all().item()
+    tokens, p = sampler.draw(mx.zeros((4, V)), [7], drafted)
+    assert p is not None and mx.isfinite(p).all().item()
+    assert [tokens_of(r > 0) for r in p[:2]] == [{ord("a"), ord("c")}, {ord("d")}]
     assert tokens[1].item() == ord("d")
 
 
-def test_drafters_draw_without_the_grammar() -> None:
-    for sampling in (Sampling(), Sampling(1.0, seed=4), Sampling(1.0)):
-        free = replace(sampling, grammar=compiled("regex", "a")).sampler(1, V).drafting
-        plain = sampling.sampler(1, V)
-        assert plain.drafting.draw(mx.zeros((1, V)), [1], NONE)[0].shape == (1,)
-        logits = mx.random.normal((3, V))
-        if sampling.seed is not None or sampling.temperature == 0:
-            assert mx.array_equal(
-                free.draw(logits, [1], mx.array([2, 3]))[0], plain.draw(logits, [1], mx.array([2, 3]))[0]
-            )
-        assert free.drafting.draw(logits, [1], mx.array([2, 3]))[0].tolist() != [ord("a")] * 3
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4), Sampling(1.0)])
+def test_drafters_draw_without_the_grammar(sampling: Sampling) -> None:
+    free = replace(sampling, grammar=compiled("regex", "a")).sampler(1, V).drafting
+    plain, logits, drafted = sampling.sampler(1, V), mx.random.normal((3, V)), mx.array([2, 3])
+    assert plain.drafting.draw(mx.zeros((1, V)), [1], NONE)[0].shape == (1,)
+    if sampling.seed is not None or sampling.temperature == 0:
+        assert mx.array_equal(free.draw(logits, [1], drafted)[0], plain.draw(logits, [1], drafted)[0])
+    assert free.drafting.draw(logits, [1], drafted)[0].tolist() != [ord("a")] * 3
 
 
 def test_unseeded_drafts_do_not_share_noise_with_the_verdict() -> None:
@@ -174,20 +172,13 @@ def test_unseeded_drafts_do_not_share_noise_with_the_verdict() -> None:
     assert len(set(drawn)) > 10 and len(set(judged)) > 5
 
 
-def test_the_grammar_stands_above_a_ban() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0])
+def test_the_grammar_stands_above_a_ban(temperature: float) -> None:
     banned = {ord("a"): -float("inf"), ord("c"): -float("inf")}
     logits = mx.random.normal((1, V))
-    for temperature in (0.0, 1e-4, 1.0):
-        only = Sampling(temperature, seed=1, logit_bias=banned, grammar=compiled("regex", "a"))
-        assert only.sampler(1, V).draw(logits, [1], NONE)[0].item() == ord("a")
-        other = Sampling(temperature, seed=1, logit_bias=banned, grammar=compiled("regex", "a|b|c"))
-        assert other.sampler(1, V).draw(logits, [1], NONE)[0].item() == ord("b")
-
-
-def test_no_grammar_leaves_logits_alone() -> None:
-    sampler = Sampling().sampler(1, V)
-    assert isinstance(sampler, Greedy)
-    assert sampler.drafting.draw(mx.eye(V)[:3], [1], mx.array([2, 3]))[0].tolist() == [0, 1, 2]
+    for pattern, letter in (("a", "a"), ("a|b|c", "b")):
+        sampling = Sampling(temperature, seed=1, logit_bias=banned, grammar=compiled("regex", pattern))
+        assert sampling.sampler(1, V).draw(logits, [1], NONE)[0].item() == ord(letter)
 
 
 # --- refusals
@@ -216,7 +207,7 @@ def test_no_grammar_leaves_logits_alone() -> None:
         ("lark", 'begin: "a"', "no start rule"),
     ],
 )
-def test_what_cannot_be_supported_is_refused(kind: grammars.Kind, source: str, message: str) -> None:
+def test_unsupported_grammars_are_refused_in_one_line(kind: GrammarKind, source: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message) as caught:
         compiled(kind, source)
     assert "\n" not in str(caught.value)
@@ -243,12 +234,12 @@ def test_a_grammar_that_explodes_is_refused() -> None:
         compiled("json_schema", json.dumps({"allOf": parts}))
 
 
-def test_without_the_engine_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(SpecError, match="pip install llguidance"):
         compiled("regex", "a")
 
 
-def test_a_text_without_an_end_is_refused() -> None:
+def test_a_vocabulary_without_an_end_is_refused() -> None:
     with pytest.raises(InvalidValue, match="no end-of-text token"):
         compiled("regex", "a", text=byte_text({OPEN: "<think>", CLOSE: "</think>"}))
