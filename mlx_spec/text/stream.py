@@ -6,7 +6,7 @@ mlx-lm's detokenizers need transformers' tokenizer objects and do not tell wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no character, o
 class Detokenizer:
     """The text of a stream of tokens. It never gives half a character.
 
-    A window of tokens is decoded twice, with the new tokens and without: the difference is the new text. So
+    A window of tokens is decoded twice, with the new token and without: the difference is the new text. So
     the spaces of a token are those of its place.
     """
 
@@ -31,9 +31,9 @@ class Detokenizer:
         self._given = 0
         self.waiting = False  # True if the last tokens are half a character
 
-    def add(self, tokens: Iterable[int]) -> str:
-        """Return the text that `tokens` complete."""
-        self._tokens += tokens
+    def add(self, token: int) -> str:
+        """Return the text that `token` completes."""
+        self._tokens.append(token)
         return self._new_text(final=False)
 
     def end(self) -> str:
@@ -52,7 +52,7 @@ class Detokenizer:
 
 
 class AnswerReader:
-    """Turns the tokens of the answer to `prompt` into pieces of text of one kind each.
+    """The text of the answer to `prompt`, token by token, and its kind.
 
     Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
     kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
@@ -81,26 +81,18 @@ class AnswerReader:
         """Return True if `token`, read next, is a marker or an end of text."""
         return self._kind_after(token) is not None or token in self._text.eos
 
-    def read(self, tokens: Sequence[int]) -> list[tuple[str, TextKind]]:
-        """Return the pieces that `tokens` complete, none of them empty."""
-        pieces: list[tuple[str, TextKind]] = []
-        run: list[int] = []
-        for token in tokens:
-            kind = self._kind_after(token)
-            if kind is None:
-                run += [] if token in self._text.eos else [token]
-                continue
-            self._add_text(pieces, run, final=True)
-            run = []
+    def read(self, token: int) -> str:
+        """Return the text that `token` completes, of the kind before it. After a marker `kind` is another."""
+        kind = self._kind_after(token)
+        if kind is not None:
+            text = self.end()
             self._begin(kind, trim=kind != "call", header=self._header if kind == "thinking" else "")
-        self._add_text(pieces, run, final=False)
-        return pieces
+            return text
+        return "" if token in self._text.eos else self._visible(self._detokenizer.add(token))
 
-    def end(self) -> list[tuple[str, TextKind]]:
-        """Return the pieces that were held back."""
-        pieces: list[tuple[str, TextKind]] = []
-        self._add_text(pieces, [], final=True)
-        return pieces
+    def end(self) -> str:
+        """Return the text that was held back."""
+        return self._visible(self._detokenizer.end(), final=True)
 
     def _kind_after(self, token: int) -> TextKind | None:
         """Return the kind of text after a marker; None if `token` is no marker here."""
@@ -117,19 +109,18 @@ class AnswerReader:
         self._held = ""  # text that may be the header
         self._detokenizer = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
 
-    def _add_text(self, pieces: list[tuple[str, TextKind]], tokens: list[int], *, final: bool) -> None:
-        new = self._detokenizer.add(tokens) + (self._detokenizer.end() if final else "")
+    def _visible(self, new: str, *, final: bool = False) -> str:
+        """Return new text without the header and the space before the text of its kind."""
         new, self._held = self._held + new, ""
         if self._expected_header.startswith(new) and new != self._expected_header and not final:
             self._held = new
-            return
+            return ""
         if new:
             new, self._expected_header = new.removeprefix(self._expected_header), ""
         if self._trim:
             new = new.lstrip()
             self._trim = not new
-        if new:
-            pieces.append((new, self.kind))
+        return new
 
 
 def _token_ids(text: Text, markers: Markers | None) -> tuple[int | None, int | None]:
@@ -235,7 +226,7 @@ class AnswerStream:
     def end(self) -> list[TextPart]:
         """Return the text that was held back."""
         if self.finished is None:
-            self._add_text(self._reader.end())
+            self._add_text(self._reader.end(), self._reader.kind)
             self._release()
         return self._take_parts()
 
@@ -244,15 +235,13 @@ class AnswerStream:
         self.completion_tokens += 1
         if not self._reader.hides(token):
             self._without_text.append(origin)
-        self._add_text(self._reader.read([token]))
+        self._add_text(self._reader.read(token), before)
         if not self._reader.waiting:
             self._without_text.clear()  # their text is given, or they have none
         after = self._reader.kind
         self.reasoning_tokens += "thinking" in (before, after)
-        if after != before and self.finished is None:
-            self._change_kind(before, after)
-
-    def _change_kind(self, before: TextKind, after: TextKind) -> None:
+        if after == before or self.finished is not None:
+            return
         self._release()
         if before == "call":
             self._add_part(TextPart("call", "", call=self._call, closed=True))
@@ -260,21 +249,20 @@ class AnswerStream:
             self._call += 1
             self._add_part(TextPart("call", "", call=self._call))
 
-    def _add_text(self, pieces: list[tuple[str, TextKind]]) -> None:
+    def _add_text(self, text: str, kind: TextKind) -> None:
         """Add text that the tokens without text completed."""
-        for text, kind in pieces:
-            if self.finished is not None:
-                return
-            last = self._without_text[-1] if self._without_text else _TokenOrigin(None, 0, ())
-            span = Span(text, last.drafter, last.position)
-            logprobs = tuple(each for token in self._without_text for each in token.logprobs)
-            self._without_text.clear()
-            part = TextPart(kind, text, logprobs, (span,))
-            if kind == "answer":
-                self._held.append(part)
-                self._check_stops()
-            else:
-                self._add_part(replace(part, call=self._call if kind == "call" else None))
+        if not text:
+            return
+        last = self._without_text[-1] if self._without_text else _TokenOrigin(None, 0, ())
+        span = Span(text, last.drafter, last.position)
+        logprobs = tuple(each for token in self._without_text for each in token.logprobs)
+        self._without_text.clear()
+        part = TextPart(kind, text, logprobs, (span,), self._call if kind == "call" else None)
+        if kind == "answer":
+            self._held.append(part)
+            self._check_stops()
+        else:
+            self._add_part(part)
 
     def _check_stops(self) -> None:
         """Release the text in which no stop string can begin, or finish at one."""
