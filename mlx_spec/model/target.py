@@ -33,14 +33,14 @@ from mlx_spec.types import Features, FeatureSpec, KVRows
 
 CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
 # next turn often drops what a chat template appends to begin an answer
-MAX_REPLAY_TOKENS = 16  # kept tokens that a recurrent target may owe its caches; more are written for good
+MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
 
 
 @dataclass(frozen=True)
 class _Rollback:
     """The state before uncommitted writes."""
 
-    owed: mx.array
+    replay: mx.array
     recurrent: list[Any]
 
 
@@ -55,9 +55,9 @@ class _Checkpoint:
 class LMTarget:
     """A language model, its caches and the tokens they hold, for one sequence.
 
-    The caches hold `size` committed tokens, but a recurrent target may owe them the last few (`_owed`): after
-    a rejection its state is restored, and the kept tokens join the next forward pass instead of costing a
-    pass of their own.
+    The caches hold `size` committed tokens. Those of a recurrent target may lack the last few (`_replay`):
+    after a rejection its state is restored, and the accepted tokens join the next forward pass instead of
+    costing a pass of their own.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LMTarget:
     def _reset(self) -> None:
         self._caches = make_caches(self._model, kv_bits=self._kv_bits)
         self._size = 0
-        self._owed = mx.array([], dtype=mx.int32)
+        self._replay = mx.array([], dtype=mx.int32)
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
         self._rollback: _Rollback | None = None
@@ -129,8 +129,8 @@ class LMTarget:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
         assert self.uncommitted + tokens.size <= MAX_UNCOMMITTED, "too many uncommitted rows for the caches"
         if not self._uncommitted:
-            if self._owed.size > MAX_REPLAY_TOKENS:
-                self._write(self._owed[:0])
+            if self._replay.size > MAX_REPLAY_TOKENS:
+                self._write(self._replay[:0])
             self._begin()
         with self._eager.on():
             logits = self._write(tokens)
@@ -222,7 +222,7 @@ class LMTarget:
             return False
         for layer, saved in zip(self._caches, checkpoint.snapshots, strict=True):
             layer.restore(saved)
-        self._size, self._owed = checkpoint.size, self._owed[:0]
+        self._size, self._replay = checkpoint.size, self._replay[:0]
         return self._recurrent or self._shorten(min(size, checkpoint.size))
 
     def _add_checkpoint(self, size: int) -> None:
@@ -230,7 +230,7 @@ class LMTarget:
 
     def _begin(self) -> None:
         recurrent = [c.snapshot() for c in self._caches if isinstance(c, RecurrentCache)]
-        self._rollback = _Rollback(self._owed, recurrent)
+        self._rollback = _Rollback(self._replay, recurrent)
 
     def _end(self) -> None:
         self._uncommitted, self._captured, self._rollback = [], [], None
@@ -238,11 +238,11 @@ class LMTarget:
     def _undo(self, keep: int) -> None:
         if self._rollback is None:
             return
-        owed = self._rollback.owed
+        replay = self._rollback.replay
         size = self._size + keep
         if self._recurrent:
-            size = self._size - owed.size
-            self._owed = mx.concatenate([owed, *self._uncommitted])[: owed.size + keep]
+            size = self._size - replay.size
+            self._replay = mx.concatenate([replay, *self._uncommitted])[: replay.size + keep]
         for cache in _attention(self._caches):
             cache.rewind(size)
         recurrent = [c for c in self._caches if isinstance(c, RecurrentCache)]
@@ -250,8 +250,8 @@ class LMTarget:
             layer.restore(saved)
 
     def _write(self, tokens: mx.array, views: list[TreeCacheView] | None = None) -> mx.array:
-        T, rows = tokens.size, mx.concatenate([self._owed, tokens]) if self._owed.size else tokens
-        self._owed = self._owed[:0] if self._owed.size else self._owed
+        T, rows = tokens.size, mx.concatenate([self._replay, tokens]) if self._replay.size else tokens
+        self._replay = self._replay[:0] if self._replay.size else self._replay
         logits: mx.array = self._model(rows[None], cache=views or self._caches)[0]
         self._captured.append([each.outputs.pop()[0, rows.size - T :] for each in self._captures])
         return logits[rows.size - T :] if rows.size > T else logits
