@@ -136,13 +136,8 @@ class Text:
             kept["content"] = _outside(content, markers)
         return kept
 
-    @property
-    def marks(self) -> Markers | None:
-        """Return `thinking_markers`. Goes when no other package uses this name."""
-        return self.thinking_markers
-
     def written(self, token: int) -> bytes:
-        """Return `token_bytes(token)`. Goes when no other package uses this name."""
+        """Return `token_bytes(token)`: the name that other packages still use."""
         return self._token_bytes(token)
 
 

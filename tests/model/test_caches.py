@@ -18,7 +18,6 @@ from mlx_spec.model.caches import (
     AttentionCache,
     FullCache,
     QuantizedCache,
-    RecurrentCache,
     SlidingCache,
     make_caches,
 )
@@ -123,15 +122,6 @@ def test_rewinding_past_the_slack_is_refused() -> None:
     assert cache.can_rewind(size - MAX_UNCOMMITTED + 5) and not cache.can_rewind(100)
     with pytest.raises(AssertionError, match="are gone"):
         cache.rewind(100)
-
-
-def test_recurrent_snapshots_are_references() -> None:
-    cache = RecurrentCache(2)
-    cache[0], cache[1] = mx.array([1.0]), mx.array([2.0])
-    saved = cache.snapshot()
-    cache[0] = cache[0] + 5
-    cache.restore(saved)
-    assert cache[0].item() == 1.0 and saved[0] is cache[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -135,23 +135,6 @@ def test_match_emits_what_the_target_chooses_whatever_the_draft() -> None:
     assert accepted == set(range(K + 1))
 
 
-STEPS = [(verify.token, verify.accept_token), (verify.block, verify.accept_block)]
-
-
-@pytest.mark.parametrize(("rule", "accept"), STEPS)
-def test_rules_are_their_two_steps(rule: verify.Rule, accept: Accept) -> None:
-    rng = np.random.default_rng(0)
-    for K in (0, 1, 2, 5):
-        p, q = (mx.array(normalised(rng.random((n, 6))).astype(np.float32)) for n in (K + 1, K))
-        tokens = mx.array(rng.integers(6, size=K).astype(np.int32))
-        uniform, gumbel = (mx.array(rng.random(n).astype(np.float32)) for n in (K, 6))
-        n, weights = accept(p, tokens, q, uniform)
-        verdict = rule(p, tokens, q, uniform, gumbel)
-        assert verdict.dtype == mx.int32
-        assert verdict.tolist() == [n.item(), (mx.log(weights) + gumbel).argmax().item()]
-        assert K > 0 or mx.array_equal(weights, p[0])
-
-
 def test_match_of_no_draft_is_the_choice() -> None:
     verdict = verify.match(mx.array([5], dtype=mx.int32), mx.array([], dtype=mx.int32))
     assert verdict.dtype == mx.int32

@@ -1,4 +1,4 @@
-"""What log-probabilities must be: those of one forward pass without a cache, in float64."""
+"""The reference for log-probabilities: one forward pass without a cache, in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT = letters()
 
 
 def reference(model: nn.Module, sampling: Sampling, prompt: list[int], emitted: list[int]) -> np.ndarray:
-    """Log-probabilities [N, V] of the places of the emitted tokens, by one forward pass without a cache."""
+    """Return log-probabilities [N, V] at the emitted tokens, by one forward pass without a cache."""
     logits = np.array(model(mx.array([prompt + emitted]))[0].astype(mx.float32), dtype=np.float64)
     rows = logits[len(prompt) - 1 : -1].copy()
     for j, row in enumerate(rows):
