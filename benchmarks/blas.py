@@ -38,7 +38,6 @@ from timing import finish, interval, parser, table
 from mlx_spec.engine import generate, prefill
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.tuning import calibrate, profile
 from mlx_spec.tuning.bandwidth import device_name
 from mlx_spec.tuning.tuner import Tuner

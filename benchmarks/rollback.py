@@ -34,7 +34,6 @@ from mlx_lm.models.cache import (
 from timing import finish, parser, table
 from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
-from mlx_spec.cache import RecurrentCache
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed

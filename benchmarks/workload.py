@@ -14,7 +14,7 @@ from pathlib import Path
 from arms import PROMPTS, Prompt, fixed
 
 from mlx_spec.pair import Pair
-from mlx_spec.template import special_tokens
+from mlx_spec.text.chat_template import special_tokens
 
 
 def read_prompts(settings: argparse.Namespace, pair: Pair, target: Path) -> list[Prompt]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from mlx_spec.convert.target import load_unread
 from mlx_spec.convert.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.errors import InvalidValue
-from mlx_spec.template import special_tokens
 from mlx_spec.text import Text, read_text
+from mlx_spec.text.chat_template import special_tokens
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text

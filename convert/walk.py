@@ -16,8 +16,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_spec.convert.measure import Floats, difference
-from mlx_spec.sampling import Greedy, Law, Sampling
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
 K = 3
@@ -107,7 +107,7 @@ class _Path:
 class _Watching(Greedy):
     """Draws greedily and remembers the logits of the first draft token."""
 
-    def __init__(self, law: Law) -> None:
+    def __init__(self, law: LogitsProcessor) -> None:
         super().__init__(law)
         self.first: mx.array | None = None
 
@@ -122,7 +122,7 @@ class _Watching(Greedy):
 def _path(model: nn.Module, sources: Sequence[Makes], prompt: list[int], setting: _Setting) -> _Path:
     target = LMTarget(model, sources[0].needs if sources else None)
     drafters = [source.make(target.parts) for source in sources]
-    samplers = [_Watching(Law(GREEDY, len(prompt), setting.vocab_size)) for _ in sources]
+    samplers = [_Watching(LogitsProcessor(GREEDY, len(prompt), setting.vocab_size)) for _ in sources]
     path = _Path([], [[] for _ in sources], [0.0 for _ in sources])
     history = list(prompt)
     if len(history) > 1:

@@ -14,7 +14,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.tree import Tree, tree_of
+from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.types import (
     Choice,
     Draft,

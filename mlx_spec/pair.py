@@ -16,7 +16,6 @@ from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.sequence import SequenceParts
 from mlx_spec.session import Session
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.types import FeatureSpec, Round
 
@@ -153,7 +152,7 @@ class Pair:
         return min(max_tokens, length - len(prompt))
 
 
-def _recorded(rounds: Generator[Round, None, None], recorder: Recorder, position: int) -> Iterator[Round]:
+def _recorded(rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int) -> Iterator[Round]:
     """Rounds with the log-probabilities of their tokens, of which the first is at `position`."""
     with closing(rounds):
         for round in rounds:

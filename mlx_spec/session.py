@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
-from mlx_spec.answer import Answer, Part, Span
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence
@@ -41,7 +40,7 @@ class Piece:
     """A piece of an answer, as it lands."""
 
     text: str  # may be empty: a round of half a character, or of hidden tokens only
-    kind: Kind
+    kind: TextKind
     round: Round | None  # the round that brought it, on its last piece; None on the others
     spans: tuple[Span, ...] = ()  # where its tokens came from: their texts make up `text`
 
@@ -241,7 +240,7 @@ class Session:
         self._stop()
         asked = {"role": "user", "content": message}
         prompt = self._pair.text.prompt([*self.messages, asked], thinking=thinking)
-        answer = _Answer(asked, prompt, Answer(self._pair.text, prompt))
+        answer = _Answer(asked, prompt, AnswerStream(self._pair.text, prompt))
         rounds = self._rounds(answer, sampling, max_tokens)
         self._running = self._stream(answer, rounds)
         return self._running
@@ -292,12 +291,12 @@ class _Answer:
 
     asked: dict[str, Any]
     prompt: list[int]
-    reading: Answer
-    _texts: dict[Kind, list[str]] = field(default_factory=lambda: {"answer": [], "thinking": []})
+    reading: AnswerStream
+    _texts: dict[TextKind, list[str]] = field(default_factory=lambda: {"answer": [], "thinking": []})
 
     def pieces(self, round: Round) -> list[Piece]:
         """What a round brought: at least one piece, the last of which has the round."""
-        found = self.reading.read(round) or [Part(self.reading.kind, "")]
+        found = self.reading.read(round) or [TextPart(self.reading.kind, "")]
         last = len(found) - 1
         return [self._piece(part, round if i == last else None) for i, part in enumerate(found)]
 
@@ -305,11 +304,11 @@ class _Answer:
         """What was held back."""
         return [self._piece(part, None) for part in self.reading.end()]
 
-    def text(self, kind: Kind) -> str:
+    def text(self, kind: TextKind) -> str:
         """All of one kind so far."""
         return "".join(self._texts[kind]).strip()
 
-    def _piece(self, part: Part, round: Round | None) -> Piece:
+    def _piece(self, part: TextPart, round: Round | None) -> Piece:
         self._texts[part.kind].append(part.text)
         return Piece(part.text, part.kind, round, part.spans)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_spec.answer import Span
+from mlx_spec.text.stream import Span
 
 BORDER = "│"  # between two rounds
 DIM = "2"

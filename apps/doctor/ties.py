@@ -14,10 +14,10 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.noise import gumbel, key_of
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
+from mlx_spec.sampling.sampling import gumbel, noise_key
 
 MARGIN = 4  # times the largest difference measured
 LEAST = 1.0  # roundings: what is allowed where none was measured
@@ -81,7 +81,7 @@ def gap(pair: Pair, history: Sequence[int], tokens: tuple[int, int], sampling: S
     seen = values
     if sampling.temperature > 0:
         assert sampling.seed is not None, "without a seed no two texts are the same"
-        key = mx.array(key_of(sampling.seed, len(history)), dtype=mx.uint32)
+        key = mx.array(noise_key(sampling.seed, len(history)), dtype=mx.uint32)
         seen = values + sampling.temperature * gumbel((values.shape[0],), key)
     pick = mx.array(tokens)
     first, second = _numbers(seen[pick])

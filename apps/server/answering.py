@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mlx_spec import engine
-from mlx_spec.answer import Answer
 from mlx_spec.apps.server.ask import Ask, Chat, Closed, Event, Opened, Piece, Raw, Span, Timings, Usage
 from mlx_spec.apps.server.choice import Choice
 from mlx_spec.apps.server.failures import invalid
@@ -23,7 +22,8 @@ from mlx_spec.sampling import Law
 from mlx_spec.scoring import score
 from mlx_spec.sequence import CachedSequence
 from mlx_spec.session import Statistics, added
-from mlx_spec.types import Round
+from mlx_spec.text.stream import AnswerStream
+from mlx_spec.types import Round, TokenLogprob
 
 UNLIMITED = 2**20  # tokens of a choice, where neither the request nor the model names a limit
 
@@ -119,7 +119,7 @@ class Answering:
             marks = prepared.dialect.format.marks
             calls = Calls(index, prepared.dialect.format, ask.prompt.tools.tools)
         begins = prompt if isinstance(ask.prompt, Chat) else None
-        answer = Answer(text, begins, stop=ask.stop, calls=marks)
+        answer = AnswerStream(text, begins, stop=ask.stop, calls=marks)
         self._choices.append(Choice(index, answer, calls, self._names(prepared), statistics))
         return self._choices[-1]
 

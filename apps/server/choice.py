@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from mlx_spec.answer import Answer, Part
 from mlx_spec.apps.server.ask import Ended, Event, FinishReason, Piece, RoundDone, Span
 from mlx_spec.apps.server.tools import Calls
 from mlx_spec.session import Statistics
+from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
 
 
@@ -17,7 +17,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        answer: Answer,
+        answer: AnswerStream,
         calls: Calls | None,
         names: Sequence[str],
         statistics: Statistics,
@@ -61,7 +61,7 @@ class Choice:
             yield from self._calls.end()
         yield Ended(self._index, self._reason(), self._answer.finished)
 
-    def _events(self, parts: Iterable[Part]) -> Iterator[Event]:
+    def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
             if part.kind != "call":
                 spans = tuple(Span(s.text, self._name(s.drafter), s.position) for s in part.spans)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_spec.apps.chat.status import OFF
 from mlx_spec.apps.server.ask import Timings
-from mlx_spec.logprobs import Alternative, TokenLogprob
+from mlx_spec.types import Alternative, TokenLogprob
 
 LEAST = -9999.0  # what a protocol without infinity writes for a token that cannot come
 

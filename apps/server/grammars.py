@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from mlx_spec import grammar
-from mlx_spec.grammar import Grammar, Kind
+from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.text import Text
 
 KEPT = 32
@@ -20,9 +20,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._count = count
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+        self._kept: OrderedDict[tuple[GrammarKind, str], Grammar] = OrderedDict()
 
-    def compiled(self, kind: Kind, source: str, *, seconds: float) -> Grammar:
+    def compiled(self, kind: GrammarKind, source: str, *, seconds: float) -> Grammar:
         """As `grammar.compile` has it. Raises what that raises."""
         key = kind, source
         with self._lock:

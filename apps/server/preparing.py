@@ -14,7 +14,7 @@ from mlx_spec.apps.server.job import Job
 from mlx_spec.apps.server.models import Loaded
 from mlx_spec.apps.server.prompts import Prepared, prepare
 from mlx_spec.apps.server.settings import Limits
-from mlx_spec.rehearsal import REHEARSAL
+from mlx_spec.grammar.sandbox import SANDBOX
 
 
 class Preparing:
@@ -35,7 +35,7 @@ class Preparing:
     def close(self) -> None:
         """Begin nothing more, and end what takes long."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        REHEARSAL.close()
+        SANDBOX.close()
 
 
 class Running:

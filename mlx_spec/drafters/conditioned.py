@@ -14,10 +14,10 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from mlx_spec.cache.full import write
 from mlx_spec.drafters.chain import Chain
 from mlx_spec.drafters.recorded import KEY, POST, PRE, WHERE, Recorded
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.model.caches import write_rows
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 BACKLOG = 64  # rows not yet written at which `observe` writes all but the newest
@@ -35,8 +35,8 @@ class Rows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D] and return all rows [1, H, S, D]."""
         start, end = self.size, self.size + keys.shape[2]
-        self._keys = write(self._keys, keys, start, end)
-        self._values = write(self._values, values, start, end)
+        self._keys = write_rows(self._keys, keys, start, end)
+        self._values = write_rows(self._values, values, start, end)
         self.size, self.offset = end, self.offset + keys.shape[2]
         return self._keys[..., :end, :], self._values[..., :end, :]
 

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 from mlx_spec.checkpoint import AGAIN, check_weights, one_line
 from mlx_spec.drafters.chain import Chain
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 CHUNK = 512  # tokens in one pass over a prompt

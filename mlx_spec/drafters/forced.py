@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_spec.constraint import Matcher
+from mlx_spec.grammar import Matcher
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, no_draft
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_spec.constraint import Matcher, read_tokens
+from mlx_spec.grammar import Matcher, read_tokens
 from mlx_spec.types import Draft, Drafter, Features, Sampler
 
 

@@ -18,7 +18,7 @@ from mlx_spec.drafters.chain import largest_probability
 from mlx_spec.drafters.recorded import POST, PRE, WHERE, Recorded, check_target
 from mlx_spec.drafters.weights import load_weights, read_tensors, required
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.tree import Tree
+from mlx_spec.model.tree import Tree
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 # The hidden states of a prompt are not worth their memory: the first token comes without a draft.

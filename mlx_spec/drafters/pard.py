@@ -17,7 +17,7 @@ from mlx_spec.drafters.one_pass import behind, drawn
 from mlx_spec.drafters.recorded import WHERE, Recorded, shift_norms
 from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.constraint import read_tokens
 from mlx_spec.drafters.draft_model import BACKLOG, DraftModel, Vocabulary, common_prefix, open_draft_model
 from mlx_spec.drafters.translation import Place, Translation, Writing, continuation, encoded, named
 from mlx_spec.errors import Mismatch
+from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 

@@ -136,9 +136,9 @@ class Branching:
         costs, rates = self._costs(), self._guesses.rates(self._height)
         if costs.guessed(context):
             return None
-        firsts = grown(min(chain.limit, self._height), [row[:1] for row in rates])
+        firsts = tree_template(min(chain.limit, self._height), [row[:1] for row in rates])
         cut = self._cut if chain.selective else self._rate
-        wide = grown(MAX_DRAFT_TOKENS, rates)
+        wide = tree_template(MAX_DRAFT_TOKENS, rates)
         best, most = None, GAIN * cut(firsts.tree(chain.limit), firsts.reach, context)
         for nodes in range(2, len(wide.paths) + 1):
             tree = wide.tree(nodes)

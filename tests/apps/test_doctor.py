@@ -26,8 +26,8 @@ from mlx_spec.apps.doctor.scripted import Scripted, Spoiled
 from mlx_spec.apps.doctor.selftest import QUICK, SelfTest, self_test
 from mlx_spec.apps.doctor.ties import Gap, Scale, allowed, apart, gap
 from mlx_spec.apps.questions import asked, long_text
-from mlx_spec.cache import FullCache, SlidingCache
 from mlx_spec.convert.progress import Progress
+from mlx_spec.model.caches import FullCache, SlidingCache
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.tuning import profile
 

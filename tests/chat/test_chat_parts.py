@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 from screen import GOLDEN, LIMIT
 
-from mlx_spec.answer import Span
 from mlx_spec.apps.chat import saved
 from mlx_spec.apps.chat.completing import Completions
 from mlx_spec.apps.chat.conversation import Conversation
@@ -38,6 +37,7 @@ from mlx_spec.apps.chat.storage import write_whole
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.session import Session
+from mlx_spec.text.stream import Span
 
 TARGET = str(GOLDEN / "target")
 TURNS = [

@@ -30,7 +30,7 @@ from mlx_spec.convert.target import made_of
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.gemma4_assistant import AssistantSource, visible
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")

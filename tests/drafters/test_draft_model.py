@@ -20,8 +20,8 @@ import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.draft_model import BACKLOG, CHUNK, SHORT, DraftModel, Vocabulary, common_prefix
 from mlx_spec.errors import BadCheckpoint, NotRewindable
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
 KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")

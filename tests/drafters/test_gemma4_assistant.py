@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.gemma4_assistant import AssistantSource, Gemma4Assistant, visible
 from mlx_spec.engine import generate
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Decision, Features, Reason, TargetParts
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,7 +10,7 @@ import tiny
 
 from mlx_spec.drafters import FAMILIES, open_drafter
 from mlx_spec.drafters.lookup import PLACES, TAIL, Lookup, LookupSource
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features
 
 NOTHING = Features()

@@ -22,7 +22,7 @@ from test_law import Liar
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.medusa import Medusa
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features
 
 TOLERANCE = 1e-5

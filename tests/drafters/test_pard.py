@@ -21,8 +21,8 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import BACKLOG, Vocabulary
 from mlx_spec.drafters.pard import Pard
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pard"

@@ -32,7 +32,6 @@ from mlx_spec.load import load
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.tuning import tuner
 from mlx_spec.types import Features, Round

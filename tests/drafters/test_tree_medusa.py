@@ -33,8 +33,6 @@ from mlx_spec.policy import Fixed
 from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.target import LMTarget
-from mlx_spec.tree import Tree, grown
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import Tuner
@@ -48,7 +46,7 @@ PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=
 
 
 def small(nodes: int, height: int = HEADS) -> Tree:
-    return grown(nodes, RATES[:height]).tree(nodes)
+    return tree_template(nodes, RATES[:height]).tree(nodes)
 
 
 @cache
@@ -335,7 +333,7 @@ def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
     found = []
     truth: list[int] = []
     for K in (0, 14):
-        recorder = Recorder(sampling.sampler(25, 256), Law(sampling, 25, 256), TEXT, TOP)
+        recorder = LogprobRecorder(sampling.sampler(25, 256), LogitsProcessor(sampling, 25, 256), TEXT, TOP)
         drafter, position = Scripted([*prompt, *truth]), len(prompt)
         rounds, said = [], []
         for round in generate(LMTarget(model), [drafter], Fixed(K), recorder, prompt, max_tokens=40):

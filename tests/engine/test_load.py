@@ -291,7 +291,7 @@ def test_cache_without_a_rule(target: Path, monkeypatch: pytest.MonkeyPatch) -> 
     class Odd:
         pass
 
-    monkeypatch.setattr("mlx_spec.cache.make_prompt_cache", lambda model: [Odd()])
+    monkeypatch.setattr("mlx_spec.model.caches.make_prompt_cache", lambda model: [Odd()])
     assert "no exact rollback rule for the cache class Odd" in refused(NotRewindable, target)
 
 

@@ -19,8 +19,6 @@ from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
-from mlx_spec.target import LMTarget
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
 from mlx_spec.types import Reason
 

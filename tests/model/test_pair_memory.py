@@ -1,4 +1,4 @@
-"""A pair takes the memory of its two checkpoints: no drafter holds a copy of anything of the target."""
+"""A pair takes the memory of its two checkpoints: no drafter copies a tensor of the target."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PUBLISHED = {
 SLACK = 8192  # bytes: constants such as rotary frequencies
 
 
-def taken(target: Path, drafter: Path | str) -> int:
-    """Bytes that a pair holds after an answer, its caches given back."""
+def held_bytes(target: Path, drafter: Path | str) -> int:
+    """Return the bytes that a pair holds after an answer, without its caches."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -41,8 +41,7 @@ def taken(target: Path, drafter: Path | str) -> int:
     return mx.get_active_memory() - before
 
 
-def tensors(folder: Path) -> int:
-    """Bytes of the tensors of a checkpoint."""
+def tensor_bytes(folder: Path) -> int:
     return sum(array.nbytes for file in folder.glob("*.safetensors") for array in mx.load(str(file)).values())
 
 
@@ -53,6 +52,6 @@ def test_loads_without_a_copy_of_the_target(family: str, tmp_path: Path) -> None
     request = Request(str(target), drafter, tmp_path / "out", "none", 32, "none", None, False)
     convert(request, Progress(io.StringIO()))
     mine = tmp_path / "out" / "target", tmp_path / "out" / "drafter"
-    alone, pair = taken(mine[0], "none"), taken(*mine)
-    assert pair - alone <= tensors(mine[1]) + SLACK, (alone, pair, tensors(mine[0]), tensors(mine[1]))
-    assert alone <= tensors(mine[0]) + SLACK
+    alone, pair = held_bytes(mine[0], "none"), held_bytes(*mine)
+    assert pair - alone <= tensor_bytes(mine[1]) + SLACK
+    assert alone <= tensor_bytes(mine[0]) + SLACK

@@ -1,4 +1,4 @@
-"""A tree of drafts in one pass of the target: every path as if alone, and caches that keep one of them."""
+"""A tree of drafts in one pass of the target: every path equals its chain, and caches keep one path."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import pytest
 import tiny
 from mlx_lm.models import ministral3, rope_utils
 
-from mlx_spec.cache.tree import TreeView
 from mlx_spec.errors import NotRewindable
-from mlx_spec.rope import RopeByRow
-from mlx_spec.target import LMTarget
-from mlx_spec.tree import Tree, grown, tree_of
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import Tree, tree_template
+from mlx_spec.model.tree_attention import RowwiseRope, TreeCacheView
 from mlx_spec.types import FeatureSpec
 
 TOLERANCE = 1e-5  # measured: 0
-DIFFERS = 1e-2  # what the classic mistakes change logits by; measured: more than 1
+DIFFERS = 1e-2  # the classic mistakes change logits by more; measured: more than 1
 TREE = Tree((0, 1, 2, 3, 2, 1, 6, 1, 0, 9, 10, 0))
 RATES = [[0.6, 0.15, 0.07, 0.04]] * 5
 SIDE = (0, 9, 10, 11)  # a path of three tokens that begins with a second guess
@@ -56,7 +55,9 @@ def largest(a: object, b: object) -> float:
 # --- the shape
 
 
-def buffers(choices: list[list[int]]) -> tuple[np.ndarray, list[int], set[tuple[tuple[int, ...], ...]]]:
+def medusa_buffers(
+    choices: list[list[int]],
+) -> tuple[np.ndarray, list[int], set[tuple[tuple[int, ...], ...]]]:
     """Medusa's buffers, from paths of ranks in its order: mask, positions and the paths to leaves."""
     nodes = [(), *(tuple(choice) for choice in sorted(choices, key=lambda c: (len(c), c)))]
     mask = np.zeros((len(nodes), len(nodes)), dtype=bool)
@@ -69,45 +70,44 @@ def buffers(choices: list[list[int]]) -> tuple[np.ndarray, list[int], set[tuple[
 
 
 @pytest.mark.parametrize(("nodes", "height"), [(1, 4), (4, 2), (9, 3), (16, 5)])
-def test_buffers_by_an_independent_construction(nodes: int, height: int) -> None:
-    tree = grown(nodes, RATES[:height]).tree(nodes)
+def test_tables_equal_those_of_medusa_s_own_construction(nodes: int, height: int) -> None:
+    tree = tree_template(nodes, RATES[:height]).tree(nodes)
     choices = [[tree.ranks[row] for row in path[1:]] for path in tree.paths]
     assert len({tuple(choice) for choice in choices}) == nodes + 1
-    mask, positions, paths = buffers(choices[1:])
+    mask, positions, paths = medusa_buffers(choices[1:])
     ours = sorted(range(nodes + 1), key=lambda row: (len(choices[row]), choices[row]))  # breadth first
-    assert (np.array(tree.above())[np.ix_(ours, ours)] == mask).all()
+    assert (np.array(tree.ancestors())[np.ix_(ours, ours)] == mask).all()
     assert [tree.depths[row] for row in ours] == positions
     leaves = set(range(nodes + 1)) - set(tree.parents)
     assert {tuple(tuple(choices[row]) for row in tree.paths[leaf]) for leaf in leaves} == paths
 
 
 @pytest.mark.parametrize("height", [1, 3, 5])
-def test_trees_grow_from_a_chain(height: int) -> None:
-    growth, shapes = grown(16, RATES[:height]), []
+def test_smaller_trees_are_part_of_larger_ones(height: int) -> None:
+    template, shapes = tree_template(16, RATES[:height]), []
     for nodes in range(1, 17):
-        tree = growth.tree(nodes)
+        tree = template.tree(nodes)
         assert len(tree.parents) == min(nodes, 4 if height == 1 else 16)
         assert tree.height <= height and tree.depths[: tree.height + 1] == tuple(range(tree.height + 1))
         shapes.append({tuple(tree.ranks[row] for row in path) for path in tree.paths})
     assert all(smaller <= larger for smaller, larger in itertools.pairwise(shapes))
-    assert growth.tree(16).height == height
+    assert template.tree(16).height == height
 
 
-def test_grown_by_what_is_likely() -> None:
-    """Against all places, ranked by the products of their rates."""
+def test_a_template_holds_the_likeliest_places() -> None:
     rates = [[0.45, 0.3, 0.02, 0.0], [0.5, 0.24, 0.1, 0.05], [0.4, 0.31, 0.0, 0.0]]
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]
     reach = {path: float(np.prod([rates[i][rank] for i, rank in enumerate(path)])) for path in every}
     likely = sorted(every, key=lambda path: -reach[path])
     for nodes in (1, 2, 5, 9, 16):
-        growth = grown(nodes, rates)
-        assert set(growth.paths) == set(likely[:nodes])
-        assert growth.reach == pytest.approx([reach[path] for path in growth.paths])
-    assert grown(3, [[0.4, 0.35], [0.4, 0.1]]).tree(3).parents == (0, 1, 0)
-    assert grown(9, [[0.4, 0.35], [0.4, 0.1]]).tree(9).parents == (0, 1, 1, 0, 4, 4)
+        template = tree_template(nodes, rates)
+        assert set(template.paths) == set(likely[:nodes])
+        assert template.reach == pytest.approx([reach[path] for path in template.paths])
+    assert tree_template(3, [[0.4, 0.35], [0.4, 0.1]]).tree(3).parents == (0, 1, 0)
+    assert tree_template(9, [[0.4, 0.35], [0.4, 0.1]]).tree(9).parents == (0, 1, 1, 0, 4, 4)
 
 
-def test_runs_and_widths() -> None:
+def test_segments_ranks_and_widths() -> None:
     tree = Tree((0, 1, 2, 1, 0, 5))
     assert tree.segments == ((0, 1, 2, 3), (4,), (5, 6))
     assert tree.ranks == (0, 0, 0, 0, 1, 1, 0)
@@ -121,7 +121,7 @@ def test_runs_and_widths() -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_path_as_if_alone(kind: str, length: int) -> None:
+def test_each_path_equals_its_chain(kind: str, length: int) -> None:
     prompt, tokens, target = tiny.prompt(length), tokens_of(length), target_of(kind)
     target.prefill(prompt)
     logits = np.array(target.verify_tree(mx.array(tokens), TREE.parents))
@@ -131,26 +131,26 @@ def test_each_path_as_if_alone(kind: str, length: int) -> None:
         assert largest(logits[list(path)], alone) < TOLERANCE
 
 
-def in_a_row(self: TreeView, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-    """As if each row came after the one before it."""
+def mask_of_a_chain(self, N, return_array=False, window_size=None) -> mx.array:
     window = self._window or 10**6
     before = min(self._base, window - 1)
     rows, columns = mx.arange(before, before + N)[:, None], mx.arange(before + N)
     return (columns <= rows) & (rows - columns < window)
 
 
-def by_slot(rope: RopeByRow, x: mx.array, offset: object = 0) -> mx.array:
+def positions_of_a_chain(rope, x, offset=0) -> mx.array:
     return rope.layer(x, offset=offset[0] if isinstance(offset, list) else offset)
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "mistake"), [(TreeView, "make_mask", in_a_row), (RopeByRow, "__call__", by_slot)]
+    ("owner", "name", "mistake"),
+    [(TreeCacheView, "make_mask", mask_of_a_chain), (RowwiseRope, "__call__", positions_of_a_chain)],
 )
 @pytest.mark.parametrize("kind", ["full", "sliding"])
-def test_classic_mistakes_are_caught(kind, place, name, mistake, monkeypatch) -> None:
+def test_classic_mistakes_are_caught(kind, owner, name, mistake, monkeypatch) -> None:
     prompt, tokens, target = tiny.prompt(40), tokens_of(1), target_of(kind)
     target.prefill(prompt)
-    monkeypatch.setattr(place, name, mistake)
+    monkeypatch.setattr(owner, name, mistake)
     logits = np.array(target.verify_tree(mx.array(tokens), TREE.parents))
     monkeypatch.undo()
     alone = logits_of_path(kind, prompt, [tokens[row] for row in SIDE])
@@ -169,13 +169,13 @@ def test_a_window_shorter_than_the_tree() -> None:
     assert largest(logits[mx.array(path)], alone.verify(mx.array([tokens[row] for row in path]))) < TOLERANCE
 
 
-# --- what is kept
+# --- commit and rewind
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", [SIDE, SIDE[:2], (0, 1, 2)])
-def test_what_follows_a_kept_path(kind: str, length: int, path: tuple[int, ...]) -> None:
+def test_decoding_goes_on_from_a_kept_path(kind: str, length: int, path: tuple[int, ...]) -> None:
     prompt, tokens, target = tiny.prompt(length), tokens_of(length), target_of(kind)
     target.prefill(prompt)
     target.verify_tree(mx.array(tokens), TREE.parents)
@@ -197,7 +197,7 @@ def test_rows_that_are_not_moved_are_caught(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sliding", "shared", "quantized"])
-def test_many_rounds_past_the_window_and_its_slack(kind: str) -> None:
+def test_many_trees_past_the_window_and_its_slack(kind: str) -> None:
     """Trees and chains in turn, over more rows than a buffer of a sliding window holds."""
     history, target = tiny.prompt(20), target_of(kind)
     target.prefill(history)
@@ -245,8 +245,8 @@ def test_a_dropped_tree_and_a_rewind_leave_no_trace(kind: str) -> None:
     assert largest(after, logits_of_path(kind, prompt, [tokens[0], 4, 2])[1:]) < TOLERANCE
 
 
-def test_the_chain_s_pass_is_the_same_afterwards() -> None:
-    """Also by another target of the model, whose positions have learned to take rows apart."""
+def test_chains_are_verified_as_before_afterwards() -> None:
+    """Also by another target of the model, whose rotary embeddings were wrapped meanwhile."""
     model, prompt = tiny.full(), tiny.prompt(30)
     before = LMTarget(model)
     before.prefill(prompt)
@@ -257,7 +257,7 @@ def test_the_chain_s_pass_is_the_same_afterwards() -> None:
     assert (np.array(after.verify(mx.array([1, 2, 3]))) == logits).all()
 
 
-# --- what is refused
+# --- refusals
 
 
 def test_recurrent_targets_refuse_by_name() -> None:
@@ -270,7 +270,7 @@ def test_recurrent_targets_refuse_by_name() -> None:
     assert target.size == 10
 
 
-def test_positions_that_are_not_known_refuse_by_name() -> None:
+def test_unknown_rotary_embeddings_refuse_by_name() -> None:
     model = tiny.full()
     rope = rope_utils.DynamicNTKScalingRoPE(32, 64, False, 1e4, 2.0)
     model.layers[1].self_attn.rope = rope
@@ -282,7 +282,7 @@ def test_positions_that_are_not_known_refuse_by_name() -> None:
 
 
 def test_models_that_calculate_with_positions_refuse_by_name() -> None:
-    """Here queries are scaled by position: the rows of a tree would get those of their slots."""
+    """Ministral scales queries by position: the rows of a tree would get those of a chain."""
     args = ministral3.ModelArgs(
         model_type="ministral3",
         hidden_size=32,
@@ -305,12 +305,8 @@ def test_models_that_calculate_with_positions_refuse_by_name() -> None:
     assert target.verify(mx.array([4])).shape == (1, 64)
 
 
-def test_trees_are_found_once() -> None:
-    assert tree_of((0, 0)) is tree_of((0, 0))
-
-
 @pytest.mark.parametrize("scaled", ["RoPE", "Llama3RoPE", "SuScaledRoPE", "YarnRoPE", "ProportionalRoPE"])
-def test_every_known_rotary_embedding_takes_rows_apart(scaled: str) -> None:
+def test_every_known_rotary_embedding_takes_an_offset_for_each_row(scaled: str) -> None:
     config = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     ropes = {
         "RoPE": lambda: nn.RoPE(16),
@@ -319,7 +315,7 @@ def test_every_known_rotary_embedding_takes_rows_apart(scaled: str) -> None:
         "YarnRoPE": lambda: rope_utils.YarnRoPE(16, scaling_factor=4.0),
         "ProportionalRoPE": lambda: rope_utils.ProportionalRoPE(16, 8),
     }
-    rope, x, places = ropes[scaled](), mx.random.normal((1, 3, 4, 16)), [7, 8, 8, 5000]
-    apart = RopeByRow(rope)(x, offset=mx.array(places))
-    for row, place in enumerate(places):
-        assert largest(apart[:, :, row], rope(x[:, :, row : row + 1], offset=place)[:, :, 0]) < TOLERANCE
+    rope, x, positions = ropes[scaled](), mx.random.normal((1, 3, 4, 16)), [7, 8, 8, 5000]
+    apart = RowwiseRope(rope)(x, offset=mx.array(positions))
+    for row, position in enumerate(positions):
+        assert largest(apart[:, :, row], rope(x[:, :, row : row + 1], offset=position)[:, :, 0]) < TOLERANCE

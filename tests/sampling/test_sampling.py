@@ -1,20 +1,27 @@
-"""Filters and penalties against a reference in float64; values out of range are refused."""
+"""Distributions against a reference in float64; draws and verdicts of the three samplers; refusals.
+
+Chi-square tests reject a right sampler once in a million. Keys are fixed, so a pass stays a pass.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
+import chi_square
 import mlx.core as mx
 import numpy as np
 import pytest
+from exact_distribution import reference
 from mlx_lm.sample_utils import make_repetition_penalty
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.sampling import Greedy, Law, Sampling, Seeded, Unseeded
-from mlx_spec.types import no_draft
+from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling, Seeded, Unseeded
+from mlx_spec.sampling.sampling import gumbel
+from mlx_spec.sampling.verify import token
+from mlx_spec.types import Draft, no_draft
 
 V = 40
 NONE = no_draft().tokens
@@ -48,80 +55,66 @@ def logits(rows: int, seed: int = 0, dtype: mx.Dtype = mx.float32, vocab: int = 
     return (mx.random.normal((rows, vocab), key=mx.random.key(seed)) * 2).astype(dtype)
 
 
-def reference(
-    sampling: Sampling, row: np.ndarray, history: Sequence[int], prompt_length: int = len(PROMPT)
-) -> np.ndarray:
-    """The law of the token after `history`, from logits [V]; the definitions, one token at a time."""
-    row, generated = row.astype(np.float64).copy(), list(history[prompt_length:])
-    for t in set(history):
-        row[t] *= sampling.repetition_penalty ** -np.sign(row[t])
-    for t in set(generated):
-        row[t] -= sampling.presence_penalty + sampling.frequency_penalty * generated.count(t)
-    for t, bias in (sampling.logit_bias or {}).items():
-        row[t] += bias
-    law = np.exp((row - row.max()) / sampling.temperature)
-    if sampling.top_k:
-        law[law < sorted(law)[-min(sampling.top_k, len(law))]] = 0
-    law /= law.sum()
-    if sampling.top_p < 1:
-        law = np.where([law[law > share].sum() < sampling.top_p for share in law], law, 0)
-    law[law < sampling.min_p * law.max()] = 0
-    return np.asarray(law / law.sum())
+def processor_of(sampling: Sampling) -> LogitsProcessor:
+    return LogitsProcessor(sampling, len(PROMPT), V)
 
 
-def law_of(sampling: Sampling, block: mx.array, drafted: mx.array = NONE) -> np.ndarray:
-    """The law [T, V] after HISTORY."""
-    scores = Law(sampling, len(PROMPT), V).scores(block, HISTORY, drafted)
+def distribution(sampling: Sampling, block: mx.array, drafted: mx.array = NONE) -> np.ndarray:
+    """Return the distribution [T, V] after HISTORY."""
+    scores = processor_of(sampling).scores(block, HISTORY, drafted)
     assert scores.dtype == mx.float32
     return np.array(mx.softmax(scores, axis=-1))
+
+
+# --- distributions
 
 
 @pytest.mark.parametrize("fields", FILTERS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_law_is_the_reference(fields: dict[str, Any], dtype: mx.Dtype, temperature: float) -> None:
+def test_distributions_equal_the_reference(
+    fields: dict[str, Any], dtype: mx.Dtype, temperature: float
+) -> None:
     sampling = Sampling(temperature, **fields)
     block = logits(6, dtype=dtype)
-    expected = [reference(sampling, row, HISTORY) for row in np.array(block.astype(mx.float32))]
-    for row, law in enumerate(expected):
-        got = law_of(sampling, block[row : row + 1])[0]
-        assert np.abs(got - law).max() < 2e-6
-        assert ((got > 0) == (law > 0)).all()
+    for row, values in enumerate(np.array(block.astype(mx.float32))):
+        got = distribution(sampling, block[row : row + 1])[0]
+        p = reference(sampling, values, HISTORY, len(PROMPT))
+        assert np.abs(got - p).max() < 2e-6
+        assert ((got > 0) == (p > 0)).all()
 
 
 @pytest.mark.parametrize("fields", FILTERS)
 def test_ties_with_the_last_token_kept_stay(fields: dict[str, Any]) -> None:
     sampling = Sampling(1.0, **fields)
     block = mx.round(logits(20, seed=1) * 0.6)  # a handful of values, many tokens each
-    for row in block:
-        got = law_of(sampling, row[None])[0]
-        law = reference(sampling, np.array(row), HISTORY)
-        assert ((got > 0) == (law > 0)).all()
+    kept = [reference(sampling, np.array(row), HISTORY, len(PROMPT)) > 0 for row in block]
+    for row, expected in zip(block, kept, strict=True):
+        assert ((distribution(sampling, row[None])[0] > 0) == expected).all()
     if fields == {"top_k": 7}:
-        assert any((reference(sampling, np.array(row), HISTORY) > 0).sum() > 7 for row in block)
+        assert any(expected.sum() > 7 for expected in kept)
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.8, **f} for f in FILTERS] + [PENALTIES])
-def test_each_row_sees_the_drafted_tokens_before_it(fields: dict[str, Any]) -> None:
-    sampling = Sampling(**fields)
-    drafted = [9, 0, 9, 3, 11, 0]
+def test_each_row_counts_the_drafted_tokens_before_it(fields: dict[str, Any]) -> None:
+    sampling, drafted = Sampling(**fields), [9, 0, 9, 3, 11, 0]
     block = logits(len(drafted) + 1)
-    for rows in range(1, len(block) + 1):  # the last row sees all drafted tokens
-        scores = Law(sampling, len(PROMPT), V).scores(block[-rows:], HISTORY, mx.array(drafted))
+    for rows in range(1, len(block) + 1):  # the last row counts all drafted tokens
+        scores = processor_of(sampling).scores(block[-rows:], HISTORY, mx.array(drafted))
         for j in range(rows):
             history = HISTORY + drafted[: len(drafted) - rows + 1 + j]
-            alone = Law(sampling, len(PROMPT), V).scores(block[-rows:][j : j + 1], history, NONE)
+            alone = processor_of(sampling).scores(block[-rows:][j : j + 1], history, NONE)
             assert mx.array_equal(scores[j : j + 1], alone)
 
 
 def test_repetition_penalty_is_that_of_mlx_lm() -> None:
     block = logits(1)
     theirs = make_repetition_penalty(1.3, len(HISTORY))(mx.array(HISTORY), mx.array(block))
-    ours = Law(Sampling(repetition_penalty=1.3), len(PROMPT), V).scores(block, HISTORY, NONE)
+    ours = processor_of(Sampling(repetition_penalty=1.3)).scores(block, HISTORY, NONE)
     assert mx.allclose(ours, theirs, rtol=1e-6)
 
 
-class Watched(list[int]):
+class CountingHistory(list[int]):
     """A history that counts the tokens read from it."""
 
     read = 0
@@ -135,51 +128,169 @@ class Watched(list[int]):
 def test_counts_grow_with_the_history_and_read_each_token_once() -> None:
     sampling = Sampling(1.0, **PENALTIES)
     rng = np.random.default_rng(0)
-    law, history = Law(sampling, len(PROMPT), V), Watched(PROMPT)
+    processor, history = processor_of(sampling), CountingHistory(PROMPT)
     for i in range(60):
         drafted = mx.array(rng.integers(V, size=i % 4).astype(np.int32))
         block = logits(drafted.shape[0] + 1, seed=i)
-        fresh = Law(sampling, len(PROMPT), V).scores(block, list(history), drafted)
-        assert mx.allclose(law.scores(block, history, drafted), fresh, atol=1e-6)
+        fresh = processor_of(sampling).scores(block, list(history), drafted)
+        assert mx.allclose(processor.scores(block, history, drafted), fresh, atol=1e-6)
         assert history.read == len(history)
         history.extend(rng.integers(V, size=i % 3).tolist())
 
 
-REFUSED: list[tuple[str, Any]] = [
-    ("temperature", -0.1),
-    ("temperature", 1e-5),
-    ("temperature", math.nan),
-    ("temperature", math.inf),
-    ("temperature", "hot"),
-    ("top_k", -1),
-    ("top_k", 2.5),
-    ("top_k", True),
-    ("top_p", 0),
-    ("top_p", 1.01),
-    ("top_p", math.nan),
-    ("min_p", -0.1),
-    ("min_p", 1.5),
-    ("repetition_penalty", 0),
-    ("repetition_penalty", math.inf),
-    ("presence_penalty", 2.5),
-    ("frequency_penalty", -math.inf),
-    ("seed", 1.5),
-    ("seed", "one"),
-    ("logit_bias", {-1: 1.0}),
-    ("logit_bias", {"a": 1.0}),
-    ("logit_bias", {1: math.inf}),
-    ("logit_bias", {1: math.nan}),
-    ("logit_bias", {1: 1e10}),
-]
+# --- draws and verdicts
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_greedy_is_the_argmax_and_changes_no_logits() -> None:
+    for dtype in (mx.float32, mx.bfloat16):
+        block = logits(5, dtype=dtype)
+        sampling = Sampling(seed=1, top_k=2, top_p=0.1, min_p=0.9)
+        sampler = sampling.sampler(len(PROMPT), V)
+        tokens, probs = sampler.draw(block, HISTORY, mx.array([1, 2, 3, 4]))
+        assert isinstance(sampler, Greedy)
+        assert probs is None and tokens.dtype == mx.int32
+        assert mx.array_equal(tokens, block.argmax(-1))
+        assert processor_of(sampling).scores(block, HISTORY, NONE) is block
+        right = tokens[:4]
+        for n, draft in [(4, right), (2, mx.where(mx.arange(4) == 2, right + 1, right)), (0, NONE)]:
+            verdict = sampler.verify(block[: len(draft) + 1], HISTORY, Draft(draft))
+            assert verdict.tolist() == [n, tokens[n].item()]
+
+
+def test_greedy_obeys_penalties_and_bias() -> None:
+    block, penalised = mx.array([[1.0, 3.0, 2.0]]), Sampling(presence_penalty=1.5)
+    cases = [(Sampling(), 1, 1), (penalised, 1, 2), (penalised, 2, 1), (Sampling(logit_bias={0: 9.0}), 1, 0)]
+    for sampling, prompt_length, best in cases:
+        assert sampling.sampler(prompt_length, 3).draw(block, [0, 1], NONE)[0].tolist() == [best]
+
+
+def drawn(sampler: Seeded | Unseeded, row: mx.array, count: int) -> np.ndarray:
+    """Draw tokens [count] at consecutive positions from logits [V]."""
+    filler = mx.zeros((count - 1,), dtype=mx.int32)
+    return np.array(sampler.draw(mx.broadcast_to(row, (count, row.shape[0])), [0], filler)[0])
+
+
+@pytest.mark.parametrize("kind", ["seeded", "unseeded"])
+def test_draws_follow_the_distribution_independently(kind: str) -> None:
+    """One token, two in a row, and the same position under the next seed."""
+    count, row = 40_000, logits(1, vocab=12)[0]
+    processor = LogitsProcessor(Sampling(1.0, top_k=9), 1, 12)
+    first, second = (Seeded(processor, s) if kind == "seeded" else Unseeded(processor, key=s) for s in (7, 8))
+    p = np.array(mx.softmax(processor.scores(row[None], [0], NONE), axis=-1))[0].astype(np.float64)
+    p /= p.sum()
+    tokens, others = drawn(first, row, count), drawn(second, row, count)
+    assert chi_square.excess(np.bincount(tokens, minlength=12), p) < 1
+    for pairs in (tokens[:-1] * 12 + tokens[1:], tokens * 12 + others):
+        assert chi_square.excess(np.bincount(pairs, minlength=144), np.outer(p, p).ravel()) < 1
+    assert chi_square.excess(np.bincount(tokens, minlength=12), np.roll(p, 1)) > 1
+
+
+def test_seeded_noise_depends_on_the_position_alone() -> None:
+    block, sampling = logits(9), Sampling(0.9, **PENALTIES)
+    sampler = Seeded(processor_of(sampling), 5)
+    guesses = [4, 1, 4, 7, 30, 2, 0, 5]
+    drafted = mx.array(guesses)
+    tokens, probs = sampler.draw(block, HISTORY, drafted)
+    assert probs is None and tokens.dtype == mx.int32
+    for rows in range(1, 10):
+        assert mx.array_equal(sampler.draw(block[-rows:], HISTORY, drafted)[0], tokens[-rows:])
+    for j in range(9):
+        alone = Seeded(processor_of(sampling), 5).draw(block[j : j + 1], HISTORY + guesses[:j], NONE)[0]
+        assert alone.tolist() == [tokens[j].item()]
+    verdict = sampler.verify(block, HISTORY, Draft(drafted, probs=mx.zeros((8, V))))
+    n = int((np.array(tokens)[:8] != np.array(drafted)).argmax())
+    assert verdict.tolist() == [n, tokens[n].item()]
+
+
+def test_seeds_draw_the_same_bytes_as_ever() -> None:
+    """A seeded text must not change from one version to the next."""
+    sampler = Seeded(LogitsProcessor(Sampling(1.0), 1, V), 11)
+    expected = [31, 29, 11, 27, 16, 37, 15, 25, 29, 35, 1, 30]
+    assert drawn(sampler, mx.arange(V) / 20.0, 12).tolist() == expected
+
+
+def test_seeds_differ_modulo_two_to_the_64() -> None:
+    flat, processor = mx.zeros((V,)), LogitsProcessor(Sampling(1.0), 1, V)
+    seeds = [0, 1, 2, -1, 2**32, 2**63, 0x9E3779B97F4A7C15]  # the last is the step between positions
+    texts = [drawn(Seeded(processor, s), flat, 64).tolist() for s in seeds]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))
+    assert drawn(Seeded(processor, 2**64 - 1), flat, 64).tolist() == texts[3]
+    for shift in range(1, 4):  # one seed's noise is not another's, moved along
+        assert all(a[shift:] != b[:-shift] for a, b in itertools.permutations(texts, 2))
+
+
+def test_unseeded_samplers_share_no_noise() -> None:
+    flat, processor = mx.zeros((V,)), LogitsProcessor(Sampling(1.0), 1, V)
+    first, second = Unseeded(processor), Unseeded(processor)
+    texts = [drawn(sampler, flat, 64).tolist() for sampler in (first, first, second)]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))  # equal once in 40**64
+
+
+def test_unseeded_drafts_come_with_their_distribution_and_are_judged_by_it() -> None:
+    calls: list[tuple[mx.array, ...]] = []
+
+    def rule(*inputs: mx.array) -> mx.array:
+        calls.append(inputs)
+        return token(*inputs)
+
+    sampling = Sampling(1.0, top_p=0.8, **PENALTIES)
+    sampler = Unseeded(processor_of(sampling), rule=rule, key=1)
+    block, drafted = logits(4), mx.array([4, 4, 9], dtype=mx.int32)
+    tokens, q = sampler.draw(block[:3], HISTORY, drafted[:2])
+    assert q is not None and tokens.dtype == mx.int32
+    assert np.array(q).tolist() == distribution(sampling, block[:3], drafted[:2]).tolist()
+    sampler.verify(block, HISTORY, Draft(drafted, probs=q))
+    ((p, judged, drafter_q, uniform, noise),) = calls
+    assert np.array(p).tolist() == distribution(sampling, block, drafted).tolist()
+    assert mx.array_equal(judged, drafted) and drafter_q is q
+    assert (uniform.shape, noise.shape) == ((3,), (V,))
+    for draft in (Draft(drafted), no_draft()):  # without probs the target's own draw decides
+        assert sampler.verify(block[: draft.tokens.shape[0] + 1], HISTORY, draft).shape == (2,)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_banned_tokens_are_never_drawn(seed: int | None) -> None:
+    sampler = Sampling(1.0, logit_bias={t: -math.inf for t in range(1, V)}, seed=seed).sampler(1, V)
+    block = mx.broadcast_to(mx.where(mx.arange(V) == 0, -60.0, 60.0), (500, V))
+    assert sampler.draw(block, [0], mx.zeros((499,), dtype=mx.int32))[0].max().item() == 0
+    assert sampler.verify(block[:2], [0], Draft(mx.array([1], dtype=mx.int32))).tolist() == [0, 0]
+
+
+def test_noise_is_finite_and_fine_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small exponentials decide between unlikely tokens: their spacing is below 2**-24."""
+    exponential = np.exp(-np.array(gumbel((2**21,), mx.random.key(0))).astype(np.float64))
+    assert abs(exponential.mean() - 1) < 0.005  # seven standard errors
+    steps = exponential[exponential < 2**-12] * 2**24
+    assert len(steps) > 300
+    assert ((steps % 1 > 0.25) & (steps % 1 < 0.75)).mean() > 0.3
+    extremes = mx.array([0.0, 1 - 2**-24])
+    monkeypatch.setattr(mx.random, "uniform", lambda **_: extremes)
+    assert mx.isfinite(gumbel((2,), mx.random.key(0))).all().item()
+
+
+# --- values
+
+
+REFUSED: dict[str, list[Any]] = {
+    "temperature": [-0.1, 1e-5, math.nan, math.inf, "hot"],
+    "top_k": [-1, 2.5, True],
+    "top_p": [0, 1.01, math.nan],
+    "min_p": [-0.1, 1.5],
+    "repetition_penalty": [0, math.inf],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [-math.inf],
+    "seed": [1.5, "one"],
+    "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1: math.inf}, {1: math.nan}, {1: 1e10}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, each) for name in REFUSED for each in REFUSED[name]])
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidValue, match=name) as caught:
         Sampling(**{name: value})
     message = str(caught.value)
-    assert "\n" not in message
-    assert "give" in message
+    assert "\n" not in message and "give" in message
     shown = next(iter(value.items())) if isinstance(value, dict) else (value,)
     assert any(repr(part) in message for part in shown)
 
@@ -196,8 +307,7 @@ def test_sampling_is_a_value() -> None:
     sampling = Sampling(0.5, logit_bias=bias)
     same = Sampling(0.5, logit_bias={1: 2.0})
     bias[1] = 3.0
-    assert sampling == same
-    assert hash(sampling) == hash(same)
+    assert sampling == same and hash(sampling) == hash(same)
     assert sampling != dataclasses.replace(sampling, logit_bias=bias)
     with pytest.raises(TypeError):
         sampling.logit_bias[1] = 4.0  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Acceptance rules emit exactly the target's law, whatever is drafted; wrong variants are caught."""
+"""Acceptance rules emit exactly the target's distribution, whatever is drafted; wrong variants are caught."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from enumeration import BELOW_ONE, KINDS, Accept, Array, Tree, emitted, error, normalised, rows, trees
 
-from mlx_spec import verify
+from mlx_spec.sampling import verify
 
 RULES = [verify.accept_token, verify.accept_block]
 SIZES = [(2, 1), (2, 4), (3, 3), (4, 2), (4, 4)]  # V, K
@@ -21,7 +21,7 @@ CAUGHT = 1e-2  # a wrong rule errs by more than this; measured: 0.03 or more
 @pytest.mark.parametrize("accept", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("V", "K"), SIZES)
-def test_law_is_exact(accept: Accept, kind: str, V: int, K: int) -> None:
+def test_the_distribution_is_exact(accept: Accept, kind: str, V: int, K: int) -> None:
     for seed in range(1 if V**K > 100 else 3):
         p, q = trees(kind, V, K, seed)
         out, _ = emitted(accept, p, q, q)
@@ -103,17 +103,17 @@ def test_a_block_rule_that_stops_at_the_first_failure_is_caught() -> None:
 
 
 @pytest.mark.parametrize(("V", "K"), [(2, 1), (2, 4), (3, 3), (4, 2)])
-def test_walk_of_a_draft_without_chance_is_exact(V: int, K: int) -> None:
+def test_match_of_a_draft_that_was_not_drawn_is_exact(V: int, K: int) -> None:
     """Every draft, against every choice that could be drawn from p along it."""
     p = trees("masked p", V, K, 0)[0]
     choices = np.array(list(itertools.product(range(V), repeat=K + 1)))
     for path in itertools.product(range(V), repeat=K):
-        laws = rows(p, np.array([path]))[0]
-        chance = np.take_along_axis(laws, choices.T, -1).prod(0)
+        along = rows(p, np.array([path]))[0]
+        probability = np.take_along_axis(along, choices.T, -1).prod(0)
         drafts = mx.broadcast_to(mx.array(path, dtype=mx.int32), (len(choices), K))
         verdicts = np.array(mx.vmap(verify.match)(mx.array(choices.astype(np.int32)), drafts))
         out = [np.zeros((V,) * (j + 1)) for j in range(K + 1)]
-        for weight, (n, token) in zip(chance, verdicts, strict=True):
+        for weight, (n, token) in zip(probability, verdicts, strict=True):
             out[n][(*path[:n], token)] += weight
         assert error(out, p) < TOLERANCE
 
@@ -135,70 +135,53 @@ def test_match_emits_what_the_target_chooses_whatever_the_draft() -> None:
     assert accepted == set(range(K + 1))
 
 
-STEPS = [(verify.token, verify.accept_token), (verify.block, verify.accept_block)]
-
-
-@pytest.mark.parametrize(("rule", "accept"), STEPS)
-def test_rules_are_their_two_steps(rule: verify.Rule, accept: Accept) -> None:
-    rng = np.random.default_rng(0)
-    for K in (0, 1, 2, 5):
-        p, q = (mx.array(normalised(rng.random((n, 6))).astype(np.float32)) for n in (K + 1, K))
-        tokens = mx.array(rng.integers(6, size=K).astype(np.int32))
-        uniform, gumbel = (mx.array(rng.random(n).astype(np.float32)) for n in (K, 6))
-        n, law = accept(p, tokens, q, uniform)
-        verdict = rule(p, tokens, q, uniform, gumbel)
-        assert verdict.dtype == mx.int32
-        assert verdict.tolist() == [n.item(), (mx.log(law) + gumbel).argmax().item()]
-        assert K > 0 or mx.array_equal(law, p[0])
-
-
 def test_match_of_no_draft_is_the_choice() -> None:
     verdict = verify.match(mx.array([5], dtype=mx.int32), mx.array([], dtype=mx.int32))
     assert verdict.dtype == mx.int32
     assert verdict.tolist() == [0, 5]
 
 
-def test_recovered_token_follows_the_law() -> None:
+def test_recovered_token_follows_the_weights() -> None:
     """The drawn token changes where the noise makes up for log(3); a token of no mass is never drawn."""
-    law = mx.array([0.1, 0.3, 0.0])
+    weights = mx.array([0.1, 0.3, 0.0])
     for surplus, token in [(1.0985, 1), (1.0987, 0)]:
         noise = mx.array([surplus, 0.0, 50.0])
-        assert verify.recover(mx.array(2, dtype=mx.int32), law, noise).tolist() == [2, token]
+        assert verify.recover(mx.array(2, dtype=mx.int32), weights, noise).tolist() == [2, token]
 
 
 def judged(accept: Accept, p: mx.array, tokens: list[int], q: mx.array, uniform: float) -> tuple[int, Array]:
-    """n and the law of the next token, with the same uniform everywhere."""
-    n, law = accept(p, mx.array(tokens, dtype=mx.int32), q, mx.full((len(tokens),), uniform))
-    return int(np.array(n)), np.array(law)
+    """Return n and the weights of the next token, with the same uniform everywhere."""
+    n, weights = accept(p, mx.array(tokens, dtype=mx.int32), q, mx.full((len(tokens),), uniform))
+    return int(np.array(n)), np.array(weights)
 
 
 @pytest.mark.parametrize("accept", RULES)
 def test_a_token_the_target_cannot_emit_is_rejected_at_uniform_zero(accept: Accept) -> None:
     p = mx.array([[0.0, 0.5, 0.5], [0.2, 0.3, 0.5]])
     for q in ([0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]):
-        n, law = judged(accept, p, [0], mx.array([q]), 0.0)
+        n, weights = judged(accept, p, [0], mx.array([q]), 0.0)
         assert n == 0
-        assert law[0] == 0 < law.sum()
+        assert weights[0] == 0 < weights.sum()
 
 
 @pytest.mark.parametrize("accept", RULES)
-def test_equal_laws_accept_all_and_one_token_is_no_choice(accept: Accept) -> None:
+def test_equal_distributions_accept_all(accept: Accept) -> None:
     p = mx.softmax(mx.random.normal((4, 9), key=mx.random.key(0)) * 8, axis=-1)
-    n, law = judged(accept, p, [1, 2, 3], p[:3], float(BELOW_ONE))
+    n, weights = judged(accept, p, [1, 2, 3], p[:3], float(BELOW_ONE))
     assert n == 3
-    assert (law == np.array(p[3])).all()
-    n, law = judged(accept, mx.ones((4, 1)), [0, 0, 0], mx.ones((3, 1)), float(BELOW_ONE))
+    assert (weights == np.array(p[3])).all()
+    n, weights = judged(accept, mx.ones((4, 1)), [0, 0, 0], mx.ones((3, 1)), float(BELOW_ONE))
     assert n == 3
-    assert law == 1
+    assert weights == 1
 
 
 @pytest.mark.parametrize("accept", RULES)
 def test_where_rounding_leaves_no_residual_the_target_decides(accept: Accept) -> None:
     p = mx.array([[0.25, 0.75], [0.5, 0.5]])
     q = mx.array([[0.25 + 2**-20, 0.75]])  # no longer sums to 1, and is nowhere below p
-    n, law = judged(accept, p, [0], q, float(BELOW_ONE))
+    n, weights = judged(accept, p, [0], q, float(BELOW_ONE))
     assert n == 0
-    assert (law == np.array(p[0])).all()
+    assert (weights == np.array(p[0])).all()
 
 
 @pytest.mark.parametrize("accept", RULES)
@@ -207,7 +190,7 @@ def test_vanishing_probabilities_leave_no_nan(accept: Accept) -> None:
     for p0, q0, p1, q1 in itertools.product(values, repeat=4):
         p = mx.array([[p0, 1.0], [p1, 1.0], [1.0, 0.0]])
         for uniform in (0.0, float(BELOW_ONE)):
-            n, law = judged(accept, p, [0, 0], mx.array([[q0, 1.0], [q1, 1.0]]), uniform)
+            n, weights = judged(accept, p, [0, 0], mx.array([[q0, 1.0], [q1, 1.0]]), uniform)
             assert 0 <= n <= (p0 > 0) * (1 + (p1 > 0))
-            assert np.isfinite(law).all()
-            assert law.sum() > 0
+            assert np.isfinite(weights).all()
+            assert weights.sum() > 0

@@ -11,8 +11,8 @@ from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, fresh, running, stubb
 
 from mlx_spec.apps.server.ask import Ask, Ended, Opened, Piece, Raw
 from mlx_spec.apps.server.completions.answering import logprobs_json
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import TokenLogprob
 
 
 def asked(**body: Any) -> Ask:

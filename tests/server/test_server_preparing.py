@@ -23,7 +23,7 @@ from mlx_spec.apps.server.models import Models
 from mlx_spec.apps.server.settings import Limits, Served, Settings
 from mlx_spec.apps.server.worker import Worker
 from mlx_spec.errors import InvalidValue
-from mlx_spec.rehearsal import Rehearsal
+from mlx_spec.grammar.sandbox import CompileSandbox
 from mlx_spec.sampling import Sampling
 
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
@@ -100,7 +100,7 @@ def test_a_grammar_is_compiled_once(worker: Worker, monkeypatch: pytest.MonkeyPa
     sources = []
     compile = grammar.compile
 
-    def counted(kind: grammar.Kind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
+    def counted(kind: grammar.GrammarKind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
         sources.append(source)
         return compile(kind, source, *rest, **more)
 
@@ -158,7 +158,7 @@ def test_tokens_are_counted_of_models_that_are_not_loaded(worker: Worker, tmp_pa
 
 
 def test_a_rehearsal_can_be_closed_and_used_again() -> None:
-    rehearsal = Rehearsal()
+    rehearsal = CompileSandbox()
     request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": small()}
     for _ in range(2):
         rehearsal.compile("regular expression", request, 9)

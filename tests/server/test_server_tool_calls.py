@@ -10,15 +10,15 @@ from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.answer import Answer, Part
 from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Chat, Piece, Tool, ToolUse
 from mlx_spec.apps.server.failures import Failure
 from mlx_spec.apps.server.tools import Calls, dialect_of, prompt_of
 from mlx_spec.apps.server.tools.conversation import folded
 from mlx_spec.apps.server.tools.dialect import FORMATS
 from mlx_spec.errors import InvalidValue
-from mlx_spec.template import ChatTemplate, read_template
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate, read_template
+from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
 
 GEMMA = FORMATS[0]
@@ -60,7 +60,7 @@ def text():
 
 def test_events_of_a_call():
     calls = Calls(2, GEMMA, [WEATHER])
-    events = calls.read(Part("call", "call:get_weather{", call=0))
+    events = calls.read(TextPart("call", "call:get_weather{", call=0))
     assert events[1:] == [CallArguments(2, 0, "{")]
     opened = events[0]
     assert isinstance(opened, CallOpened) and (opened.index, opened.call, opened.name) == (
@@ -68,30 +68,30 @@ def test_events_of_a_call():
         0,
         "get_weather",
     )
-    assert calls.read(Part("call", 'city:<|"|>Ro', call=0)) == [CallArguments(2, 0, '"city":"Ro')]
+    assert calls.read(TextPart("call", 'city:<|"|>Ro', call=0)) == [CallArguments(2, 0, '"city":"Ro')]
     assert calls.complete == 0
-    assert calls.read(Part("call", 'me<|"|>}', call=0, closed=True)) == [CallArguments(2, 0, 'me"}')]
+    assert calls.read(TextPart("call", 'me<|"|>}', call=0, closed=True)) == [CallArguments(2, 0, 'me"}')]
     assert calls.complete == 1
-    again = calls.read(Part("call", "call:f{}", call=1, closed=True))
+    again = calls.read(TextPart("call", "call:f{}", call=1, closed=True))
     assert isinstance(again[0], CallOpened) and again[0].call == 1 and again[0].id != opened.id
     assert calls.end() == []
 
 
 def test_a_broken_call_is_dropped_and_comes_back_as_text():
     calls = Calls(0, GEMMA, [])
-    events = calls.read(Part("call", "call:f{a:celsius}", call=0, closed=True))
+    events = calls.read(TextPart("call", "call:f{a:celsius}", call=0, closed=True))
     assert [type(event) for event in events] == [CallOpened, CallArguments, CallDropped, Piece]
     assert events[-1].text == "<|tool_call>call:f{a:celsius}<tool_call|>"
     assert calls.complete == 0
-    (piece,) = calls.read(Part("call", "nothing of the kind", call=1, closed=True))
+    (piece,) = calls.read(TextPart("call", "nothing of the kind", call=1, closed=True))
     assert piece.text == "<|tool_call>nothing of the kind<tool_call|>" and piece.kind == "answer"
-    (empty,) = calls.read(Part("call", "", call=2, closed=True))
+    (empty,) = calls.read(TextPart("call", "", call=2, closed=True))
     assert empty.text == "<|tool_call><tool_call|>"
 
 
 def test_text_behind_a_call_is_not_lost():
     calls = Calls(0, GEMMA, [])
-    events = calls.read(Part("call", "call:f{}call:g{a:", call=0, closed=True))
+    events = calls.read(TextPart("call", "call:f{}call:g{a:", call=0, closed=True))
     assert calls.complete == 1
     assert events[-2:] == [CallDropped(0, 1), events[-1]]
     assert events[-1].text == "<|tool_call>call:g{a:<tool_call|>"
@@ -102,7 +102,7 @@ def test_cut_at_every_token(text):
     written = 'Sure. <|tool_call>call:f{a:<|"|>x é<|"|>,b:[1,2]}<tool_call|><|tool_call>call:g{}<tool_call|>'
     tokens = text.encode(written)
     for end in range(len(tokens) + 1):
-        answer, calls = Answer(text, [], calls=GEMMA.marks), Calls(0, GEMMA, [])
+        answer, calls = AnswerStream(text, [], calls=GEMMA.marks), Calls(0, GEMMA, [])
         pieces, names = "", []
         parts = answer.read(Round(tokens[:end], 0, 0, 0.0)) + answer.end()
         events = [e for p in parts if p.kind == "call" for e in calls.read(p)] + calls.end()
@@ -119,13 +119,13 @@ def test_rounds_do_not_matter(text):
     written = 'A <|tool_call>call:f{a:<|"|>x é<|"|>}<tool_call|>B<|tool_call>call:oops<tool_call|> C'
     tokens, rng, seen = text.encode(written), random.Random(3), set()
     for _ in range(20):
-        answer, calls, found = Answer(text, [], calls=GEMMA.marks), Calls(0, GEMMA, []), []
+        answer, calls, found = AnswerStream(text, [], calls=GEMMA.marks), Calls(0, GEMMA, []), []
         for piece in call_texts.cut(tokens, rng):
             for part in answer.read(Round(piece, 0, 0, 0.0)):
                 found += calls.read(part) if part.kind == "call" else [part]
         found += calls.end()
         arguments = "".join(e.text for e in found if isinstance(e, CallArguments))
-        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (Part, Piece)))))
+        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (TextPart, Piece)))))
     ((arguments, content),) = seen
     assert arguments == '{"a":"x é"}'
     assert content.replace(" ", "") == "AB<|tool_call>call:oops<tool_call|>C"

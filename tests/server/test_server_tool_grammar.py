@@ -19,8 +19,8 @@ from mlx_spec.apps.server.tools.dialect import FORMATS, Dialect
 from mlx_spec.apps.server.tools.lark import regex
 from mlx_spec.apps.server.tools.patterns import terminal
 from mlx_spec.sampling import Sampling
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

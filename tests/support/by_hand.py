@@ -1,4 +1,4 @@
-"""A decoder layer in float64 numpy, over whole sequences: what cached networks must agree with."""
+"""A decoder layer in float64 numpy, over whole sequences: the reference for cached networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the attention of a layer."""
+    """The shape of the attention of a layer."""
 
     heads: int
     groups: int

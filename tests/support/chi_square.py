@@ -1,4 +1,4 @@
-"""Pearson's test of counts against a law, with a bound on false alarms. Needs numpy alone."""
+"""Pearson's test of counts against a distribution, with a bound on false alarms. Needs numpy alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numpy as np
 Z = 4.75  # standard normal deviate exceeded once in a million
 
 
-def excess(counts: np.ndarray, law: np.ndarray, least: float = 5.0) -> float:
+def excess(counts: np.ndarray, p: np.ndarray, least: float = 5.0) -> float:
     """How far the statistic lies above its one-in-a-million quantile, as a ratio: above 1 is a rejection.
 
-    counts and law have one shape; law sums to 1. Cells expected fewer than `least` times are pooled; a count
-    where the law is 0 is a rejection. The quantile is Wilson and Hilferty's.
+    counts and p have one shape; p sums to 1. Cells expected fewer than `least` times are pooled; a count
+    where p is 0 is a rejection. The quantile is Wilson and Hilferty's.
     """
-    expected = (law * counts.sum()).ravel()
+    expected = (p * counts.sum()).ravel()
     counts = counts.ravel()
     if counts[expected == 0].sum() > 0:
         return float("inf")

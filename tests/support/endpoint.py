@@ -35,9 +35,8 @@ from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.settings import Served, Settings
 from mlx_spec.apps.server.status import Status
 from mlx_spec.apps.server.worker import Worker
-from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.session import Statistics
-from mlx_spec.types import Reason
+from mlx_spec.types import Alternative, Reason, TokenLogprob
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DEMO = (Served("demo", "demo"),)

@@ -22,7 +22,7 @@ from mlx_spec.convert.drafter import family_or_model, prepare
 from mlx_spec.convert.quantization import Quantization
 from mlx_spec.convert.source import open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Drafter, Features, TargetParts
 
 D, V = 64, 256

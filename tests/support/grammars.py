@@ -1,4 +1,4 @@
-"""Texts of single bytes for tiny models, and what grammars are held against."""
+"""Vocabularies of single bytes for tiny models, and a reference for grammars."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.constraint import Matcher
-from mlx_spec.grammar import Grammar, Kind, compile
+from mlx_spec.grammar import Grammar, GrammarKind, Matcher, compile
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
@@ -19,7 +18,7 @@ NAMES = {OPEN: "<think>", CLOSE: "</think>", END: "<end>", STOP: "<stop>"}
 
 
 def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -> Text:
-    """A token a byte, from `first` on, but for special ones, of which two end a text."""
+    """One token for each byte from `first` on, and special tokens in their places."""
     written = {byte: char for byte, char in enumerate(_written())}
     vocabulary = {specials.get(i, written[(i + first) % 256]): i for i in range(size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -31,18 +30,18 @@ def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -
 
 
 def _written() -> list[str]:
-    """How byte-level tokenizers write each byte."""
+    """Return the letter of each byte in byte-level tokenizers."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
-def compiled(kind: Kind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
+def compiled(kind: GrammarKind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
     return compile(kind, source, text or byte_text(), V, seconds=5.0, thinks=thinks)
 
 
 def language(pattern: str, letters: str, longest: int) -> set[str]:
-    """All texts of these letters that match, by Python's own regular expressions."""
+    """Return all texts of these letters that match Python's regular expression."""
     words, found = [""], set()
     for _ in range(longest + 1):
         found |= {word for word in words if re.fullmatch(pattern, word)}
@@ -55,17 +54,17 @@ def next_letters(words: Iterable[str], before: str) -> set[str]:
 
 
 def tokens_of(row: mx.array) -> set[int]:
-    """The tokens that a row allows."""
+    """Return the tokens that a row allows."""
     return {i for i, allowed in enumerate(row.tolist()) if allowed}
 
 
 def row(matcher: Matcher, generated: Sequence[int], drafted: Sequence[int] = ()) -> set[int]:
-    """What may come behind all of these tokens."""
+    """Return the tokens that may follow all of these."""
     return tokens_of(matcher.allowed(generated, drafted, 1)[0])
 
 
 class Mixed:
-    """Drafts the truth, but now and then a wrong or illegal token or an end token in its middle."""
+    """Drafts the truth, and in every second draft a wrong, illegal or end token in its middle."""
 
     needs = FeatureSpec()
 

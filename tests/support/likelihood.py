@@ -1,4 +1,4 @@
-"""What log-probabilities must be: those of one forward pass without a cache, in float64."""
+"""The reference for log-probabilities: one forward pass without a cache, in float64."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
+from mlx_spec.types import TokenLogprob
 
 TOP = 4
 
@@ -31,7 +31,7 @@ TEXT = letters()
 
 
 def reference(model: nn.Module, sampling: Sampling, prompt: list[int], emitted: list[int]) -> np.ndarray:
-    """Log-probabilities [N, V] of the places of the emitted tokens, by one forward pass without a cache."""
+    """Return log-probabilities [N, V] at the emitted tokens, by one forward pass without a cache."""
     logits = np.array(model(mx.array([prompt + emitted]))[0].astype(mx.float32), dtype=np.float64)
     rows = logits[len(prompt) - 1 : -1].copy()
     for j, row in enumerate(rows):
@@ -58,4 +58,4 @@ def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], w
         assert [-a.logprob for a in each.top] == pytest.approx([o for o in order if o < math.inf], abs=within)
         assert all(abs(a.logprob - row[a.token]) < within for a in each.top)
         assert len({a.token for a in each.top}) == len(each.top)
-        assert each.written == TEXT.written(each.token)
+        assert each.written == TEXT.token_bytes(each.token)

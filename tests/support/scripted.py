@@ -28,9 +28,8 @@ from mlx_spec.apps.server.ask import (
     Usage,
 )
 from mlx_spec.apps.server.failures import Failure, no_such_model
-from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.session import Statistics
-from mlx_spec.types import Reason
+from mlx_spec.types import Alternative, Reason, TokenLogprob
 
 STATISTICS = Statistics(
     prompt_tokens=30,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from enumeration import KINDS, Accept, Array, Tree, emitted, error, rows, trees
 
-from mlx_spec import verify
+from mlx_spec.sampling import verify
 from mlx_spec.tuning.acceptance import BINS, bin_of
 from mlx_spec.tuning.programme import Rule
 

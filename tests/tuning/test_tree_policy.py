@@ -21,6 +21,8 @@ from mlx_spec.branches import Branches
 from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import tree_of, tree_template
 from mlx_spec.policies import always
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
@@ -177,7 +179,7 @@ def test_only_in_place_of_a_chain_that_pays() -> None:
 
 def test_expected_tokens_are_those_of_a_count() -> None:
     rates = [[0.5, 0.3, 0.1, 0.0], [0.4, 0.2, 0.1, 0.0], [0.6, 0.1, 0.1, 0.0]]
-    growth = grown(9, rates)
+    growth = tree_template(9, rates)
     tree, rng, total, count = growth.tree(9), np.random.default_rng(0), 0, 8000
     for _ in range(count):
         row = 0

@@ -18,7 +18,7 @@ from mlx_spec.apps.server.ask import (
 )
 from mlx_spec.apps.server.figures import logprob_json, timings_json
 from mlx_spec.apps.server.stream import usage_json
-from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.types import TokenLogprob
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_spec.apps.server.ask import Closed, Ended, Event, Piece
 from mlx_spec.apps.server.figures import LEAST, timings_json
 from mlx_spec.apps.server.stream import usage_json
-from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.types import TokenLogprob
 
 Json = dict[str, Any]
 

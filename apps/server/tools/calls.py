@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 
-from mlx_spec.answer import Part
 from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Event, Piece, Span, Tool
 from mlx_spec.apps.server.tools.dialect import Format
 from mlx_spec.apps.server.tools.source import Arguments, Completed, Delta, Named, Parser
-from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.text.stream import TextPart
+from mlx_spec.types import TokenLogprob
 
 
 class Calls:
@@ -30,7 +30,7 @@ class Calls:
         self._next = 0  # number of the next call
         self.complete = 0  # calls
 
-    def read(self, part: Part) -> list[Event]:
+    def read(self, part: TextPart) -> list[Event]:
         """What a part of kind "call" brought."""
         if self._parser is None:
             self._parser, self._here, self._logprobs = self._format.parser(self._tools), 0, []

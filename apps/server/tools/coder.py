@@ -9,9 +9,9 @@ from mlx_spec.apps.server.ask import Tool
 from mlx_spec.apps.server.tools.schema import type_of, types
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps
 from mlx_spec.apps.server.tools.values import NUMBER, escaped, parsed, written
-from mlx_spec.reading import Marks
+from mlx_spec.text.tokenizer import Markers
 
-MARKS = Marks("<tool_call>", "</tool_call>")
+MARKS = Markers("<tool_call>", "</tool_call>")
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}  # "True" is what templates write
 TYPES = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 CLOSE = "</parameter>"

@@ -14,8 +14,8 @@ from mlx_spec.apps.server.tools import coder, coder_grammar, gemma, gemma_gramma
 from mlx_spec.apps.server.tools.lark import Rules
 from mlx_spec.apps.server.tools.source import Arguments, Named, Parser
 from mlx_spec.errors import InvalidValue
-from mlx_spec.reading import Marks
 from mlx_spec.text import Text
+from mlx_spec.text.tokenizer import Markers
 
 NAME, RESULT = "probe_of_calls", "result of the probe"
 ARGUMENTS = {"place": "Bahía", "text": "two words"}
@@ -28,7 +28,7 @@ class Format:
     """A way to write calls: a parser of what stands between the marks, and a grammar of it."""
 
     name: str
-    marks: Marks
+    marks: Markers
     parser: Callable[[Sequence[Tool]], Parser]
     grammar: Callable[[Tool, Rules], str]
     between: str = ""  # calls

@@ -8,9 +8,9 @@ from typing import ClassVar
 from mlx_spec.apps.server.ask import Tool
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps
 from mlx_spec.apps.server.tools.values import Values, escaped
-from mlx_spec.reading import Marks
+from mlx_spec.text.tokenizer import Markers
 
-MARKS = Marks("<|tool_call>", "<tool_call|>")
+MARKS = Markers("<|tool_call>", "<tool_call|>")
 QUOTE = '<|"|>'
 STRUCTURE = '{}[],:<"'  # no part of a bare key
 

@@ -9,9 +9,9 @@ from mlx_spec.apps.server.ask import Tool
 from mlx_spec.apps.server.tools.lark import Rules, json_value, quoted
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps, collected
 from mlx_spec.apps.server.tools.values import Values, parsed, written
-from mlx_spec.reading import Marks
+from mlx_spec.text.tokenizer import Markers
 
-MARKS = Marks("<tool_call>", "</tool_call>")
+MARKS = Markers("<tool_call>", "</tool_call>")
 
 
 def parser(tools: Sequence[Tool] = ()) -> Parser:

@@ -29,7 +29,7 @@ from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.drafters.recorded import Recorded
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.text import read_tokenizer
 from mlx_spec.types import Features, FeatureSpec
 

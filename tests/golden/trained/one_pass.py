@@ -30,7 +30,7 @@ from mlx_spec.drafters.dflash_network import DFlashConfig, DFlashNetwork
 from mlx_spec.drafters.eagle3_network import Eagle3Config
 from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mlx_spec.drafters.peagle import PEagleNetwork
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, FeatureSpec
 
 D, V, W, LAYERS = 64, 512, 192, 6

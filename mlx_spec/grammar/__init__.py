@@ -1,0 +1,64 @@
+"""Grammars of answers: which tokens may come next. Samplers and drafters need these protocols only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlx_spec.grammar.matcher import CompiledGrammar
+    from mlx_spec.text import Text
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
+
+
+class Matcher(Protocol):
+    """Follows one answer. The result of every method depends on its arguments alone."""
+
+    def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> mx.array:
+        """Return which tokens may stand in each of T rows, bool [T, V]. `types.Sampler` defines the rows.
+
+        Every row allows some token, also after a draft token that is not allowed.
+        """
+        ...
+
+    def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
+        """Return how many of the draft tokens may follow, up to the first that may not."""
+        ...
+
+    def forced(self, generated: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow, as far as they are known."""
+        ...
+
+
+class Grammar(Protocol):
+    """The form that answers must have."""
+
+    def matcher(self, prompt: Sequence[int]) -> Matcher:
+        """Return a matcher of the answer to `prompt`, whose end may already open the model's thinking."""
+        ...
+
+    def thinking(self, thinks: bool) -> Grammar:
+        """Return the same grammar for answers that may begin with thinking, or may not."""
+        ...
+
+
+def compile(
+    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
+) -> CompiledGrammar:
+    """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
+
+    For "json_object" the source does not matter. JSON is written on one line, with ", " and ": " between its
+    parts. `vocab_size` is that of the logits. Raises InvalidValue with llguidance's reason if it does not
+    support the source or takes more than `seconds`, and SpecError if llguidance is not installed.
+    """
+    from mlx_spec.grammar.matcher import compile_grammar  # imports numpy and tokenizers
+
+    return compile_grammar(kind, source, text, vocab_size, seconds=seconds, thinks=thinks)
+
+
+def read_tokens(drafted: mx.array) -> list[int]:
+    """Copy draft tokens to the host, where a grammar is followed."""
+    return cast(list[int], drafted.tolist())

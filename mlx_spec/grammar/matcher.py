@@ -1,0 +1,291 @@
+"""Answers that match a JSON schema, a regular expression or a Lark grammar, by llguidance.
+
+llguidance (github.com/guidance-ai/llguidance) compiles grammars to parsers over bytes: a token may come next
+if its bytes may. It is imported when something is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_spec.checkpoint import one_line
+from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.grammar import GrammarKind
+from mlx_spec.grammar.sandbox import SANDBOX, build_parser
+from mlx_spec.text import Text
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+State = Literal["start", "thinking", "answer", "end", "invalid"]
+TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
+
+JSON_OBJECT = '{"type": "object"}'
+# One way to write each value, so that some tokens must follow. Unknown keywords are refused, not ignored.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+MAX_SOURCE_CHARS = 100_000  # of a grammar: limits the memory that parsing it takes
+
+
+@dataclass(frozen=True)
+class GrammarVocabulary:
+    """The tokens as the parser sees them, and those with a meaning of their own."""
+
+    tokenizer: LLTokenizer
+    small: tuple[str, int]  # the sandbox's tokenizer, serialized, and its size
+    size: int  # rows of the logits, padding included
+    ends: frozenset[int]
+    opening: int | None  # begins thinking; None if the model has no markers for it
+    closing: int | None
+
+    @cached_property
+    def all_tokens(self) -> TokenBits:
+        """Return all tokens."""
+        return token_bits(range(self.size), self.size)
+
+    @cached_property
+    def end_tokens(self) -> TokenBits:
+        """Return the tokens that end an answer."""
+        return token_bits(self.ends, self.size)
+
+    @cached_property
+    def other_tokens(self) -> TokenBits:
+        """Return all tokens but those that end an answer."""
+        return self.all_tokens & ~self.end_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """A grammar of answers. The thinking before an answer is free.
+
+    With `thinks` the model may begin by opening its thinking. A prompt may also open it.
+    """
+
+    text: Text
+    vocabulary: GrammarVocabulary
+    start: LLMatcher  # a parser that has read nothing
+    thinks: bool = False
+
+    def thinking(self, thinks: bool) -> CompiledGrammar:
+        """Return the same grammar for answers that may begin with thinking, or may not."""
+        return replace(self, thinks=thinks)
+
+    def matcher(self, prompt: Sequence[int]) -> AnswerMatcher:
+        """Return a matcher of the answer to `prompt`."""
+        opened = self.text.opens_thinking(prompt)
+        state: State = "thinking" if opened else "start" if self.thinks else "answer"
+        return AnswerMatcher(self.vocabulary, self.start, state)
+
+
+class AnswerMatcher:
+    """Follows one answer, see `mlx_spec.grammar.Matcher`.
+
+    Tokens are consumed to look ahead and taken back. `_states[i]` is the state after i tokens. After a token
+    that may not follow it is "invalid", and the parser reads nothing more. A parser that gives up stays in
+    its error state. If only draft tokens led there, another parser replaces it.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary, start: LLMatcher, state: State) -> None:
+        self._vocabulary = vocabulary
+        self._start = start
+        self._parser = start.deep_copy()
+        self._tokens: list[int] = []
+        self._states: list[State] = [state]
+        self._parsed = [0]  # how many of the first i tokens the parser has read
+
+    def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> mx.array:
+        """Return which tokens may stand in each of T rows, bool [T, V].
+
+        Raises InvalidValue if the parser gives up.
+        """
+        self._follow(generated)
+        masks: list[TokenBits] = []
+        for i in range(len(drafted) + 1):
+            if i > len(drafted) - rows:
+                masks.append(self._next_tokens())
+            if i < len(drafted):
+                self._consume(drafted[i])
+        self._rewind(len(generated))
+        return _unpack(mx.array(np.stack(masks)))[:, : self._vocabulary.size]
+
+    def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
+        """Return how many of the draft tokens may follow."""
+        self._follow(generated)
+        for token in drafted:
+            self._consume(token)
+        states = self._states[len(generated) + 1 :]
+        self._rewind(len(generated))
+        return next((i for i, state in enumerate(states) if state == "invalid"), len(states))
+
+    def forced(self, generated: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow, as far as they are known."""
+        self._follow(generated)
+        return self._parser.compute_ff_tokens() if self._states[-1] == "answer" else []
+
+    def _follow(self, generated: Sequence[int]) -> None:
+        """Consume the emitted tokens. Raises InvalidValue if they do not match."""
+        tokens = list(generated)
+        kept = _common_prefix(self._tokens, tokens)
+        self._rewind(kept)
+        for token in tokens[kept:]:
+            self._consume(token)
+        if self._states[-1] == "answer":
+            self._parser.compute_bitmask()  # the parser keeps it
+        if self._parser.is_error():
+            raise InvalidValue(f"the grammar cannot be followed: {_parser_error(self._parser)}")
+        if self._states[-1] == "invalid":
+            raise InvalidValue("the answer so far does not match the grammar: give both from the beginning")
+
+    def _consume(self, token: int) -> None:
+        state = self._state_after(token)
+        self._tokens.append(token)
+        self._states.append(state)
+
+    def _state_after(self, token: int) -> State:
+        """Return the state after `token`. The parser reads it if it may."""
+        state, vocabulary = self._states[-1], self._vocabulary
+        self._parsed.append(self._parsed[-1])
+        if state in ("end", "invalid"):
+            return "invalid"
+        if state == "thinking":
+            closes = token == vocabulary.closing
+            return "invalid" if token in vocabulary.ends else "answer" if closes else "thinking"
+        if state == "start" and token == vocabulary.opening:
+            return "thinking"
+        if token in vocabulary.ends:
+            return "end" if self._parser.is_accepting() else "invalid"
+        if self._parser.is_stopped() or self._parser.try_consume_tokens([token]) == 0:
+            return "invalid"
+        self._parsed[-1] += 1
+        return "answer"
+
+    def _rewind(self, count: int) -> None:
+        """Take back all but the first `count` tokens."""
+        surplus = self._parsed[-1] - self._parsed[count]
+        if self._parser.is_error():
+            steps = zip(self._tokens[:count], pairwise(self._parsed), strict=False)
+            self._parser = self._start.deep_copy()
+            self._parser.try_consume_tokens([token for token, (before, after) in steps if after > before])
+        elif surplus:
+            self._parser.rollback(surplus)
+        del self._tokens[count:], self._states[count + 1 :], self._parsed[count + 1 :]
+
+    def _next_tokens(self) -> TokenBits:
+        """Return the tokens that may come next; all of them after an invalid one."""
+        state, parser, vocabulary = self._states[-1], self._parser, self._vocabulary
+        if state == "thinking":
+            return vocabulary.other_tokens
+        if state == "end":
+            return vocabulary.end_tokens
+        if state == "invalid" or parser.is_error():
+            return vocabulary.all_tokens
+        if parser.is_stopped():
+            return vocabulary.end_tokens
+        row = np.frombuffer(parser.compute_bitmask(), np.uint32)[: len(vocabulary.end_tokens)]
+        if parser.is_error():
+            return vocabulary.all_tokens
+        row = row & vocabulary.other_tokens
+        if parser.is_accepting():
+            row = row | vocabulary.end_tokens
+        if state == "start" and vocabulary.opening is not None:
+            row = row | token_bits([vocabulary.opening], vocabulary.size)
+        return row
+
+
+def compile_grammar(
+    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool
+) -> CompiledGrammar:
+    """Compile a grammar in the sandbox, then here. See `mlx_spec.grammar.compile`."""
+    if find_spec("llguidance") is None:
+        raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
+    if kind != "json_object" and len(source) > MAX_SOURCE_CHARS:
+        raise InvalidValue(
+            f"the grammar has {len(source)} characters, the most are {MAX_SOURCE_CHARS}: make it smaller"
+        )
+    vocabulary = _vocabulary(text, vocab_size)
+    name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
+    source = JSON_OBJECT if kind == "json_object" else source
+    request = {"kind": kind, "source": source, "tokenizer": vocabulary.small, "options": JSON_OPTIONS}
+    SANDBOX.compile(name, request, seconds)
+    try:
+        start = build_parser(kind, source, vocabulary.tokenizer, JSON_OPTIONS)
+    except ValueError as error:
+        raise InvalidValue(f"the {name} cannot be used: {one_line(error)}") from error
+    if start.is_error():
+        raise InvalidValue(f"the {name} cannot be used: {_parser_error(start)}")
+    return CompiledGrammar(text, vocabulary, start, thinks)
+
+
+_vocabularies: WeakKeyDictionary[Text, dict[int, GrammarVocabulary]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _vocabulary(text: Text, size: int) -> GrammarVocabulary:
+    """Return the tokens of `text`, made once: a large vocabulary takes half a second."""
+    from llguidance import LLTokenizer
+
+    with _lock:
+        known = _vocabularies.setdefault(text, {})
+        if size not in known:
+            ends = sorted(text.eos)
+            if not ends:
+                raise InvalidValue("this target has no end-of-text token: an answer could not end")
+            serialized = text.serialized()
+            tokenizer = LLTokenizer(serialized, n_vocab=size, eos_token=ends)
+            markers = text.thinking_markers
+            names = (markers.open, markers.close) if markers else ()
+            opening, closing = [text.token_id(name) for name in names] or [None, None]
+            small = _small_tokenizer(serialized, size)
+            known[size] = GrammarVocabulary(tokenizer, small, size, text.eos, opening, closing)
+        return known[size]
+
+
+def _small_tokenizer(serialized: str, size: int) -> tuple[str, int]:
+    """Return a tokenizer with a token for every byte and the given special tokens, and its size.
+
+    It stands for the full vocabulary in the sandbox.
+    """
+    special = [token["content"] for token in json.loads(serialized)["added_tokens"] if token["special"]]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {token: i for i, token in enumerate([*sorted(letters), *special])}
+    small = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    small.decoder = decoders.ByteLevel()
+    small.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return small.to_str(), max(size, len(vocabulary))
+
+
+def token_bits(tokens: Sequence[int] | frozenset[int], size: int) -> TokenBits:
+    """Return tokens as bits, [W]."""
+    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@mx.compile
+def _unpack(packed: mx.array) -> mx.array:
+    """Return words [T, W] as bool [T, 32 W]."""
+    return ((packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1).astype(mx.bool_).flatten(1)
+
+
+def _parser_error(parser: LLMatcher) -> str:
+    return one_line(ValueError(parser.get_error()))
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(i for i in range(length) if a[i] != b[i])

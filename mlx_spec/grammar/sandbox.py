@@ -1,0 +1,174 @@
+"""Compile grammars in a child process first: one that never ends, or crashes its process, does it there.
+
+llguidance limits most of the cost of a grammar, but not all: the intersection of patterns can take forever,
+and a chain of thousands of rules overflows the stack. Run as a module, this is the child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from mlx_spec.errors import InvalidValue, SpecError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+START_TIMEOUT_S = 30.0  # for the child to import llguidance
+KILL_INTERVAL_S = 0.05  # between two attempts to end a child that compiles
+CHILD_STACK_BYTES = 2**22  # half the stack of a server thread: the child overflows first
+
+
+class CompileSandbox:
+    """Compiles grammars in a child process, which starts when it is needed and ends with this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._closing = False
+        atexit.register(self.close)
+
+    def compile(self, name: str, request: dict[str, Any], timeout_s: float) -> None:
+        """Return once the child has compiled or refused the grammar of `request`.
+
+        Raises InvalidValue if that takes longer than `timeout_s` or ends the child. The message says `name`.
+        """
+        with self._lock:
+            if self._closing:
+                raise SpecError(f"the {name} was not compiled: this process ends")
+            process = self._running_process()
+            started = time.monotonic()
+            if _send(process, json.dumps(request)) and _replies(process, timeout_s):
+                return
+            late = time.monotonic() - started >= timeout_s
+            self._end()
+        reason = f"takes more than {timeout_s:g} s to compile" if late else "is nested too deeply"
+        raise InvalidValue(f"the {name} {reason}: make it simpler")
+
+    def close(self) -> None:
+        """End the child and refuse the grammar that it compiles. The next grammar starts another child."""
+        self._closing = True
+        while not self._lock.acquire(timeout=KILL_INTERVAL_S):
+            process = self._process
+            if process is not None:
+                process.kill()  # the thread that waits for it releases the lock
+        try:
+            self._end()
+            self._closing = False
+        finally:
+            self._lock.release()
+
+    def _running_process(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        self._process = _start()
+        if not _replies(self._process, START_TIMEOUT_S):
+            self._end()
+            raise SpecError(f"{sys.executable} does not run {__name__}, which structured output needs")
+        return self._process
+
+    def _end(self) -> None:
+        """End the child and close its pipes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        with contextlib.suppress(OSError), process:  # closes its pipes, which may hold a request
+            pass
+
+
+SANDBOX = CompileSandbox()  # the one of this process
+
+
+def _start() -> subprocess.Popen[str]:
+    """Start a child with the import path of this process. It writes a line when it is ready."""
+    command = [sys.executable, "-P", "-m", __name__]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def _send(process: subprocess.Popen[str], line: str) -> bool:
+    """Send a line. Return False if the process has ended."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def _replies(process: subprocess.Popen[str], timeout_s: float) -> bool:
+    """Return True if the process writes a line in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    return bool(ready) and process.stdout.readline() != ""
+
+
+def build_parser(kind: str, source: str, tokenizer: LLTokenizer, options: Mapping[str, Any]) -> LLMatcher:
+    """Return a parser that has read nothing and has computed its first mask, or one in its error state.
+
+    Raises ValueError for a malformed JSON schema.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    if kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(source)
+    elif kind == "lark":
+        grammar = LLMatcher.grammar_from_lark(source)
+    else:
+        overrides = cast("JsonCompileOptions", dict(options))
+        grammar = LLMatcher.grammar_from_json_schema(source, overrides=overrides)
+    parser = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not parser.is_error():
+        parser.compute_bitmask()
+    return parser
+
+
+def _serve() -> None:
+    """Compile the grammars on standard input, one JSON object a line. Answer each with a line.
+
+    The answer is the same for a refused grammar: the parent compiles it again and sees the refusal itself.
+    """
+    from llguidance import LLTokenizer
+
+    @functools.lru_cache(maxsize=8)
+    def tokenizer(serialized: str, size: int) -> LLTokenizer:
+        return LLTokenizer(serialized, n_vocab=size, eos_token=0)
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        with contextlib.suppress(ValueError):
+            build_parser(
+                request["kind"], request["source"], tokenizer(*request["tokenizer"]), request["options"]
+            )
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    threading.stack_size(CHILD_STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()

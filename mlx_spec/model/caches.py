@@ -1,0 +1,319 @@
+"""KV caches for unmodified mlx-lm models. Each kind has one exact rollback rule, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    RotatingKVCache,
+    create_attention_mask,
+    make_prompt_cache,
+)
+
+from mlx_spec.errors import InvalidValue, NotRewindable
+from mlx_spec.types import KVRows
+
+MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
+WINDOW_SLACK = 256  # rows that a sliding cache appends before it moves its window to the front of the buffer
+CAPACITY_STEP = 256  # rows; buffers grow by whole steps
+
+Packed = tuple[mx.array, mx.array, mx.array]  # quantized rows: packed weights, scales, biases
+
+
+def make_caches(model: nn.Module, *, kv_bits: int | None = None) -> list[LayerCache]:
+    """Return one cache for each cache-owning layer, in the order of the model's own caches.
+
+    With `kv_bits` all full-attention layers but the last are quantized. KV-shared layers and drafters read
+    the last one, and the text must not depend on whether a drafter reads it.
+    Raises NotRewindable for a cache class without a rollback rule.
+    """
+    caches = [_with_rollback(cache) for cache in make_prompt_cache(model)]
+    full = [i for i, cache in enumerate(caches) if isinstance(cache, FullCache)]
+    if kv_bits is not None:
+        for i in full[:-1]:
+            caches[i] = QuantizedCache(kv_bits)
+    return caches
+
+
+def _with_rollback(cache: Any) -> LayerCache:
+    kind = type(cache)
+    if kind is KVCache:
+        return FullCache()
+    if kind is RotatingKVCache and cache.keep == 0:
+        return SlidingCache(cache.max_size)
+    if kind is ArraysCache:
+        return RecurrentCache(len(cache.cache))
+    raise NotRewindable(
+        f"no exact rollback rule for the cache class {kind.__name__} of this target: "
+        "it cannot be decoded speculatively without risk to its text; use it with mlx-lm"
+    )
+
+
+class _AppendOnlyCache:
+    """A cache that keeps every position: rollback moves `offset`, and the rows after it are dead."""
+
+    attention_type = "full_attention"
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return the mask of a block of N queries, as mlx-lm's own caches do."""
+        mask: mx.array | str | None = create_attention_mask(N, self.offset, return_array, window_size)
+        return mask
+
+    def can_rewind(self, size: int) -> bool:
+        """Return True if `rewind(size)` is exact."""
+        return size <= self.offset
+
+    def rewind(self, size: int) -> None:
+        """Drop all rows from position `size` on."""
+        self.offset = min(self.offset, size)
+
+    def snapshot(self) -> Any:
+        """Return the state for `restore`."""
+        return self.offset
+
+    def restore(self, saved: Any) -> None:
+        """Return to a snapshot. Only appends may have followed it."""
+        self.rewind(saved)
+
+
+class FullCache(_AppendOnlyCache):
+    """K and V of every position, in a preallocated buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: mx.array | None = None  # [1, H, capacity, Dk]
+        self.values: mx.array | None = None  # [1, H, capacity, Dv]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [1, H, T, D] and return all rows [1, H, S, D]."""
+        start, end = self.offset, self.offset + keys.shape[2]
+        self.keys = write_rows(self.keys, keys, start, end)
+        self.values = write_rows(self.values, values, start, end)
+        self.offset = end
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all rows [1, H, S, D]. mlx-lm's KV-shared layers call this."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+
+    def rows(self, size: int) -> KVRows:
+        """Return the first `size` rows, all of them committed."""
+        assert self.keys is not None and self.values is not None
+        return KVRows(self.keys[..., :size, :], self.values[..., :size, :])
+
+    def keep_rows(self, start: int, rows: mx.array) -> None:
+        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
+        self.keys, self.values = _move_rows(self.keys, start, rows), _move_rows(self.values, start, rows)
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays to evaluate after a prefill."""
+        return [a for a in (self.keys, self.values) if a is not None]
+
+
+class QuantizedCache(_AppendOnlyCache):
+    """K and V of every position in 8- or 4-bit affine groups along the head dimension, row by row."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits  # mlx-lm's attention reads `bits` and `group_size`
+        self.group_size = 64
+        self._keys: list[mx.array | None] = [None, None, None]
+        self._values: list[mx.array | None] = [None, None, None]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        """Append [1, H, T, D] and return all rows, packed."""
+        self.group_size = _group_size(keys.shape[-1], values.shape[-1])
+        start, end = self.offset, self.offset + keys.shape[2]
+        self._append(self._keys, keys, start, end)
+        self._append(self._values, values, start, end)
+        self.offset = end
+        return self._rows(self._keys), self._rows(self._values)
+
+    def _append(self, buffers: list[mx.array | None], rows: mx.array, start: int, end: int) -> None:
+        parts = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
+        buffers[:] = [write_rows(b, part, start, end) for b, part in zip(buffers, parts, strict=True)]
+
+    def _rows(self, buffers: list[mx.array | None]) -> Packed:
+        packed, scales, biases = (b[..., : self.offset, :] for b in buffers if b is not None)
+        return packed, scales, biases
+
+    def keep_rows(self, start: int, rows: mx.array) -> None:
+        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
+        for buffers in (self._keys, self._values):
+            buffers[:] = [_move_rows(buffer, start, rows) for buffer in buffers]
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays to evaluate after a prefill."""
+        return [a for a in (*self._keys, *self._values) if a is not None]
+
+
+class SlidingCache:
+    """The last `window` positions, in temporal order.
+
+    Rows are appended after the window. When the buffer is full, the live rows move to its front, once in
+    WINDOW_SLACK tokens. Attention therefore reads exactly the window in the order of the text, whatever mix
+    of single steps, blocks and rollbacks came before: the sums are those of plain decoding. mlx-lm's ring of
+    slots reads keys in another order after every wrap and needs a mask for each single step.
+    """
+
+    attention_type = "sliding_attention"
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.offset = 0
+        self._first = 0  # position of row 0 of the buffers
+        self._visible = 0  # position of the first row that the last block could see
+        self._keys: mx.array | None = None  # [1, H, capacity, Dk]
+        self._values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [1, H, T, D]. Return the rows that the block can see, [1, H, min(S, window - 1) + T, D]."""
+        base, end = self.offset, self.offset + keys.shape[2]
+        if self._keys is None or self._values is None or end - self._first > self._keys.shape[2]:
+            first = max(base - self.window + 1 - MAX_UNCOMMITTED, self._first)
+            self._keys, self._values, self._first = (
+                self._moved(self._keys, keys, first),
+                self._moved(self._values, values, first),
+                first,
+            )
+        else:
+            at = slice(base - self._first, end - self._first)
+            self._keys[..., at, :] = keys
+            self._values[..., at, :] = values
+        self.offset = end
+        self._visible = max(base - self.window + 1, 0)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return the rows of the last `update_and_fetch`. mlx-lm's KV-shared layers call this."""
+        return self._slice(self._visible, self.offset)
+
+    def _moved(self, buffer: mx.array | None, rows: mx.array, first: int) -> mx.array:
+        """Return a new buffer from position `first` to the end of `rows`, with room for WINDOW_SLACK more."""
+        kept = self.offset - first
+        capacity = kept + rows.shape[2] + WINDOW_SLACK
+        moved = mx.zeros((*rows.shape[:2], capacity, rows.shape[3]), rows.dtype)
+        if buffer is not None:
+            moved[..., :kept, :] = buffer[..., first - self._first : self.offset - self._first, :]
+        moved[..., kept : kept + rows.shape[2], :] = rows
+        return moved
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return the mask of a block of N queries over the rows that `update_and_fetch` will return."""
+        window = window_size or self.window
+        assert window == self.window, f"mask for a window of {window}, cache of {self.window}"
+        if N == 1 and not return_array:
+            return None
+        before = min(self.offset, window - 1)
+        if before + N > window or return_array:
+            mask: mx.array = create_causal_mask(N, before, window_size=window)
+            return mask
+        return "causal"
+
+    def rows(self, size: int) -> KVRows:
+        """Return those of the first `size` rows that the next query can see: the last window - 1."""
+        return KVRows(*self._slice(max(size - self.window + 1, 0), size))
+
+    def _slice(self, low: int, high: int) -> tuple[mx.array, mx.array]:
+        assert self._keys is not None and self._values is not None
+        rows = slice(low - self._first, high - self._first)
+        return self._keys[..., rows, :], self._values[..., rows, :]
+
+    def can_rewind(self, size: int) -> bool:
+        """Return True if the buffer still has all rows that a query at position `size` can see."""
+        return size <= self.offset and max(size - self.window + 1, 0) >= self._first
+
+    def rewind(self, size: int) -> None:
+        """Drop all rows from position `size` on."""
+        assert self.can_rewind(min(size, self.offset)), f"rows before {size} are gone"
+        self.offset = min(self.offset, size)
+
+    def keep_rows(self, start: int, rows: mx.array) -> None:
+        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
+        at = start - self._first
+        self._keys, self._values = _move_rows(self._keys, at, rows), _move_rows(self._values, at, rows)
+
+    def snapshot(self) -> Any:
+        """Return references for `restore`: live rows are moved, never rewritten."""
+        return self.offset, self._first, self._keys, self._values
+
+    def restore(self, saved: Any) -> None:
+        """Return to a snapshot."""
+        self.offset, self._first, self._keys, self._values = saved
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays to evaluate after a prefill."""
+        return [a for a in (self._keys, self._values) if a is not None]
+
+
+class RecurrentCache(ArraysCache):
+    """The state arrays of one recurrent layer: delta nets, convolutions, Mamba.
+
+    A running state cannot be shortened. Models replace its arrays and never write into them, so a snapshot
+    is a list of references. The target restores it and feeds the kept tokens again.
+    """
+
+    attention_type = "recurrent"
+
+    def snapshot(self) -> Any:
+        """Return references for `restore`."""
+        return list(self.cache)
+
+    def restore(self, saved: Any) -> None:
+        """Return to a snapshot."""
+        self.cache = list(saved)
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays to evaluate after a prefill."""
+        arrays: list[mx.array | None] = list(self.cache)
+        return [array for array in arrays if array is not None]
+
+
+AttentionCache = FullCache | SlidingCache | QuantizedCache
+LayerCache = AttentionCache | RecurrentCache
+
+
+def capacity_for(rows: int) -> int:
+    """Return the rows to allocate for `rows`: a quarter more, rounded up to whole steps."""
+    return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:
+    """Write `rows` to start..end of a buffer [1, H, capacity, D]. Return it, grown if it was too short."""
+    if buffer is None or end > buffer.shape[2]:
+        grown = mx.zeros((*rows.shape[:2], capacity_for(end), rows.shape[3]), rows.dtype)
+        if buffer is not None:
+            grown[..., :start, :] = buffer[..., :start, :]
+        buffer = grown
+    buffer[..., start:end, :] = rows
+    return buffer
+
+
+def _move_rows(buffer: mx.array | None, start: int, rows: mx.array) -> mx.array:
+    assert buffer is not None, "rows of an empty cache"
+    buffer[..., start : start + rows.size, :] = buffer[..., start + rows, :]
+    return buffer
+
+
+def _group_size(*head_dims: int) -> int:
+    """Return the largest group size that divides every head dimension. Raises InvalidValue if none does."""
+    for size in (64, 32):
+        if all(dim % size == 0 for dim in head_dims):
+            return size
+    raise InvalidValue(
+        f"a quantized KV cache needs head dimensions divisible by 32, this target has {head_dims}: "
+        "use it without kv_bits"
+    )

@@ -1,0 +1,138 @@
+"""Where an mlx-lm model keeps its modules, and wrappers that capture outputs or start layers early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_spec.types import TargetParts
+
+GPU_LAYERS_PER_START = 8  # each start ends a command buffer, so a GPU starts several layers at once
+
+
+class ModuleWrapper(nn.Module):
+    """Replaces a module and passes its attributes on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, key: str) -> Any:
+        # Models read attributes of their layers, such as `use_sliding`.
+        try:
+            return super().__getattr__(key)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), key)
+
+
+class Capture(ModuleWrapper):
+    """A module that keeps its last output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.outputs: list[mx.array] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module and keep its output."""
+        out = self.layer(*args, **kwargs)
+        self.outputs[:] = [out[0] if isinstance(out, tuple) else out]
+        return out
+
+
+class EagerSwitch:
+    """Turns the early start of layers on and off. All targets of a model share it."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Start layers early for one forward pass."""
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+
+class EagerLayer(nn.Module):
+    """Makes the device start a layer while the host still builds the graph of the layers after it."""
+
+    switch: EagerSwitch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer and start its evaluation."""
+        out = super().__call__(*args, **kwargs)
+        if self.switch.is_on:
+            mx.async_eval(out[0] if isinstance(out, tuple) else out)
+        return out
+
+
+def capture(owner: Any, key: Any) -> Capture:
+    """Return the capture on `owner[key]`, installed on the first call: targets of one model share it."""
+    if not isinstance(owner[key], Capture):
+        owner[key] = Capture(owner[key])
+    installed = owner[key]
+    assert isinstance(installed, Capture)
+    return installed
+
+
+def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
+    """Prepare decoder layers for an early start. Return the switch, which is off.
+
+    Building the graph takes the host 1 to 2 us an operation. Without an early start the device is idle
+    until the graph of the whole pass is built.
+    """
+    every = GPU_LAYERS_PER_START if mx.default_device().type == mx.gpu else 1
+    inner = [_unwrapped(layer) for layer in layers[every - 1 : -1 : every]]
+    switch: EagerSwitch = next(
+        (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch()
+    )
+    for layer in inner:
+        if not isinstance(layer, EagerLayer):
+            # A subclass instead of a wrapper: a wrapper would rename the weights.
+            kind = type(layer)
+            layer.__class__ = type(kind.__name__, (EagerLayer, kind), {"__module__": kind.__module__})
+            layer.switch = switch
+    return switch
+
+
+def _unwrapped(layer: Any) -> Any:
+    while isinstance(layer, ModuleWrapper):
+        layer = layer.layer
+    return layer
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the module that holds the list of decoder layers."""
+    decoder: nn.Module = _language_model(model)["model"]
+    return decoder
+
+
+def parts_of(model: nn.Module) -> TargetParts:
+    """Return the embedding and the LM head of a model, with their scale and softcap."""
+    outer = _language_model(model)
+    table = outer["model"]["embed_tokens"]
+    scale = vars(outer["model"]).get("embed_scale", 1.0)
+    softcap = vars(outer).get("final_logit_softcapping")
+
+    def embed(tokens: mx.array) -> mx.array:
+        embedded: mx.array = table(tokens)
+        return embedded if scale == 1.0 else embedded * scale
+
+    def unembed(hidden: mx.array) -> mx.array:
+        logits: mx.array = outer["lm_head"](hidden) if "lm_head" in outer else table.as_linear(hidden)
+        return logits if softcap is None else mx.tanh(logits / softcap) * softcap
+
+    return TargetParts(embed, unembed)
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    """Return the module that holds the decoder and the LM head."""
+    while "model" not in model or "layers" not in model["model"]:
+        model = model["language_model"] if "language_model" in model else model["model"]
+    return model

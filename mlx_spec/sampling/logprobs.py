@@ -1,0 +1,158 @@
+"""Log-probabilities of tokens under the target's distribution, of generated tokens and of a given prompt.
+
+They follow the target's logits with penalties, bias and grammar, before temperature and filters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_spec.model.caches import MAX_UNCOMMITTED
+from mlx_spec.model.tree import tree_of
+from mlx_spec.sampling.sampling import LogitsProcessor
+from mlx_spec.text import Text
+from mlx_spec.types import Alternative, Draft, Drafter, Sampler, Target, TokenLogprob
+
+
+class LogprobRecorder:
+    """Wrap a sampler and keep the scores of the target's draws until `of` reads them.
+
+    `processor` must be its own, since a processor counts tokens. Drafters draw with `drafting`, which records
+    nothing. Only single draws are evaluated at once: reading one must not wait for the token after it.
+    """
+
+    def __init__(self, sampler: Sampler, processor: LogitsProcessor, text: Text, top: int) -> None:
+        self._sampler = sampler
+        self._processor = processor
+        self._text = text
+        self._top = top
+        self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
+
+    @property
+    def drafting(self) -> Sampler:
+        """Return the sampler of drafters, which records nothing."""
+        return self._sampler.drafting
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """Draw a token for each row and record it."""
+        tokens, probs = self._sampler.draw(logits, history, drafted)
+        rows = self._record(logits, history, drafted, tokens)
+        if len(rows) == 1:
+            mx.async_eval(tokens, *rows)
+        return tokens, probs
+
+    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Verify a draft and record the tokens that it emits."""
+        verdict = self._sampler.verify(logits, history, draft)
+        self._record(logits, history, draft.tokens, _emitted(draft.tokens, verdict[:1], verdict[1:]))
+        return verdict
+
+    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+        """Verify a tree and record the tokens that it emits."""
+        verdict = self._sampler.verify_tree(logits, history, draft)
+        logits, path, accepted = _as_chain(logits, draft, verdict[:1])
+        self._record(logits, history, path, _emitted(path, accepted, verdict[1:]))
+        return verdict
+
+    def of(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of tokens just emitted, once. The first has this position."""
+        rows = mx.concatenate([self._rows.pop(first_position + i) for i in range(len(tokens))])
+        return _read(rows, tokens, self._text)
+
+    def _record(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, tokens: mx.array
+    ) -> list[mx.array]:
+        """Keep the rows of `tokens` [T]. They replace those of the same and later positions."""
+        T = logits.shape[0]
+        first = len(history) + drafted.shape[0] - T + 1
+        scores = self._processor.process(logits, history, drafted)
+        rows = [_pack(scores[j : j + 1], tokens[j : j + 1], self._top) for j in range(T)]
+        self._rows = {position: row for position, row in self._rows.items() if position < first}
+        self._rows |= {first + j: row for j, row in enumerate(rows)}
+        return rows
+
+
+def score_prompt(
+    target: Target,
+    drafters: Sequence[Drafter],
+    processor: LogitsProcessor,
+    tokens: Sequence[int],
+    text: Text,
+    top: int,
+) -> Iterator[tuple[TokenLogprob, ...]]:
+    """Yield the log-probabilities of a prompt in chunks, from the second token that `target` lacks on.
+
+    For an empty target these are all tokens but the first, which has none. Afterwards target and drafters
+    hold the prompt as after `engine.prefill`, so that it can be continued. Every cache is exact up to
+    MAX_UNCOMMITTED rows; chunks of that size are slower than a prefill.
+    `processor` must be its own. Tokens that its prompt does not hold count as generated under penalties.
+    """
+    end = len(tokens) - 1
+    for low in range(target.size, end, MAX_UNCOMMITTED):
+        high = min(low + MAX_UNCOMMITTED, end)
+        chunk = mx.array(list(tokens[low:high]), dtype=mx.int32)
+        following = list(tokens[low + 1 : high + 1])
+        scores = processor.process(target.verify(chunk), tokens[: low + 1], chunk[1:])
+        rows = _pack(scores, mx.array(following, dtype=mx.int32), top)
+        features = target.commit(high - low)
+        for drafter in drafters:
+            drafter.observe(list(tokens[: high + 1]), features)
+        yield _read(rows, following, text)
+    mx.clear_cache()
+
+
+def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
+    """Return the values to read of scores [T, V] for `tokens` [T]. Lazy, [T, 1 + 2 top] float32.
+
+    They are the log-probability of the token, those of the `top` likeliest tokens in no order, and the ids of
+    these, which are exact up to 2**24.
+    """
+    scores = scores.astype(mx.float32)
+    logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    own = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    count = min(top, scores.shape[-1])
+    if count == 0:
+        return own
+    best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
+    return mx.concatenate(
+        [own, mx.take_along_axis(logprobs, best, axis=-1), best.astype(mx.float32)], axis=-1
+    )
+
+
+def _read(rows: mx.array, tokens: Sequence[int], text: Text) -> tuple[TokenLogprob, ...]:
+    """Copy packed rows [T, 1 + 2 top] of T tokens to the host, in one copy. Drop masked alternatives."""
+    values = cast(list[list[float]], rows.tolist())
+    return tuple(_unpack(row, token, text) for row, token in zip(values, tokens, strict=True))
+
+
+def _unpack(row: list[float], token: int, text: Text) -> TokenLogprob:
+    count = len(row) // 2
+    pairs = zip(row[1 : 1 + count], row[1 + count :], strict=True)
+    likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
+    top = tuple(Alternative(i, text.token_bytes(i), -negative) for negative, i in likely)
+    return TokenLogprob(token, text.token_bytes(token), row[0], top)
+
+
+def _emitted(drafted: mx.array, accepted: mx.array, last: mx.array) -> mx.array:
+    """Return the accepted draft tokens, then the last token in every other place; [K + 1]."""
+    tokens = mx.concatenate([drafted, last])
+    return mx.where(mx.arange(tokens.size) < accepted, tokens, last)
+
+
+def _as_chain(logits: mx.array, draft: Draft, last: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the path to row `last`, int32 [1], as a chain: logits [H + 1, V], tokens [H], accepted [1].
+
+    H is the height of the tree; the last row of the path is repeated up to it.
+    """
+    assert draft.parents is not None
+    tree = tree_of(draft.parents)
+    table = mx.array([path + path[-1:] * (tree.height + 1 - len(path)) for path in tree.paths])
+    rows = table[last[0]]
+    depth = mx.array(tree.depths, dtype=mx.int32)[last]
+    return logits[rows], draft.tokens[mx.maximum(rows[1:] - 1, 0)], depth

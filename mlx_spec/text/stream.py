@@ -1,0 +1,314 @@
+"""The text of an answer as it streams: thinking, tool calls and answer apart, cut at stop strings.
+
+Every piece of text keeps the drafter and the log-probability of its tokens, so tokens are read one by one.
+mlx-lm's detokenizers need transformers' tokenizer objects and do not tell whether a token waits for its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.text.tokenizer import Markers, Text
+from mlx_spec.types import Round, TokenLogprob
+
+TextKind = Literal["answer", "thinking", "call"]
+REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no character, or not yet
+
+
+class Detokenizer:
+    """The text of a stream of tokens. It never gives half a character.
+
+    A window of tokens is decoded twice, with the new token and without: the difference is the new text. So
+    the spaces of a token are those of its place.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # the window: tokens given last, then tokens not given yet
+        self._given = 0
+        self.waiting = False  # True if the last tokens are half a character
+
+    def add(self, token: int) -> str:
+        """Return the text that `token` completes."""
+        self._tokens.append(token)
+        return self._new_text(final=False)
+
+    def end(self) -> str:
+        """Return the rest, such as bytes that never became a character."""
+        return self._new_text(final=True)
+
+    def _new_text(self, *, final: bool) -> str:
+        before = self._decode(self._tokens[: self._given])
+        after = self._decode(self._tokens)
+        self.waiting = len(after) > len(before) and after.endswith(REPLACEMENT) and not final
+        if len(after) <= len(before) or self.waiting:
+            return ""
+        self._tokens = self._tokens[self._given :]
+        self._given = len(self._tokens)
+        return after[len(before) :]
+
+
+class AnswerReader:
+    """The text of the answer to `prompt`, token by token, and its kind.
+
+    Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
+    kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
+    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked.
+    """
+
+    def __init__(
+        self, text: Text, prompt: Sequence[int] | None = (), *, calls: Markers | None = None
+    ) -> None:
+        self._text = text
+        thinking = None if prompt is None else text.thinking_markers
+        self._open, self._close = _token_ids(text, thinking)
+        self._header = thinking.header if thinking else ""
+        ids = _token_ids(text, None if prompt is None else calls)
+        self.calls = None if None in ids else calls  # the markers of calls that are read
+        self._call_open, self._call_close = ids if self.calls else (None, None)
+        opened = prompt is not None and text.opens_thinking(prompt)
+        self._begin("thinking" if opened else "answer", trim=opened, header="")
+
+    @property
+    def waiting(self) -> bool:
+        """Return True if the last tokens have text that was not given: half a character, half a header."""
+        return bool(self._held) or self._detokenizer.waiting
+
+    def hides(self, token: int) -> bool:
+        """Return True if `token`, read next, is a marker or an end of text."""
+        return self._kind_after(token) is not None or token in self._text.eos
+
+    def read(self, token: int) -> str:
+        """Return the text that `token` completes, of the kind before it. After a marker `kind` is another."""
+        kind = self._kind_after(token)
+        if kind is not None:
+            text = self.end()
+            self._begin(kind, trim=kind != "call", header=self._header if kind == "thinking" else "")
+            return text
+        return "" if token in self._text.eos else self._visible(self._detokenizer.add(token))
+
+    def end(self) -> str:
+        """Return the text that was held back."""
+        return self._visible(self._detokenizer.end(), final=True)
+
+    def _kind_after(self, token: int) -> TextKind | None:
+        """Return the kind of text after a marker; None if `token` is no marker here."""
+        if self.kind == "call":
+            return "answer" if token == self._call_close else None
+        if token == self._call_open and self.kind == "answer":
+            return "call"
+        if token == self._open:
+            return "thinking"
+        return "answer" if token == self._close else None
+
+    def _begin(self, kind: TextKind, *, trim: bool, header: str) -> None:
+        self.kind, self._trim, self._expected_header = kind, trim, header
+        self._held = ""  # text that may be the header
+        self._detokenizer = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
+
+    def _visible(self, new: str, *, final: bool = False) -> str:
+        """Return new text without the header and the space before the text of its kind."""
+        new, self._held = self._held + new, ""
+        if self._expected_header.startswith(new) and new != self._expected_header and not final:
+            self._held = new
+            return ""
+        if new:
+            new, self._expected_header = new.removeprefix(self._expected_header), ""
+        if self._trim:
+            new = new.lstrip()
+            self._trim = not new
+        return new
+
+
+def _token_ids(text: Text, markers: Markers | None) -> tuple[int | None, int | None]:
+    return (None, None) if markers is None else (text.token_id(markers.open), text.token_id(markers.close))
+
+
+class StopStrings:
+    """The strings that end an answer, wherever they stand in it. Raises InvalidValue for an empty one."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        if "" in strings:
+            raise InvalidValue("a stop string is empty: leave it out")
+        self._strings = tuple(strings)
+
+    def find(self, text: str) -> tuple[int, str] | None:
+        """Return the start and the string that is complete first, the longest if several end there."""
+        starts = [(text.find(string), string) for string in self._strings]
+        complete = [(start + len(string), start, string) for start, string in starts if start >= 0]
+        return min(complete)[1:] if complete else None
+
+    def pending_length(self, text: str) -> int:
+        """Return the length of the longest end of `text` that may begin a stop string."""
+        longest = max((len(string) - 1 for string in self._strings), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(string.startswith(text[-length:]) for string in self._strings):
+                return length
+        return 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text that one token completed, with the tokens before it that were half a character."""
+
+    text: str
+    drafter: int | None  # index of the drafter that drafted the token; None if the target drew it
+    position: int  # place in the draft, from 1; 0 if not drafted
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """More text of one kind. The text of a call stands between its markers."""
+
+    kind: TextKind
+    text: str  # empty if a call only begins or ends
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose visible text begins here
+    spans: tuple[Span, ...] = ()  # their texts make up `text`
+    call: int | None = None  # 0, 1, ... for kind "call"
+    closed: bool = False  # True if the call ends here; a call that never does was cut off
+
+
+@dataclass(frozen=True)
+class _TokenOrigin:
+    drafter: int | None
+    position: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+class AnswerStream:
+    """The text of the answer to `prompt`, as `AnswerReader` reads it, cut at stop strings.
+
+    Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
+    before a stop string is given, then the answer is finished: later tokens are not read. Raises InvalidValue
+    for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        prompt: Sequence[int] | None,
+        *,
+        stop: Sequence[str] = (),
+        calls: Markers | None = None,
+    ) -> None:
+        self._reader = AnswerReader(text, prompt, calls=calls)
+        self._stops = StopStrings(stop)
+        self._without_text: list[_TokenOrigin] = []  # tokens read whose text is not known yet
+        self._held: list[TextPart] = []  # of kind answer: may become a stop string
+        self._parts: list[TextPart] = []  # not returned yet
+        self._call = -1  # index of the last call opened
+        self.finished: str | None = None  # the stop string that was completed
+        self.completion_tokens = 0  # tokens emitted, up to and with the one that completed a stop string
+        self.reasoning_tokens = 0  # tokens of thinking among them, with their markers
+
+    @property
+    def kind(self) -> TextKind:
+        """Return the kind of text that comes next."""
+        return self._reader.kind
+
+    @property
+    def calls(self) -> Markers | None:
+        """Return the markers of the calls that are read; None if the vocabulary lacks them."""
+        return self._reader.calls
+
+    def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
+        """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
+        for i, token in enumerate(round.tokens):
+            if self.finished is not None:
+                break
+            drafter, position = (round.drafter, i + 1) if i < round.accepted else (None, 0)
+            self._read_token(token, _TokenOrigin(drafter, position, tuple(logprobs[i : i + 1])))
+        return self._take_parts()
+
+    def end(self) -> list[TextPart]:
+        """Return the text that was held back."""
+        if self.finished is None:
+            self._add_text(self._reader.end(), self._reader.kind)
+            self._release()
+        return self._take_parts()
+
+    def _read_token(self, token: int, origin: _TokenOrigin) -> None:
+        before = self._reader.kind
+        self.completion_tokens += 1
+        if not self._reader.hides(token):
+            self._without_text.append(origin)
+        self._add_text(self._reader.read(token), before)
+        if not self._reader.waiting:
+            self._without_text.clear()  # their text is given, or they have none
+        after = self._reader.kind
+        self.reasoning_tokens += "thinking" in (before, after)
+        if after == before or self.finished is not None:
+            return
+        self._release()
+        if before == "call":
+            self._add_part(TextPart("call", "", call=self._call, closed=True))
+        if after == "call":
+            self._call += 1
+            self._add_part(TextPart("call", "", call=self._call))
+
+    def _add_text(self, text: str, kind: TextKind) -> None:
+        """Add text that the tokens without text completed."""
+        if not text:
+            return
+        last = self._without_text[-1] if self._without_text else _TokenOrigin(None, 0, ())
+        span = Span(text, last.drafter, last.position)
+        logprobs = tuple(each for token in self._without_text for each in token.logprobs)
+        self._without_text.clear()
+        part = TextPart(kind, text, logprobs, (span,), self._call if kind == "call" else None)
+        if kind == "answer":
+            self._held.append(part)
+            self._check_stops()
+        else:
+            self._add_part(part)
+
+    def _check_stops(self) -> None:
+        """Release the text in which no stop string can begin, or finish at one."""
+        text = "".join(part.text for part in self._held)
+        found = self._stops.find(text)
+        self._release(found[0] if found else len(text) - self._stops.pending_length(text))
+        if found:
+            self._held.clear()
+            self.finished = found[1]
+
+    def _release(self, count: int | None = None) -> None:
+        """Release the first `count` characters that were held back; None for all."""
+        left = sum(len(part.text) for part in self._held) if count is None else count
+        while left > 0:
+            part = self._held.pop(0)
+            if len(part.text) > left:
+                part, rest = _split(part, left)
+                self._held.insert(0, rest)
+            left -= len(part.text)
+            self._add_part(part)
+
+    def _add_part(self, part: TextPart) -> None:
+        """Add a part, joined to the last one if both are of one kind and one call."""
+        parts = self._parts
+        if not parts or (parts[-1].kind, parts[-1].call) != (part.kind, part.call):
+            parts.append(part)
+            return
+        last = parts[-1]
+        parts[-1] = replace(
+            last,
+            text=last.text + part.text,
+            logprobs=last.logprobs + part.logprobs,
+            spans=last.spans + part.spans,
+            closed=part.closed,
+        )
+
+    def _take_parts(self) -> list[TextPart]:
+        parts, self._parts = self._parts, []
+        return parts
+
+
+def _split(part: TextPart, at: int) -> tuple[TextPart, TextPart]:
+    """Split the text of one token; its logprob goes with the first half."""
+    span = part.spans[0]
+    first, rest = replace(span, text=span.text[:at]), replace(span, text=span.text[at:])
+    return (
+        replace(part, text=first.text, spans=(first,)),
+        replace(part, text=rest.text, spans=(rest,), logprobs=()),
+    )

@@ -1,0 +1,267 @@
+"""Tokens <-> text: encoding, decoding, the bytes of a token, chat prompts, and thinking markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mlx_spec.checkpoint import one_line, read_object
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template, special_tokens
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
+PIECEWISE_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decode token by token
+OPENING_TOKENS = 16  # last tokens of a prompt in which an opening thinking marker is looked for
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The tokens around a model's thinking, or around its tool calls."""
+
+    open: str
+    close: str
+    header: str = ""  # text after the opening token that is not part of the thinking
+
+
+# As in mlx-lm's tokenizer_utils, but with Gemma's header apart: it is a token and text.
+THINKING_MARKERS = (
+    Markers("<|channel>", "<channel|>", "thought\n"),
+    Markers("<think>", "</think>"),
+    Markers("<longcat_think>", "</longcat_think>"),
+    Markers("<|think:start|>", "<|think:end|>"),
+)
+
+
+class Text:
+    """The tokenizer of a target, its chat template and the tokens that end an answer."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._token_bytes = TokenBytes(tokenizer)
+        self.eos = frozenset(eos)
+        special = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.controls = self.eos.union(special)  # tokens that are no text
+        known = (m for m in THINKING_MARKERS if None not in (self.token_id(m.open), self.token_id(m.close)))
+        self.thinking_markers = next(known, None)
+
+    @property
+    def chats(self) -> bool:
+        """Return True if there is a chat template."""
+        return self._template is not None
+
+    @property
+    def thinks(self) -> bool:
+        """Return True if the model marks its thinking and the chat template can turn it on."""
+        source = self._template.source if self._template else ""
+        return self.thinking_markers is not None and "enable_thinking" in source
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary writes it; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return every token with its id, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def serialized(self) -> str:
+        """Return the tokenizer in the format of tokenizer.json."""
+        return self._tokenizer.to_str()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`. Special tokens in it count as such; none are added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, without special tokens."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def decode_raw(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special tokens included."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, perhaps half a character; of a special token its name."""
+        return self._token_bytes(token)
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a conversation up to the start of the model's answer.
+
+        `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
+        The thinking of turns before the last user message is left out. Raises InvalidValue if there is no
+        chat template or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidValue(
+                "this target has no chat template: give it a prompt as tokens, without a session"
+            )
+        last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=0)
+        stripped = [self._without_thinking(m) if i < last else m for i, m in enumerate(messages)]
+        return self.encode(
+            self._template.render(stripped, thinking=thinking, tools=tools, variables=variables)
+        )
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Return True if the end of a prompt opens the model's thinking."""
+        markers = self.thinking_markers
+        if markers is None:
+            return False
+        end = self.decode_raw(prompt[-OPENING_TOKENS:])
+        return end.rstrip().endswith((markers.open + markers.header).rstrip())
+
+    def _without_thinking(self, message: Message) -> Message:
+        if message.get("role") != "assistant":
+            return message
+        kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+        content, markers = kept.get("content"), self.thinking_markers
+        if markers is not None and isinstance(content, str):
+            kept["content"] = _outside(content, markers)
+        return kept
+
+    def written(self, token: int) -> bytes:
+        """Return `token_bytes(token)`: the name that other packages still use."""
+        return self._token_bytes(token)
+
+
+def _outside(content: str, markers: Markers) -> str:
+    """Return `content` without the text between markers, or before a marker that only closes."""
+    if markers.close not in content and markers.open not in content:
+        return content
+    parts = content.split(markers.close)
+    before = "" if markers.open not in parts[0] else parts[0].split(markers.open)[0]
+    rest = [part.split(markers.open)[0] for part in parts[1:]]
+    return (before + "".join(rest)).strip()
+
+
+class TokenBytes:
+    """The bytes of each token of a vocabulary.
+
+    It reads byte-level BPE, which writes bytes as letters, and sentencepiece with its spaces and byte tokens.
+    Tokens of other vocabularies are decoded one by one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        steps = list(_decoder_steps(tokenizer))
+        names = {step["type"] for step in steps}
+        self._byte_level = "ByteLevel" in names
+        self._piecewise = bool(names) and names <= PIECEWISE_DECODERS
+        self._byte_fallback = "ByteFallback" in names
+        self._replacements = [pair for pair in map(_replacement, steps) if pair]
+        self._cached: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """Return the bytes of `token`: of a special token its name, of an unknown id nothing."""
+        if token not in self._cached:
+            piece = self._tokenizer.id_to_token(token)
+            self._cached[token] = b"" if piece is None else self._bytes(token, piece)
+        return self._cached[token]
+
+    def _bytes(self, token: int, piece: str) -> bytes:
+        if self._byte_level:
+            if token in self._added or not set(piece) <= _byte_of_letter().keys():
+                return piece.encode()
+            return bytes(_byte_of_letter()[letter] for letter in piece)
+        if not self._piecewise:
+            return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+        if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of the tokenizer's decoder as tokenizer.json writes them."""
+    waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
+    while waiting:
+        step = waiting.pop(0)
+        waiting = [*step.get("decoders", ()), *waiting]
+        if step["type"] != "Sequence":
+            yield step
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if step["type"] == "Replace" and "String" in step["pattern"]:
+        return step["pattern"]["String"], step["content"]
+    return None
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable Latin-1 bytes are their own letters, the others follow U+0100."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
+    """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
+    tokenizer = read_tokenizer(folder)
+    eos = {*_ids(config.get("eos_token_id")), *_ids((config.get("text_config") or {}).get("eos_token_id"))}
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos.update(_ids(read_object(generation).get("eos_token_id")))
+    own = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
+    return Text(tokenizer, read_template(folder), eos if own is None else eos | {own})
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if the checkpoint brings a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint: its tokenizer.json, or what transformers converts.
+
+    Raises BadCheckpoint.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        if file.is_file():
+            return Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
+    if not has_tokenizer(folder):
+        raise BadCheckpoint(
+            f"{folder} has no tokenizer.json or tokenizer.model: download or convert it again"
+        )
+    return _converted(folder)
+
+
+def _converted(folder: Path) -> Tokenizer:
+    from transformers import AutoTokenizer  # a second to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
+    except Exception as error:  # whatever the converter of this family raises
+        raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read ({one_line(error)})") from error
+    if not isinstance(tokenizer, Tokenizer):
+        raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read: save it as tokenizer.json")
+    return tokenizer
+
+
+def _ids(value: Any) -> list[int]:
+    """Return a token id, a list of them or nothing as a list."""
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]

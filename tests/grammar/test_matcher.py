@@ -1,0 +1,245 @@
+"""Masks are those of the language, in any order of requests; grammars that are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import grammars
+import mlx.core as mx
+import pytest
+from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
+
+from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.grammar import GrammarKind, compile
+from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS
+from mlx_spec.sampling import Sampling
+
+PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"
+LANGUAGE = grammars.language(PATTERN, "abcdx", longest=5)
+PREFIXES = sorted({word[:i] for word in LANGUAGE for i in range(len(word) + 1)})
+ENDS = {END, STOP}
+FREE = set(range(V)) - ENDS
+WITH_CALLS = byte_text({**NAMES, 250: "<|tool_call>"})
+NONE = mx.array([], dtype=mx.int32)
+
+
+def expected(before: str) -> set[int]:
+    """Return what the language allows."""
+    ends = ENDS if before in LANGUAGE else set()
+    return {ord(letter) for letter in next_letters(LANGUAGE, before)} | ends
+
+
+def test_masks_are_those_of_the_language() -> None:
+    matcher = compiled("regex", PATTERN).matcher([])
+    assert len(PREFIXES) > 40
+    for before in PREFIXES:  # in no order of growth: the matcher rewinds, too
+        assert row(matcher, list(before.encode())) == expected(before), before
+
+
+def test_rows_after_a_draft_equal_those_after_the_same_tokens() -> None:
+    matcher = compiled("regex", PATTERN).matcher([])
+    for before in PREFIXES:
+        tokens = list(before.encode())
+        for cut in range(len(tokens) + 1):
+            rows = matcher.allowed(tokens[:cut], tokens[cut:], len(tokens) - cut + 1)
+            assert [tokens_of(r) for r in rows] == [expected(before[:i]) for i in range(cut, len(tokens) + 1)]
+
+
+@pytest.mark.parametrize("wrong", [ord("x"), END, OPEN, 0, 255])
+def test_an_illegal_draft_token_changes_nothing(wrong: int) -> None:
+    matcher, legal = compiled("regex", PATTERN).matcher([]), list(b"ab")
+    rows = matcher.allowed([], [*legal[:1], wrong, *legal, wrong], 6)
+    assert [tokens_of(r) for r in rows[:2]] == [expected(""), expected("a")]
+    assert rows.any(axis=-1).all().item(), "a row without a token has no distribution"
+    assert row(matcher, legal[:1]) == expected("a")
+
+
+def test_legal_counts_up_to_the_first_illegal_token() -> None:
+    matcher, legal, illegal = compiled("regex", PATTERN).matcher([]), list(b"ab"), ord("x")
+    assert matcher.legal([], [*legal, illegal, *legal]) == 3
+    assert matcher.legal(legal, [ord("a"), ord("a"), ord("b")]) == 1
+    assert matcher.legal([], [illegal]) == 0
+
+
+def test_drafts_may_go_on_after_the_end() -> None:
+    matcher = compiled("regex", "ab").matcher([])
+    assert row(matcher, list(b"ab")) == ENDS
+    rows = matcher.allowed([], [*b"ab", END, END, *b"ab"], 7)
+    assert [tokens_of(r) for r in rows[:4]] == [{ord("a")}, {ord("b")}, ENDS, ENDS]
+    assert rows.any(axis=-1).all().item()
+    assert matcher.legal([], [*b"ab", STOP, END]) == 3
+    assert matcher.forced(list(b"ab")) == []
+    assert row(matcher, [*b"ab", END]) == ENDS
+    assert row(matcher, []) == {ord("a")}
+
+
+def test_forced_tokens_are_the_only_allowed_ones() -> None:
+    matcher = compiled("json_schema", '{"const": {"name": [1, 2]}}').matcher([])
+    forced = matcher.forced([])
+    assert bytes(forced) == b'{"name": [1, 2]}'
+    assert all(row(matcher, forced[:i]) == {token} for i, token in enumerate(forced))
+    assert matcher.forced(forced[:4]) == forced[4:]
+    assert row(matcher, forced) == ENDS
+
+
+def test_json_is_written_in_one_way() -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+    matcher = compiled("json_schema", schema).matcher([])
+    assert matcher.legal([], b'{"a": 1, "b": [1, 2]}') == 21
+    assert matcher.legal([], b'{ "a": 1}') == matcher.legal([], b'{"a":1}') - 4 == 1
+
+
+def test_any_json_object() -> None:
+    matcher = compiled("json_object", "").matcher([])
+    text = '{"a": {"b": [1, "ü"]}, "c": null}'.encode()
+    assert matcher.legal([], text) == len(text)
+    assert matcher.legal([], b"[1]") == 0
+
+
+def test_lark_with_special_tokens() -> None:
+    matcher = compiled("lark", 'start: <|tool_call> "go" | "no"', text=WITH_CALLS).matcher([])
+    assert row(matcher, []) == {250, ord("n")}
+    assert row(matcher, [250, *b"go"]) == ENDS
+
+
+# --- thinking
+
+
+def test_thinking_is_free_and_the_answer_is_not() -> None:
+    matcher = compiled("regex", "ab", thinks=True).matcher([])
+    assert row(matcher, []) == {ord("a"), OPEN}
+    assert row(matcher, [OPEN, *b"xyz"]) == FREE
+    assert row(matcher, [OPEN, CLOSE]) == {ord("a")}
+    assert row(matcher, [*b"ab"]) == ENDS
+    assert row(matcher, [OPEN, *b"ab", CLOSE, *b"ab"]) == ENDS
+
+
+def test_a_draft_may_close_the_thinking() -> None:
+    matcher = compiled("regex", "ab", thinks=True).matcher([])
+    draft = [ord("x"), CLOSE, *b"ab", END]
+    rows = [tokens_of(r) for r in matcher.allowed([OPEN], draft, 6)]
+    assert rows == [FREE, FREE, {ord("a")}, {ord("b")}, ENDS, ENDS]
+    assert matcher.legal([OPEN], draft) == 5
+    assert matcher.legal([OPEN], [CLOSE, ord("x")]) == 1
+    assert matcher.legal([OPEN], [ord("x"), END]) == 1
+    assert row(matcher, [OPEN]) == FREE
+
+
+def test_a_prompt_may_open_the_thinking() -> None:
+    grammar = compiled("regex", "ab")
+    assert row(grammar.matcher([*b"hi", OPEN]), [CLOSE]) == {ord("a")}
+    assert row(grammar.matcher([*b"hi", OPEN]), [ord("x")]) == FREE
+    assert grammar.matcher([OPEN]).forced([]) == []
+    assert row(grammar.matcher([*b"hi", OPEN, CLOSE]), []) == {ord("a")}
+    assert row(grammar.matcher([*b"hi"]), []) == {ord("a")}
+
+
+def test_tokens_of_another_answer_are_an_error() -> None:
+    matcher = compiled("regex", "ab").matcher([])
+    with pytest.raises(InvalidValue, match="does not match the grammar"):
+        matcher.allowed(list(b"zz"), [], 1)
+    assert row(matcher, [*b"a"]) == {ord("b")}
+
+
+# --- samplers
+
+
+def test_scores_are_masked_row_by_row() -> None:
+    sampler = Sampling(1.0, grammar=compiled("regex", "ab|cd")).sampler(1, V)
+    drafted = mx.array([ord("c"), ord("z"), ord("d")])
+    tokens, p = sampler.draw(mx.zeros((4, V)), [7], drafted)
+    assert p is not None and mx.isfinite(p).all().item()
+    assert [tokens_of(r > 0) for r in p[:2]] == [{ord("a"), ord("c")}, {ord("d")}]
+    assert tokens[1].item() == ord("d")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4), Sampling(1.0)])
+def test_drafters_draw_without_the_grammar(sampling: Sampling) -> None:
+    free = replace(sampling, grammar=compiled("regex", "a")).sampler(1, V).drafting
+    plain, logits, drafted = sampling.sampler(1, V), mx.random.normal((3, V)), mx.array([2, 3])
+    assert plain.drafting.draw(mx.zeros((1, V)), [1], NONE)[0].shape == (1,)
+    if sampling.seed is not None or sampling.temperature == 0:
+        assert mx.array_equal(free.draw(logits, [1], drafted)[0], plain.draw(logits, [1], drafted)[0])
+    assert free.drafting.draw(logits, [1], drafted)[0].tolist() != [ord("a")] * 3
+
+
+def test_unseeded_drafts_do_not_share_noise_with_the_verdict() -> None:
+    sampler = Sampling(1.0, grammar=compiled("regex", "[a-z]+")).sampler(1, V)
+    logits = mx.zeros((1, V))
+    drawn = [sampler.drafting.draw(logits, [1], NONE)[0].item() for _ in range(20)]
+    judged = [sampler.draw(logits, [1], NONE)[0].item() for _ in range(20)]
+    assert len(set(drawn)) > 10 and len(set(judged)) > 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0])
+def test_the_grammar_stands_above_a_ban(temperature: float) -> None:
+    banned = {ord("a"): -float("inf"), ord("c"): -float("inf")}
+    logits = mx.random.normal((1, V))
+    for pattern, letter in (("a", "a"), ("a|b|c", "b")):
+        sampling = Sampling(temperature, seed=1, logit_bias=banned, grammar=compiled("regex", pattern))
+        assert sampling.sampler(1, V).draw(logits, [1], NONE)[0].item() == ord(letter)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("json_schema", '{"type": "array", "uniqueItems": true}', 'JSON schema .*"uniqueItems"'),
+        ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: \\["not"\\]'),
+        ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "not"),
+        ("json_schema", '{"$ref": "http://example.org/schema"}', "does not fetch"),
+        ("json_schema", '{"$ref": "file:///etc/hosts"}', "does not fetch"),
+        ("json_schema", '{"type": "string", "format": "nope"}', "Unknown format: nope"),
+        ("json_schema", '{"type": "string", "pattern": "(?=a)"}', "look-around"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum .5. is greater"),
+        ("json_schema", '{"type": "strong"}', "Invalid type"),
+        ("json_schema", "{bad", "JSON schema cannot be used"),
+        ("json_schema", "[1]", "Expecting object schema"),
+        ("json_schema", "true", "Expecting object schema"),
+        ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000, "recursion"),
+        ("json_schema", " " * (MAX_SOURCE_CHARS + 1), "characters, the most are"),
+        ("regex", "(", "regular expression cannot be used.*unclosed group"),
+        ("lark", "start: foo", 'Lark grammar cannot be used.*unknown name: "foo"'),
+        ("lark", "start: <|nope|>", "unknown special token"),
+        ("lark", 'begin: "a"', "no start rule"),
+    ],
+)
+def test_unsupported_grammars_are_refused_in_one_line(kind: GrammarKind, source: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message) as caught:
+        compiled(kind, source)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_grammar_that_takes_too_long_is_refused() -> None:
+    parts = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
+    with pytest.raises(InvalidValue, match=r"takes more than 0.3 s to compile"):
+        compile("json_schema", json.dumps({"type": "string", "allOf": parts}), byte_text(), V, seconds=0.3)
+    assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}, "the next one starts anew"
+
+
+def test_a_grammar_that_overflows_the_stack_is_refused() -> None:
+    chain = "\n".join(f"r{i}: r{i + 1}" for i in range(5000))
+    with pytest.raises(InvalidValue, match="the Lark grammar is nested too deeply"):
+        compiled("lark", f'start: <|tool_call> r0\n{chain}\nr5000: "a"', text=WITH_CALLS)
+    assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}
+
+
+def test_a_grammar_that_explodes_is_refused() -> None:
+    parts = [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]
+    with pytest.raises(InvalidValue, match="too large"):
+        compiled("json_schema", json.dumps({"allOf": parts}))
+
+
+def test_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(SpecError, match="pip install llguidance"):
+        compiled("regex", "a")
+
+
+def test_a_vocabulary_without_an_end_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="no end-of-text token"):
+        compiled("regex", "a", text=byte_text({OPEN: "<think>", CLOSE: "</think>"}))

@@ -1,0 +1,211 @@
+"""Rewinding equals never having written, for every kind of cache; masks; refusals."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+
+from mlx_spec.errors import InvalidValue, NotRewindable
+from mlx_spec.model.caches import (
+    MAX_UNCOMMITTED,
+    WINDOW_SLACK,
+    AttentionCache,
+    FullCache,
+    QuantizedCache,
+    SlidingCache,
+    make_caches,
+)
+from mlx_spec.model.target import LMTarget
+from mlx_spec.types import FeatureSpec
+
+KINDS = ["full", "sliding", "shared", "recurrent"]
+MAKERS = {
+    "full": FullCache,
+    "window 16": lambda: SlidingCache(16),
+    "window 300": lambda: SlidingCache(300),
+    "8 bits": lambda: QuantizedCache(8),
+    "4 bits": lambda: QuantizedCache(4),
+}
+
+
+def rows(low: int, high: int, salt: int = 0) -> tuple[mx.array, mx.array]:
+    """K and V [1, 2, high - low, 32] whose values tell their position."""
+    position = mx.arange(low, high, dtype=mx.float32)[None, None, :, None] + 1000 * salt
+    pattern = mx.arange(64, dtype=mx.float32).reshape(1, 2, 1, 32) / 7
+    return mx.sin(position * 0.37 + pattern), mx.cos(position * 0.11 + pattern)
+
+
+def append(cache: AttentionCache, low: int, high: int, salt: int = 0) -> list[mx.array]:
+    """Append positions low..high and return the arrays that attention sees."""
+    keys, values = cache.update_and_fetch(*rows(low, high, salt))
+    parts = [*keys, *values] if isinstance(keys, tuple) else [keys, values]
+    mx.eval(parts)
+    return parts
+
+
+def same(a: list[mx.array], b: list[mx.array]) -> bool:
+    return all(x.shape == y.shape and mx.array_equal(x, y).item() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_write_rewind_write_equals_write(kind: str) -> None:
+    draw = random.Random(1)
+    rewound, clean = MAKERS[kind](), MAKERS[kind]()
+    size = 0
+    for step in range(250):
+        if step % 60 == 59:  # a prefill chunk longer than any slack
+            T = keep = 700
+        else:
+            T = draw.choice([1, 1, 2, 5, 17])
+            keep = draw.randint(0, T)
+        before = append(rewound, size, size + T, salt=1 if keep < T else 0)
+        if keep == T:
+            assert same(before, append(clean, size, size + T))
+        else:
+            rewound.rewind(size)
+            if keep:
+                assert same(append(rewound, size, size + keep), append(clean, size, size + keep))
+        size += keep
+        assert rewound.offset == clean.offset == size
+
+
+@pytest.mark.parametrize("window", [16, 300])
+def test_sliding_rows_are_the_last_ones_in_order(window: int) -> None:
+    cache, size = SlidingCache(window), 0
+    for T in [1, 3, 40, 1, 1, 300, 2, 1] * 12:
+        keys, _ = append(cache, size, size + T)
+        low = max(size - window + 1, 0)
+        assert mx.array_equal(keys, rows(low, size + T)[0]).item()
+        size += T
+        low = max(size - window + 1, 0)
+        assert mx.array_equal(cache.rows(cache.offset).keys, rows(low, size)[0]).item()
+
+
+def test_sliding_buffers_stay_small() -> None:
+    cache = SlidingCache(16)
+    for i in range(3000):
+        cache.update_and_fetch(*rows(i, i + 1))
+        mx.eval(cache.arrays())
+        assert cache.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
+
+
+@pytest.mark.parametrize("before", [0, 3, 14, 15, 16, 17, 200])
+@pytest.mark.parametrize("T", [1, 2, 5, 16, 17, 40])
+def test_sliding_mask_is_the_window(before: int, T: int) -> None:
+    cache = SlidingCache(16)
+    if before:
+        append(cache, 0, before)
+    mask = cache.make_mask(T, window_size=16)
+    seen = append(cache, before, before + T)[0].shape[2]
+    causal = create_causal_mask(T, before, window_size=16)
+    allowed, dropped = causal[:, before + T - seen :], causal[:, : before + T - seen]
+    if mask is None:
+        assert T == 1 and allowed.all().item()
+    elif isinstance(mask, str):
+        assert mask == "causal" and mx.array_equal(allowed, create_causal_mask(T, seen - T)).item()
+    else:
+        assert mx.array_equal(mask, allowed).item()
+    assert not dropped.any().item(), "dropped rows are outside every window"
+
+
+def test_rewinding_past_the_slack_is_refused() -> None:
+    cache, size = SlidingCache(16), 0
+    while size < 2000:
+        append(cache, size, size + 5)
+        size += 5
+    assert cache.can_rewind(size - MAX_UNCOMMITTED + 5) and not cache.can_rewind(100)
+    with pytest.raises(AssertionError, match="are gone"):
+        cache.rewind(100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_full_layer_is_never_quantized(kind: str) -> None:
+    caches = make_caches(getattr(tiny, kind)(), kv_bits=4)
+    full = [c for c in caches if isinstance(c, FullCache | QuantizedCache)]
+    assert isinstance(full[-1], FullCache)
+    assert all(isinstance(c, QuantizedCache) for c in full[:-1])
+
+
+def test_head_dimensions_that_no_group_divides_are_refused() -> None:
+    with pytest.raises(InvalidValue, match="divisible by 32, this target has \\(24, 24\\)"):
+        QuantizedCache(4).update_and_fetch(mx.zeros((1, 1, 1, 24)), mx.zeros((1, 1, 1, 24)))
+
+
+class Foreign(nn.Module):
+    """A model with caches of its own."""
+
+    def __init__(self, cache: object) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def make_cache(self) -> list[object]:
+        return [self.cache]
+
+
+@pytest.mark.parametrize("cache", [ChunkedKVCache(8), RotatingKVCache(max_size=8, keep=4)])
+def test_unknown_caches_are_refused_by_name(cache: object) -> None:
+    with pytest.raises(NotRewindable, match=type(cache).__name__):
+        make_caches(Foreign(cache))
+
+
+def assert_same_logits(target: LMTarget, fresh: LMTarget, token: int) -> None:
+    expected, got = (each.verify(mx.array([token])) for each in (fresh, target))
+    assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_a_rewound_target_equals_one_that_never_wrote(kind: str, kv_bits: int | None) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
+    for size in (90, 70, 41, 40, 12, 0):
+        target = LMTarget(model, kv_bits=kv_bits)
+        target.prefill(prompt[:40])
+        target.prefill(prompt[40:41])
+        for low in range(41, 90, 7):
+            target.verify(mx.array(prompt[low : low + 7]))
+            target.commit(7)
+        kept = target.rewind(size)
+        assert kept <= size and kept == target.size
+        assert kept == size or kind in ("recurrent", "sliding", "shared")
+        other = tiny.prompt(30, seed=11)
+        fresh = LMTarget(model, kv_bits=kv_bits)
+        fresh.prefill((prompt[:kept] + other)[:-1])
+        target.prefill(other[:-1])
+        assert_same_logits(target, fresh, other[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "kept"),
+    [("sliding", 95, 90), ("sliding", 80, 80), ("recurrent", 95, 90), ("recurrent", 80, 58)],
+)
+def test_a_target_rewinds_to_its_last_prefill_after_a_long_answer(kind: str, size: int, kept: int) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
+    target = LMTarget(model)
+    target.prefill(prompt)
+    answer = tiny.prompt(600)
+    for i in range(0, len(answer), 15):  # in blocks: only the length matters
+        for block in (answer[i : i + 1], answer[i + 1 : i + 15]):
+            mx.eval(target.verify(mx.array(block)))
+            target.commit(len(block))
+    assert target.rewind(size) == target.size == kept
+    fresh, other = LMTarget(model), tiny.prompt(30, seed=11)
+    fresh.prefill(prompt[:kept])
+    for each in (target, fresh):
+        each.prefill((prompt + tiny.prompt(5))[kept:size] + other[:-1])
+    assert_same_logits(target, fresh, other[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_those_of_the_model(kind: str) -> None:
+    target = LMTarget(getattr(tiny, kind)(), FeatureSpec(final_hidden=True))
+    logits = target.verify(mx.array(tiny.prompt(9)))
+    features = target.commit(9)
+    assert features.final_hidden is not None
+    assert mx.allclose(target.parts.unembed(features.final_hidden), logits, atol=1e-4).item()
+    assert target.parts.embed(mx.array([1, 2, 3])).shape == (3, 64)

@@ -1,0 +1,105 @@
+"""Module wrappers: the targets of a model share them, and they do not change its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import mlx.core as mx
+import pytest
+import tiny
+from mlx.utils import tree_flatten
+
+from mlx_spec.model import hooks
+from mlx_spec.model.hooks import Capture, EagerLayer
+from mlx_spec.model.target import LMTarget
+from mlx_spec.types import FeatureSpec
+
+KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
+
+
+class StartCounter:
+    """Counts the layers that start early."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(hooks.mx, "async_eval", self._start)
+
+    def _start(self, *arrays: mx.array) -> None:
+        self.count += 1
+
+
+def logits(target: LMTarget, prompt: list[int], blocks: Sequence[list[int]]) -> mx.array:
+    """Logits of blocks verified one after the other; of each all but its last token is kept."""
+    target.prefill(prompt)
+    seen = []
+    for block in blocks:
+        seen.append(target.verify(mx.array(block, dtype=mx.int32)))
+        target.commit(max(len(block) - 1, 1))
+    return mx.concatenate(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_early_start_changes_no_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(40)
+    blocks = [[5], [6, 7, 8], [9], [3, 4, 5, 6, 7], [2]]
+    early = logits(LMTarget(model), prompt, blocks)
+    mx.eval(early)
+    monkeypatch.setattr(hooks.EagerSwitch, "on", lambda switch: nullcontext())
+    assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill must not: it never computes the layers after the last K/V."""
+    model = getattr(tiny, kind)()
+    target, started = LMTarget(model), StartCounter(monkeypatch)
+    target.prefill(tiny.prompt(20))
+    assert not started.count
+    target.verify(mx.array([5], dtype=mx.int32))
+    assert started.count == len(model.layers) - 1
+    target.commit(1)
+    target.prefill([6, 7, 8])
+    assert started.count == len(model.layers) - 1
+
+
+def test_a_gpu_starts_several_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [tiny.full().layers[0] for _ in range(20)]
+    monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
+    hooks.start_layers_early(layers)
+    assert [i for i, layer in enumerate(layers) if isinstance(layer, EagerLayer)] == [7, 15]
+
+
+def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None:
+    """A model that was a target's can still be saved, and loaded into, under its own names."""
+    model = tiny.full()
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    kinds = [type(layer).__name__ for layer in model.layers]
+    for _ in range(2):
+        LMTarget(model)
+    assert len({layer.switch for layer in model.layers[:-1]}) == 1
+    assert [type(layer).__mro__.count(EagerLayer) for layer in model.layers] == [*[1] * (len(kinds) - 1), 0]
+    assert [type(layer).__name__ for layer in model.layers] == kinds
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+    captured = LMTarget(model, FeatureSpec(hidden_layers=(0,)))
+    LMTarget(model)
+    first = model.layers[0]
+    assert isinstance(first, Capture) and type(first.layer).__mro__.count(EagerLayer) == 1
+    assert mx.array_equal(logits(captured, [1, 2, 3], [[4]]), logits(LMTarget(tiny.full()), [1, 2, 3], [[4]]))
+
+
+def test_an_interrupted_pass_turns_the_early_start_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = LMTarget(tiny.full())
+    target.prefill([1, 2, 3])
+    with monkeypatch.context() as patch:
+
+        def interrupt(*arrays: mx.array) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(hooks.mx, "async_eval", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            target.verify(mx.array([5], dtype=mx.int32))
+    target.commit(0)
+    started = StartCounter(monkeypatch)
+    target.prefill([4, 5, 6])
+    assert not started.count

@@ -1,0 +1,88 @@
+"""What the engine emits when it samples follows the target's distribution, whatever is drafted.
+
+The controls, argmax drafts that pose as drawn, must be rejected by the same test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from exact_distribution import (
+    FEW,
+    FILTERED,
+    PLAIN,
+    PROMPT,
+    Nothing,
+    Posing,
+    V,
+    draft_model,
+    excess,
+    model,
+    seeded,
+    unseeded,
+)
+from lossless import Scripted, emitted, first_difference
+
+from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.engine import generate
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Sampling, verify
+from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.types import Drafter
+
+RULES = [verify.block, verify.token]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_drawn_by_a_model(rule: verify.Rule) -> None:
+    assert excess(draft_model(), PLAIN, unseeded(PLAIN, rule)) < 1
+
+
+def test_drafts_drawn_by_a_model_with_filters_and_penalties() -> None:
+    assert excess(draft_model(), FILTERED, unseeded(FILTERED)) < 1
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, FILTERED])
+def test_drafts_that_are_not_drawn(sampling: Sampling) -> None:
+    assert excess(Lookup(2, 8), sampling, unseeded(sampling)) < 1
+
+
+def test_no_drafts() -> None:
+    assert excess(Nothing(), FILTERED, unseeded(FILTERED)) < 1
+
+
+def test_seeded_drafts_drawn_with_the_target_s_noise() -> None:
+    assert excess(draft_model(), FILTERED, seeded(FILTERED)) < 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_argmax_posing_as_drawn_is_caught(rule: verify.Rule) -> None:
+    assert excess(draft_model(Posing), PLAIN, unseeded(PLAIN, rule), FEW) > 1
+
+
+def test_missing_filters_are_caught() -> None:
+    assert excess(Nothing(), FILTERED, unseeded(PLAIN), FEW) > 1
+
+
+def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
+    sampler = sampling.sampler(len(PROMPT), V)
+    rounds = list(generate(LMTarget(model()), [drafter], Fixed(K), sampler, PROMPT, max_tokens=count))
+    if not isinstance(drafter, Nothing):
+        assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
+    return emitted(rounds)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_seeded_text_is_the_same_with_any_drafter_or_none(filtered: bool) -> None:
+    """2,000 tokens a case: nine drafted texts of 200 and the plain one."""
+    sampling, count = Sampling(0.8, seed=11), 200
+    if filtered:
+        sampling = replace(sampling, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.02)
+    plain = text(Nothing(), 0, sampling, count)
+    spoiled = [(t + 1) % V if i % 5 == 4 else t for i, t in enumerate(plain)]
+    for K in (1, 3, 7):
+        for drafter in (Scripted([*PROMPT, *spoiled]), Lookup(1, 8), draft_model()):
+            drafted = text(drafter, K, sampling, count)
+            assert drafted == plain, f"{type(drafter).__name__}, K {K}: {first_difference(drafted, plain)}"
+    assert text(Nothing(), 0, replace(sampling, seed=12), count) != plain

@@ -1,0 +1,300 @@
+"""Log-probabilities are those of one full forward pass, of generated tokens and of a given prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import grammars
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+from likelihood import TEXT, TOP, check, log_softmax, reference
+from lossless import GREEDY, Scripted, emitted, plain, rounds
+
+import mlx_spec
+from mlx_spec import engine
+from mlx_spec.model.caches import MAX_UNCOMMITTED
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import LogprobRecorder, score_prompt
+from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.types import (
+    Choice,
+    Decision,
+    Draft,
+    Drafter,
+    DraftLengthPolicy,
+    FeatureSpec,
+    Reason,
+    Round,
+    Sampler,
+    TokenLogprob,
+)
+
+MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}
+NONE = mx.array([], dtype=mx.int32)
+PENALTIES = Sampling(
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias={3: -math.inf, 5: 2.5, 7: -1.0},
+)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "penalties": PENALTIES,
+    "seeded": Sampling(temperature=1.3, top_p=0.9, seed=5),
+    "unseeded": Sampling(temperature=0.7, top_k=20, presence_penalty=0.5, logit_bias={9: 3.0}),
+}
+
+
+def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> LogprobRecorder:
+    processor = LogitsProcessor(sampling, prompt_length, 256)
+    return LogprobRecorder(sampling.sampler(prompt_length, 256), processor, TEXT, top)
+
+
+def recorded(
+    model: nn.Module, drafter: Drafter, policy: DraftLengthPolicy, sampling: Sampling, prompt: list[int]
+) -> tuple[list[Round], list[TokenLogprob]]:
+    """Generate 40 tokens and read their log-probabilities round by round."""
+    recorder, position, done, found = recorder_of(sampling, len(prompt)), len(prompt), [], []
+    for round in engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40):
+        done.append(round)
+        found += recorder.of(position, round.tokens)
+        position += len(round.tokens)
+    assert not recorder._rows, "rows that were read are dropped"
+    return done, found
+
+
+class Mixed:
+    """Plain rounds that queue the next token, single plain rounds and drafts in turn."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def begin(self, *request_drafters: Any) -> None:
+        pass
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        drafts = self.rounds // 3 % 2 or self.rounds % 7 == 0
+        return Decision((Choice(0, 4),) if drafts else (), Reason.PROBE)
+
+    def observe(self, round: Round) -> None:
+        self.rounds += 1
+
+
+POLICIES = {"plain": lambda: Fixed(0), "speculative": lambda: Fixed(4), "mixed": Mixed}
+CASES = [("sliding", name, policy) for name in SAMPLINGS for policy in POLICIES]
+CASES += [("full", "unseeded", "mixed"), ("recurrent", "penalties", "mixed")]
+
+
+# --- generated tokens
+
+
+@pytest.mark.parametrize(("kind", "name", "policy"), CASES)
+def test_they_equal_those_of_one_forward_pass(kind: str, name: str, policy: str) -> None:
+    model, sampling, prompt = MODELS[kind], SAMPLINGS[name], tiny.prompt(13)
+    truth = plain(model, prompt, 40) if name == "greedy" else [5] * 40
+    done, found = recorded(model, Scripted(prompt + truth, 3), POLICIES[policy](), sampling, prompt)
+    tokens = emitted(done)
+    assert len(tokens) == 40  # past the window of 16
+    if policy != "plain":
+        drafted, accepted = sum(r.drafted for r in done), sum(r.accepted for r in done)
+        assert drafted > 0 and accepted < drafted and (name != "greedy" or accepted)
+    check(found, reference(model, sampling, prompt, tokens), tokens)
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties", "seeded"])
+def test_speculation_does_not_change_them(name: str) -> None:
+    model, sampling, prompt = MODELS["sliding"], SAMPLINGS[name], tiny.prompt(13)
+    done, off = recorded(model, Scripted([]), Fixed(0), sampling, prompt)
+    done, on = recorded(model, Scripted(prompt + emitted(done), 2), Fixed(4), sampling, prompt)
+    assert sum(r.accepted for r in done) > 10
+    for a, b in zip(off, on, strict=True):
+        assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-5
+        assert [x.token for x in a.top] == [x.token for x in b.top]
+        assert [x.logprob for x in a.top] == pytest.approx([x.logprob for x in b.top], abs=1e-5)
+
+
+def test_temperature_and_filters_do_not_count() -> None:
+    hot, prompt = SAMPLINGS["seeded"], tiny.prompt(13)
+    done, found = recorded(MODELS["full"], Scripted([]), Fixed(0), hot, prompt)
+    warm = log_softmax(reference(MODELS["full"], hot, prompt, emitted(done)) / 1.3)
+    with pytest.raises(AssertionError):
+        check(found, warm, emitted(done))
+
+
+class Drawing:
+    """Draws its draft tokens from a distribution of its own, as a model does."""
+
+    needs = FeatureSpec()
+
+    def __init__(self) -> None:
+        self.logits = mx.random.normal((4, 256))
+        self.samplers: list[Sampler] = []
+
+    def observe(self, history: Sequence[int], features: object) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        self.samplers.append(sampler)
+        drawn = [sampler.draw(self.logits[j : j + 1], history, NONE) for j in range(limit)]
+        probs = [q for _, q in drawn if q is not None]
+        return Draft(mx.concatenate([t for t, _ in drawn]), mx.concatenate(probs))
+
+
+def test_draws_of_drafters_are_not_recorded() -> None:
+    prompt, sampling, drafter = tiny.prompt(13), Sampling(temperature=2.0), Drawing()
+    done, found = recorded(MODELS["full"], drafter, Fixed(4), sampling, prompt)
+    assert sum(r.accepted for r in done)
+    assert not any(isinstance(sampler, LogprobRecorder) for sampler in drafter.samplers)
+    check(found, reference(MODELS["full"], sampling, prompt, emitted(done)), emitted(done))
+
+
+@pytest.mark.parametrize("K", [0, 3])
+def test_masked_tokens_are_no_alternatives(K: int) -> None:
+    allowed = {17, 40}
+    sampling = Sampling(logit_bias={i: -math.inf for i in range(256) if i not in allowed})
+    _, found = recorded(MODELS["full"], Scripted([17] * 90), Fixed(K), sampling, tiny.prompt(9))
+    assert all({a.token for a in each.top} == allowed for each in found)
+    assert all(math.isfinite(each.logprob) and each.top[0].token == each.token for each in found)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3)])
+def test_a_grammar_counts(sampling: Sampling) -> None:
+    grammar = grammars.compiled("regex", "([ab]{3}(c|de)){20}")
+    sampling = Sampling(sampling.temperature, seed=sampling.seed, grammar=grammar)
+    prompt, found, truth = tiny.prompt(9), [], list[int]()
+    for K in (0, 4):
+        drafter = grammars.Mixed(prompt + truth, [ord("x"), ord("a"), grammars.END])
+        done, each = recorded(MODELS["full"], drafter, Fixed(K), sampling, prompt)
+        truth = emitted(done)
+        found.append(each)
+    assert bytes(truth[:3]).strip(b"ab") == b"" and sum(r.accepted for r in done) > 5
+    for off, on in zip(*found, strict=True):
+        assert off.token == on.token and abs(off.logprob - on.logprob) < 1e-5
+        assert {a.token for a in off.top} == {a.token for a in on.top} <= set(b"abcde")
+        assert sum(math.exp(a.logprob) for a in on.top) == pytest.approx(1)
+    assert {len(each.top) for each in found[0]} >= {1, 2}
+
+
+@pytest.mark.parametrize("top", [0, 1, 20, 256, 300])
+def test_there_are_as_many_alternatives_as_requested(top: int) -> None:
+    recorder = recorder_of(Sampling(), 1, top)
+    token = recorder.draw(mx.random.normal((1, 256)), [3], NONE)[0].item()
+    (each,) = recorder.of(1, [token])
+    assert len(each.top) == min(top, 256)
+    assert [a.logprob for a in each.top] == sorted((a.logprob for a in each.top), reverse=True)
+    assert not top or (each.top[0].token, each.top[0].logprob) == (token, each.logprob)
+
+
+def test_the_last_draw_of_a_position_counts() -> None:
+    recorder = recorder_of(Sampling(), 1, 1)
+    first, second = mx.zeros((1, 256)).at[0, 3].add(9.0), mx.zeros((1, 256)).at[0, 4].add(2.0)
+    recorder.draw(first, [3], NONE)
+    recorder.draw(mx.zeros((1, 256)), [3], mx.array([3], dtype=mx.int32))  # queued, then dropped
+    recorder.draw(second, [3], NONE)
+    (each,) = recorder.of(1, [4])
+    assert each.logprob == pytest.approx(2 - math.log(255 + math.exp(2)), abs=1e-5)
+    with pytest.raises(KeyError):
+        recorder.of(2, [0])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)])
+def test_the_demo_pair(sampling: Sampling) -> None:
+    pair = mlx_spec.load("demo", num_draft_tokens=4)
+    prompt = pair.text.prompt([{"role": "user", "content": "What is the capital of France?"}])
+    parts, found, tokens = pair.open(), list[TokenLogprob](), list[int]()
+    for round in pair.run(parts, prompt, sampling=sampling, max_tokens=80, top_logprobs=3):
+        found += round.logprobs
+        tokens += round.tokens
+    logits = parts.target._model(mx.array([prompt + tokens]))[0].astype(mx.float32)
+    rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    expected = [rows[len(prompt) - 1 + j, token].item() for j, token in enumerate(tokens)]
+    assert [each.logprob for each in found] == pytest.approx(expected, abs=1e-3)  # bfloat16
+    assert b"".join(each.written for each in found).decode() == pair.text.decode_raw(tokens)
+
+
+# --- tokens of a prompt
+
+
+def scored(
+    target: LMTarget,
+    prompt: list[int],
+    drafters: Sequence[Drafter] = (),
+    sampling: Sampling = GREEDY,
+    prompt_length: int = 0,
+) -> list[TokenLogprob]:
+    processor = LogitsProcessor(sampling, prompt_length, 256)
+    return [each for chunk in score_prompt(target, drafters, processor, prompt, TEXT, TOP) for each in chunk]
+
+
+@pytest.mark.parametrize("length", [1, 2, MAX_UNCOMMITTED, MAX_UNCOMMITTED + 1, MAX_UNCOMMITTED + 2, 150])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_prompt_is_scored_and_then_continued(kind: str, length: int) -> None:
+    model, prompt, needs = MODELS[kind], tiny.prompt(length), FeatureSpec(final_hidden=True)
+    target, drafter = LMTarget(model, needs), Scripted([], needs=needs)
+    found = scored(target, prompt, [drafter])
+    check(found, reference(model, Sampling(), prompt[:1], prompt[1:]), prompt[1:])
+    assert target.size == length - 1 and target.uncommitted == 0
+    truth = plain(model, prompt, 20)
+    assert emitted(rounds(target, Scripted(prompt + truth, 2), 3, prompt, 20)) == truth
+    seen = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
+    assert drafter.histories == [sum(seen[: i + 1]) + 1 for i in range(len(seen))]
+    assert sum(seen) == length - 1
+
+
+def test_drafters_get_the_features_of_a_prefill() -> None:
+    prompt, needs = tiny.prompt(100), FeatureSpec(final_hidden=True, hidden_layers=(1,))
+    seen = []
+    for how in ("score", "prefill"):
+        target, drafter = LMTarget(MODELS["sliding"], needs), Scripted([], needs=needs)
+        if how == "score":
+            scored(target, prompt, [drafter])
+        else:
+            list(engine.prefill(target, [drafter], prompt))
+        assert drafter.histories[-1] == len(prompt)
+        seen.append([mx.concatenate([f.hidden[0] for f in drafter.seen])])
+        seen[-1].append(mx.concatenate([f.final_hidden for f in drafter.seen if f.final_hidden is not None]))
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours.shape == theirs.shape and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3).item()
+
+
+def test_penalties_and_bias_count_for_a_prompt() -> None:
+    sampling = Sampling(repetition_penalty=1.2, frequency_penalty=0.4, logit_bias={3: 2.0, 8: -math.inf})
+    model, prompt = MODELS["sliding"], [token for token in tiny.prompt(90) if token != 8]
+    found = scored(LMTarget(model), prompt, sampling=sampling)
+    with pytest.raises(AssertionError):  # the reference counts the first token as prompt, not as generated
+        check(found, reference(model, sampling, prompt[:1], prompt[1:]), prompt[1:])
+    found = scored(LMTarget(model), prompt, sampling=sampling, prompt_length=1)
+    check(found, reference(model, sampling, prompt[:1], prompt[1:]), prompt[1:])
+
+
+def test_two_prompts_are_scored_in_turn_and_one_ends_early() -> None:
+    model, prompts = MODELS["sliding"], [tiny.prompt(150), tiny.prompt(140, seed=8)]
+    streams = [
+        score_prompt(LMTarget(model), [], LogitsProcessor(GREEDY, 0, 256), prompt, TEXT, TOP)
+        for prompt in prompts
+    ]
+    found: list[list[TokenLogprob]] = [[], []]
+    for _ in range(3):
+        for each, stream in zip(found, streams, strict=True):
+            each += next(stream)
+    for each, prompt in zip(found, prompts, strict=True):
+        check(each, reference(model, Sampling(), prompt[:1], prompt[1:]), prompt[1:])
+    target = LMTarget(model)
+    stream = score_prompt(target, [], LogitsProcessor(GREEDY, 0, 256), prompts[0], TEXT, TOP)
+    next(stream)
+    stream.close()
+    assert target.size == MAX_UNCOMMITTED and target.uncommitted == 0
+    assert emitted(rounds(target, Scripted([]), 0, prompts[0], 9)) == plain(model, prompts[0], 9)
+
+
+def test_tokens_that_the_target_holds_are_not_scored_again() -> None:
+    prompt, target = tiny.prompt(100), LMTarget(MODELS["full"])
+    target.prefill(prompt[:30])
+    check(
+        scored(target, prompt), reference(MODELS["full"], Sampling(), prompt[:31], prompt[31:]), prompt[31:]
+    )

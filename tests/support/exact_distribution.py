@@ -1,0 +1,142 @@
+"""A model so small that the distribution of its next tokens is known exactly, and counts of what is emitted.
+
+Short generations are counted by their tokens and compared with the exact distribution. A right engine is
+rejected once in a million; the keys are fixed, so a pass stays a pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import chi_square
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from lossless import emitted
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+
+from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.engine import generate
+from mlx_spec.policy import Fixed
+from mlx_spec.sampling import Law, Sampling, Unseeded
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
+
+V = 8
+PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
+COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
+GENERATIONS, FEW = 600, 300  # the controls need fewer
+PLAIN = Sampling(1.0)
+SPREAD = 0.6  # of the weights: 31 of the 512 cells or more are expected five times
+FILTERED = Sampling(1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
+
+
+def model(noise: float = 0.0) -> nn.Module:
+    """A Llama of one layer; with noise, one that resembles it."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        num_attention_heads=1,
+        rms_norm_eps=1e-5,
+        vocab_size=V,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    built = llama.Model(args)
+    mx.random.seed(1)
+    weights = tree_map(lambda x: SPREAD * mx.random.normal(x.shape), built.parameters())
+    built.update(tree_map(lambda x: x + noise * mx.random.normal(x.shape), weights))
+    mx.eval(built.parameters())
+    return built
+
+
+class Nothing:
+    """Never drafts."""
+
+    needs = FeatureSpec()
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        return no_draft()
+
+
+class Liar(Unseeded):
+    """Takes the likeliest token and says that it was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(LogitsProcessor(PLAIN, 0, V), key=0)
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        return logits.argmax(axis=-1).astype(mx.int32), mx.softmax(logits, axis=-1)
+
+
+class Posing(DraftModel):
+    """Drafts the likeliest tokens and says that they were drawn."""
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        return super().draft(history, limit, Liar())
+
+
+def draft_model(kind: type[DraftModel] = DraftModel) -> DraftModel:
+    return kind(model(noise=0.2), Vocabulary(V, V))
+
+
+def reference(sampling: Sampling, row: np.ndarray, history: Sequence[int], prompt_length: int) -> np.ndarray:
+    """Return the distribution after `history` of logits [V], by the definitions, one token at a time."""
+    row, generated = row.astype(np.float64).copy(), list(history[prompt_length:])
+    for t in set(history):
+        row[t] *= sampling.repetition_penalty ** -np.sign(row[t])
+    for t in set(generated):
+        row[t] -= sampling.presence_penalty + sampling.frequency_penalty * generated.count(t)
+    for t, bias in (sampling.logit_bias or {}).items():
+        row[t] += bias
+    p = np.exp((row - row.max()) / sampling.temperature)
+    if sampling.top_k:
+        p[p < sorted(p)[-min(sampling.top_k, len(p))]] = 0
+    p /= p.sum()
+    if sampling.top_p < 1:
+        p = np.where([p[p > share].sum() < sampling.top_p for share in p], p, 0)
+    p[p < sampling.min_p * p.max()] = 0
+    return np.asarray(p / p.sum())
+
+
+def exact(target: nn.Module, sampling: Sampling) -> np.ndarray:
+    """The distribution [V, V, V] of the tokens after the prompt, from plain passes over every prefix."""
+    p = np.ones(())
+    for depth in range(COUNT):
+        histories = [[*PROMPT, *path] for path in itertools.product(range(V), repeat=depth)]
+        logits = np.array(target(mx.array(histories))[:, -1])
+        rows = [reference(sampling, *pair, len(PROMPT)) for pair in zip(logits, histories, strict=True)]
+        p = p[..., None] * np.array(rows).reshape((V,) * (depth + 1))
+    return p
+
+
+def unseeded(sampling: Sampling, rule: verify.Rule = verify.block) -> Callable[[int], Sampler]:
+    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), rule=rule, key=i)
+
+
+def seeded(sampling: Sampling) -> Callable[[int], Sampler]:
+    return lambda i: replace(sampling, seed=i).sampler(len(PROMPT), V)
+
+
+def excess(
+    drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler], generations: int = GENERATIONS
+) -> float:
+    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection."""
+    weights = model()
+    target, counts = LMTarget(weights), np.zeros((V,) * COUNT)
+    for i in range(generations):
+        target.rewind(len(PROMPT) - 1)
+        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
+        assert done[0].drafted == (0 if isinstance(drafter, Nothing) else COUNT - 1)
+        counts[tuple(emitted(done))] += 1
+    return chi_square.excess(counts, exact(weights, sampling))

@@ -1,0 +1,438 @@
+"""The text of an answer is the same whatever rounds its tokens came in, and never holds half a character."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
+
+import mlx_spec
+from mlx_spec.errors import InvalidValue
+from mlx_spec.pair import Pair
+from mlx_spec.text import Text, read_text, read_tokenizer
+from mlx_spec.text.stream import AnswerReader, AnswerStream, Detokenizer, Span, TextPart
+from mlx_spec.text.tokenizer import Markers
+from mlx_spec.types import Round, TokenLogprob
+
+WORDS = "request requests quest rest stop stopped the end ending of it all café 👍 日本 "
+_WORDS = byte_level([WORDS] * 20, [QWEN.open, QWEN.close], size=332)
+ANSWERS = {
+    "words": Text(_WORDS, None, [_WORDS.token_to_id("<|im_end|>")]),
+    "demo": Text(read_tokenizer(DEMO), None, [1]),
+}
+CALLS = {"words": QWEN, "demo": GEMMA}
+
+
+def token_id(text: Text, name: str) -> int:
+    found = text.token_id(name)
+    assert found is not None
+    return found
+
+
+def round_of(tokens: Sequence[int], accepted: int = 0, drafter: int | None = None) -> Round:
+    return Round(list(tokens), accepted, accepted, "draft", drafter=drafter)
+
+
+def logprobs_of(text: Text, tokens: Sequence[int]) -> list[TokenLogprob]:
+    """Return one for each token, told apart by its value."""
+    return [TokenLogprob(t, text.token_bytes(t), -i / 8) for i, t in enumerate(tokens)]
+
+
+# --- whole characters
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_pieces_make_up_the_whole_text(name: str) -> None:
+    text = TEXTS[name]
+    for sample in [*SAMPLES, *(random_text(seed) for seed in range(60))]:
+        tokens = text.encode(sample)
+        detokenizer = Detokenizer(text.decode)
+        pieces = [*(detokenizer.add(token) for token in tokens), detokenizer.end()]
+        assert "".join(pieces) == text.decode(tokens)
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_half_a_character_waits(name: str) -> None:
+    text = TEXTS[name]
+    tokens = text.encode("a👍b")
+    detokenizer = Detokenizer(text.decode)
+    pieces = [detokenizer.add(token) for token in tokens]
+    assert len(tokens) >= 4 and "👍" in pieces and "" in pieces
+
+
+def test_bytes_that_are_no_character_come_at_the_end() -> None:
+    text = TEXTS["sentencepiece"]
+    detokenizer = Detokenizer(text.decode)
+    assert detokenizer.add(token_id(text, "<0xF0>")) == ""
+    assert detokenizer.end() == "\ufffd"
+    assert detokenizer.end() == ""
+
+
+# --- thinking and calls
+
+
+def read_all(reader: AnswerReader, tokens: list[int]) -> list[tuple[str, str]]:
+    """Read all text and join neighbours of one kind."""
+    pieces = [(reader.kind, reader.read(token)) for token in tokens]  # the kind before the token
+    pieces.append((reader.kind, reader.end()))
+    groups = itertools.groupby([piece for piece in pieces if piece[1]], key=lambda piece: piece[0])
+    return [("".join(text for _, text in group), kind) for kind, group in groups]
+
+
+CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("byte_level", "<think>\nhm 👍\n</think>\n\nYes", [("hm 👍\n", "thinking"), ("Yes", "answer")]),
+        ("byte_level", " plain", [(" plain", "answer")]),
+        ("byte_level", "one<|im_end|> two", [("one two", "answer")]),
+        ("byte_level", "<think>cut", [("cut", "thinking")]),
+        ("byte_level", "<think></think>Yes", [("Yes", "answer")]),
+        ("golden", "<|channel>thought\nhm<channel|>Yes", [("hm", "thinking"), ("Yes", "answer")]),
+        ("golden", "<|channel>thought\n<channel|>Yes", [("Yes", "answer")]),
+        ("golden", "<|channel>thou", [("thou", "thinking")]),
+        ("golden", "<|channel>other\nhm<channel|>Yes", [("other\nhm", "thinking"), ("Yes", "answer")]),
+        ("golden", "a <|channel>b<channel|> c", [("a ", "answer"), ("b", "thinking"), ("c", "answer")]),
+        ("golden", f"<|tool_call>{CALL}<tool_call|>", [(CALL, "call")]),
+        (
+            "golden",
+            f"One <|tool_call>{CALL}<tool_call|>\n two",
+            [("One ", "answer"), (CALL, "call"), ("two", "answer")],
+        ),
+        ("golden", "<|tool_call> a<|tool_call>b", [(" a<|tool_call>b", "call")]),
+        ("golden", "<|tool_call>a<|channel>b<tool_call|>c", [("a<|channel>b", "call"), ("c", "answer")]),
+        ("golden", "<|channel>hm<channel|><|tool_call>a<tool_call|>", [("hm", "thinking"), ("a", "call")]),
+        ("golden", "<|channel>thought\nhm <|tool_call>a", [("hm a", "thinking")]),
+        ("golden", "a<tool_call|>b", [("ab", "answer")]),
+    ],
+)
+def test_kinds_of_text_stand_apart(name: str, source: str, expected: list) -> None:
+    text = TEXTS[name]
+    assert read_all(AnswerReader(text, calls=GEMMA), text.encode(source)) == expected
+
+
+def test_a_prompt_may_open_the_thinking() -> None:
+    text = TEXTS["byte_level"]
+    opened = AnswerReader(text, text.encode("<|im_start|>assistant\n<think>\n"))
+    assert read_all(opened, text.encode("hm</think>\nYes")) == [("hm", "thinking"), ("Yes", "answer")]
+    closed = AnswerReader(text, text.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
+    assert read_all(closed, text.encode("Yes")) == [("Yes", "answer")]
+
+
+def test_end_tokens_are_hidden() -> None:
+    tokenizer = byte_level()
+    letter = tokenizer.token_to_id("b")
+    text = Text(tokenizer, None, [letter])
+    assert read_all(AnswerReader(text), [*text.encode("a"), letter]) == [("a", "answer")]
+    text = read_text(GOLDEN[0], json.loads((GOLDEN[0] / "config.json").read_text()))
+    tokens = text.encode("<|tool_call>call:f{<turn|>")
+    assert read_all(AnswerReader(text, calls=GEMMA), tokens) == [("call:f{", "call")]
+
+
+def test_calls_are_read_only_between_tokens_of_the_vocabulary() -> None:
+    text = ANSWERS["words"]
+    tokens = text.encode('<tool_call>\n{"a": 1}\n</tool_call>\n')
+    assert read_all(AnswerReader(text, calls=QWEN), tokens) == [('\n{"a": 1}\n', "call")]
+    half = Markers(QWEN.open, "[no such token]")
+    assert AnswerReader(text, calls=half).calls is None
+    assert AnswerReader(TEXTS["byte_level"], calls=QWEN).calls is None
+    for reader in (AnswerReader(text), AnswerReader(text, calls=half), AnswerReader(text, None, calls=QWEN)):
+        assert read_all(reader, tokens) == [(text.decode(tokens), "answer")]
+
+
+def test_nothing_is_marked_in_a_plain_text() -> None:
+    text = TEXTS["golden"]
+    tokens = text.encode(" a<|channel>thought\nb<channel|> <|tool_call>c<tool_call|>")
+    assert read_all(AnswerReader(text, None), tokens) == [(" athought\nb c", "answer")]
+
+
+# --- nothing depends on the rounds
+
+
+def grouped(tokens: Sequence[int], draw: random.Random | None) -> list[Round]:
+    """Group tokens in rounds of random lengths, drafted and plain; without `draw`, one by one."""
+    rounds, rest = [], list(tokens)
+    while rest:
+        size = 1 if draw is None else min(draw.randint(1, 6), len(rest))
+        accepted = size - 1 if draw is None or draw.random() < 0.8 else size
+        rounds.append(round_of(rest[:size], accepted, draw and draw.randint(0, 1)))
+        rest = rest[size:]
+    return rounds
+
+
+def streamed(
+    answer: AnswerStream, text: Text, tokens: Sequence[int], draw: random.Random | None = None
+) -> list[TextPart]:
+    parts, given, logprobs = [], 0, logprobs_of(text, tokens)
+    for round in grouped(tokens, draw):
+        parts += answer.read(round, logprobs[given : given + len(round.tokens)])
+        given += len(round.tokens)
+    return parts + answer.end()
+
+
+Joined = tuple[str, int | None, str, tuple[TokenLogprob, ...], bool]
+
+
+def joined(parts: Sequence[TextPart]) -> list[Joined]:
+    """Join neighbours of one kind and call: kind, call, text, logprobs, closed."""
+    found: list[Joined] = []
+    for part in parts:
+        assert "".join(span.text for span in part.spans) == part.text
+        assert part.text or part.kind == "call"
+        if found and found[-1][:2] == (part.kind, part.call):
+            kind, call, text, logprobs, _ = found.pop()
+            found.append((kind, call, text + part.text, logprobs + part.logprobs, part.closed))
+        else:
+            found.append((part.kind, part.call, part.text, part.logprobs, part.closed))
+    return found
+
+
+def texts(parts: Sequence[TextPart]) -> list[tuple[str, str]]:
+    return [(kind, text) for kind, _, text, _, _ in joined(parts)]
+
+
+def random_answer(name: str, draw: random.Random) -> list[int]:
+    """Tokens of answer, thinking and calls, with characters of several tokens."""
+    text, calls = ANSWERS[name], CALLS[name]
+    opening, closing = ("<think>", "</think>") if name == "words" else ("<|channel>", "<channel|>")
+    tokens = []
+    for _ in range(draw.randint(1, 5)):
+        said = " ".join(draw.choice(WORDS.split()) for _ in range(draw.randint(0, 6)))
+        said = draw.choice(["", " ", "\n\n", "thought\n", "thou"]) + said
+        around = draw.choice([("", ""), ("", ""), (opening, closing), (calls.open, calls.close)])
+        tokens += text.encode(around[0] + said + around[1])
+    return tokens + draw.choice([[], [next(iter(text.eos))]])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_nothing_depends_on_the_rounds(name: str) -> None:
+    text, kinds, finished = ANSWERS[name], set(), 0
+    for seed in range(150):
+        draw = random.Random(seed)
+        tokens = random_answer(name, draw)
+        stop = draw.choice([(), ("quest",), (" of", "t\n"), ("👍", "ed s"), ("日本 ", "é")])
+        prompt = text.encode("<think>") if draw.random() < 0.1 else []
+        results = []
+        for how in (None, random.Random(seed), random.Random(-seed - 1)):
+            answer = AnswerStream(text, prompt, stop=stop, calls=CALLS[name])
+            parts = joined(streamed(answer, text, tokens, how))
+            assert not any("\ufffd" in part[2] for part in parts)
+            results.append((parts, answer.finished, answer.completion_tokens, answer.reasoning_tokens))
+        assert results[0] == results[1] == results[2], seed
+        kinds |= {part[0] for part in results[0][0]}
+        finished += results[0][1] is not None
+    assert kinds == {"answer", "thinking", "call"} and 10 < finished < 140
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_logprobs_belong_to_the_text(name: str) -> None:
+    text = ANSWERS[name]
+    for seed in range(60):
+        tokens = text.encode(" ".join(random.Random(seed).choices(WORDS.split(), k=12)))
+        end = next(iter(text.eos))
+        parts = streamed(AnswerStream(text, None), text, [*tokens, end], random.Random(seed))
+        ((_, _, said, logprobs, _),) = joined(parts)
+        assert list(logprobs) == logprobs_of(text, tokens)  # without the end of text
+        assert b"".join(each.written for each in logprobs).decode() == said
+
+
+# --- stop strings
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None, int]:
+    """Return the text before the stop string that is complete first, that string, and where it ends."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest, end
+    return text, None, len(text)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_stop_strings_anywhere(name: str) -> None:
+    text, between_tokens = ANSWERS[name], set()
+    for seed in range(400):
+        draw = random.Random(seed)
+        pieces = ["a", "b", "ab", "request", "stop", " ", "é", "👍", "日本"]
+        tokens = [t for _ in range(8) for t in text.encode("".join(draw.choices(pieces, k=2)))]
+        whole = text.decode(tokens)
+        starts = [draw.randrange(len(whole)) for _ in range(draw.randint(1, 3))]
+        stops = [whole[at : at + draw.randint(1, 6)] for at in starts] + ["aba?", "👍👍👍👍"]
+        said, string, end = cut(whole, stops)
+        answer = AnswerStream(text, None, stop=stops)
+        parts = streamed(answer, text, tokens, draw)
+        assert ("".join(part.text for part in parts), answer.finished) == (said, string), seed
+        written = [text.token_bytes(t) for t in tokens]
+        ends = [len(b"".join(written[: i + 1]).decode(errors="ignore")) for i in range(len(tokens))]
+        assert answer.completion_tokens == 1 + next(i for i, at in enumerate(ends) if at >= end)
+        begun = [i for i in range(len(tokens)) if (ends[i - 1] if i else 0) < len(said)]
+        assert [each for part in parts for each in part.logprobs] == logprobs_of(text, tokens)[: len(begun)]
+        assert string is not None
+        between_tokens.add(len(said) in ends)
+    assert between_tokens == {True, False}
+
+
+def test_a_stop_string_inside_a_token() -> None:
+    text = ANSWERS["words"]
+    tokens = text.encode("the request of it")
+    assert [text.token_bytes(t) for t in tokens] == [b"the", b" request", b" of", b" it"]
+    answer = AnswerStream(text, None, stop=["quest"])
+    parts = answer.read(round_of(tokens, 3, 0), logprobs_of(text, tokens))
+    assert [(p.text, len(p.logprobs)) for p in parts] == [("the re", 2)]
+    assert (answer.finished, answer.completion_tokens) == ("quest", 2)
+    assert answer.read(round_of(tokens)) == [] and answer.end() == []
+    assert answer.completion_tokens == 2
+    # a token counts once if its beginning was given and its rest held back
+    answer, logprobs = AnswerStream(text, None, stop=["est of"]), logprobs_of(text, tokens)
+    parts = [p for i, t in enumerate(tokens) for p in answer.read(round_of([t]), logprobs[i : i + 1])]
+    assert [(p.text, len(p.logprobs)) for p in parts] == [("th", 1), ("e requ", 1)]
+    assert (answer.finished, answer.completion_tokens) == ("est of", 3)
+
+
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
+    text = ANSWERS["words"]
+    answer = AnswerStream(text, None, stop=["the end.", "ends"])
+    given = [answer.read(round_of([t])) for t in text.encode("all the end")]
+    assert [[part.text for part in parts] for parts in given] == [["al"], ["l"], [" "], []]
+    assert [part.text for part in answer.end()] == ["the end"]
+    assert answer.finished is None and answer.completion_tokens == 4
+
+
+def test_stop_strings_count_in_the_answer_only() -> None:
+    text = ANSWERS["words"]
+    source = "<think>\nthe end</think>\n\nall <tool_call>the end</tool_call> the rest"
+    answer = AnswerStream(text, [], stop=["the end", "l t"], calls=QWEN)
+    assert texts(streamed(answer, text, text.encode(source))) == [
+        ("thinking", "the end"),
+        ("answer", "all "),
+        ("call", "the end"),
+        ("answer", "the rest"),
+    ]
+    assert answer.finished is None
+    plain = AnswerStream(text, None, stop=["the end"])
+    assert texts(streamed(plain, text, text.encode(source))) == [("answer", "<think>\n")]
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="stop string is empty"):
+        AnswerStream(ANSWERS["words"], None, stop=["a", ""])
+
+
+# --- counts
+
+
+def test_calls_are_counted_and_closed() -> None:
+    text = ANSWERS["demo"]
+    source = '<|tool_call>call:f{a:<|"|>é<|"|>}<tool_call|><|tool_call><tool_call|> so <|tool_call>call:g{'
+    for draw in (None, random.Random(1), random.Random(2)):
+        answer = AnswerStream(text, [], calls=GEMMA)
+        found = joined(streamed(answer, text, text.encode(source), draw))
+        assert [(kind, call, said, closed) for kind, call, said, _, closed in found] == [
+            ("call", 0, 'call:f{a:<|"|>é<|"|>}', True),
+            ("call", 1, "", True),
+            ("answer", None, "so ", False),
+            ("call", 2, "call:g{", False),
+        ]
+        assert answer.calls == GEMMA
+    cut_off = streamed(AnswerStream(text, [], calls=GEMMA), text, text.encode("<|tool_call>"))
+    assert cut_off == [TextPart("call", "", call=0)]
+    assert AnswerStream(text, [], calls=QWEN).calls is None and AnswerStream(text, []).calls is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "source", "thinking"),
+    [
+        ("", "<think>the end</think>all of it", "<think>the end</think>"),
+        ("<think>\n", "the end</think>all", "the end</think>"),
+        ("", "all of it", ""),
+        ("", "all<think>of", "<think>of"),
+    ],
+)
+def test_reasoning_tokens_are_those_of_thinking(prompt: str, source: str, thinking: str) -> None:
+    text = ANSWERS["words"]
+    answer, tokens = AnswerStream(text, text.encode(prompt)), text.encode(source)
+    streamed(answer, text, tokens, random.Random(0))
+    assert answer.reasoning_tokens == len(text.encode(thinking))
+    assert answer.completion_tokens == len(tokens)
+
+
+# --- origin
+
+
+def test_spans_name_the_drafter_of_each_token() -> None:
+    text = ANSWERS["words"]
+    tokens = text.encode("the end of it")
+    assert len(tokens) == 4
+    answer = AnswerStream(text, None)
+    (part,) = answer.read(round_of(tokens, 3, 1))
+    assert part.spans == (Span("the", 1, 1), Span(" end", 1, 2), Span(" of", 1, 3), Span(" it", None, 0))
+    (part,) = answer.read(round_of(tokens[:2], 2, 0))  # cut at an end of text
+    assert part.spans == (Span("the", 0, 1), Span(" end", 0, 2))
+    (part,) = answer.read(round_of(tokens[:1], 0, 0))  # nothing accepted
+    assert part.spans == (Span("the", None, 0),)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_character_of_several_tokens_is_one_span(name: str) -> None:
+    text = ANSWERS[name]
+    tokens = text.encode("🎉")
+    assert len(tokens) >= 3
+    answer, logprobs = AnswerStream(text, None), logprobs_of(text, tokens)
+    assert answer.read(round_of(tokens[:2], 2, 0), logprobs[:2]) == []
+    (part,) = answer.read(round_of(tokens[2:], len(tokens) - 2, 1), logprobs[2:])
+    assert part.spans == (Span("🎉", 1, len(tokens) - 2),) and list(part.logprobs) == logprobs
+
+
+def test_half_a_character_is_given_at_the_end() -> None:
+    text = ANSWERS["demo"]
+    tokens = [token_id(text, "<0xF0>"), token_id(text, "<0x9F>")]
+    answer = AnswerStream(text, None)
+    assert answer.read(round_of(tokens), logprobs_of(text, tokens)) == []
+    (part,) = answer.end()
+    assert set(part.text) == {"\ufffd"} and list(part.logprobs) == logprobs_of(text, tokens)
+
+
+def test_tokens_without_visible_text_have_no_logprobs() -> None:
+    text = ANSWERS["demo"]
+    source = "<|channel>thought\nthe end<channel|>\n\nall of"
+    tokens = [*text.encode(source), token_id(text, "<0xF0>"), 1]
+    parts = joined(streamed(AnswerStream(text, []), text, tokens))
+    assert [part[2] for part in parts] == ["the end", "all of\ufffd"]
+    for _, _, said, logprobs, _ in parts:
+        assert b"".join(each.written for each in logprobs).decode(errors="replace") == said
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[Pair, list[int], list[Round]]]:
+    """The demo pair's answer to one question without drafts and with them: pair, prompt and rounds."""
+    found = []
+    for drafts in (0, 5):
+        pair = mlx_spec.load("demo", num_draft_tokens=drafts)
+        prompt = pair.text.prompt([{"role": "user", "content": "What is the capital of France?"}])
+        found.append((pair, prompt, list(pair.generate(prompt, max_tokens=60))))
+    return found
+
+
+@pytest.mark.parametrize("stop", [(), ("apit",), (" of",), ("no such text",)])
+def test_speculation_does_not_show(
+    answers: list[tuple[Pair, list[int], list[Round]]], stop: tuple[str, ...]
+) -> None:
+    found, drafted = [], []
+    for pair, prompt, rounds in answers:
+        answer, parts = AnswerStream(pair.text, prompt, stop=stop), []
+        for round in rounds:
+            parts += answer.read(round)
+        parts += answer.end()
+        drafted.append(any(span.position > 0 for part in parts for span in part.spans))
+        found.append((texts(parts), answer.finished, answer.completion_tokens))
+        assert len(texts(parts)) == 1 and not any(string in texts(parts)[0][1] for string in stop)
+    assert found[0] == found[1] and found[0][0][0][1]
+    assert drafted == [False, True]
