@@ -13,11 +13,10 @@ from shapes import SHAPES
 
 from mlx_spec import load
 from mlx_spec.engine import PREFILL_STEP, generate
+from mlx_spec.hub.weights import WeightFormat, decode_sizes
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
-from mlx_spec.tuning.roofline import Format
-from mlx_spec.tuning.sizes import model_of
 from mlx_spec.types import Draft, Drafter, Round, Sampler
 
 RUN = 8  # plain tokens, one in flight behind the other
@@ -29,7 +28,7 @@ class Subject:
     """What is measured."""
 
     name: str
-    format: Format
+    format: WeightFormat
     read: float  # bytes of weights that one token reads
     vocab: int
     text: list[int]  # to fill contexts with, again and again
@@ -125,7 +124,7 @@ class Live:
 def of_checkpoint(name: str, folders: Folders, kv_bits: int | None) -> Subject:
     """A pair on disk."""
     pair = load(folders.target, folders.drafter or "none", num_draft_tokens=1, kv_bits=kv_bits)
-    model = model_of(folders.target, 1)
+    model = decode_sizes(folders.target, 1)
 
     def parts() -> Parts:
         opened = pair.open()

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.hub.files import one_line
 from mlx_spec.rehearsal import REHEARSAL
 from mlx_spec.text import Text
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mlx_spec.checkpoint import one_line, read_object
 from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.hub.files import one_line, read_object
 from mlx_spec.reading import Detokenizer, Marks
 from mlx_spec.reading import Kind as Kind
 from mlx_spec.reading import Reader as Reader

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_spec.apps.menubar.client import Address
-from mlx_spec.apps.menubar.places import read_object, write
+from mlx_spec.apps.menubar.places import read_object
+from mlx_spec.hub.files import write_atomically
 
 MODULE = "mlx_spec"
 TICK = 0.02  # seconds between two looks
@@ -40,7 +41,7 @@ class Record:
             "port": self.address.port,
             "options": self.options,
         }
-        write(file, json.dumps(content))
+        write_atomically(file, json.dumps(content))
 
 
 def recorded(file: Path) -> Record | None:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from mlx_spec.apps.menubar import desktop, login
 from mlx_spec.apps.menubar.menu import LOOKUP, NONE, environment_example, menu
 from mlx_spec.apps.menubar.model import Action, Command, Menu, View
-from mlx_spec.apps.menubar.places import Places, read_object, told, write
+from mlx_spec.apps.menubar.places import Places, read_object, told
 from mlx_spec.apps.menubar.state import (
     Choice,
     Chosen,
@@ -31,6 +31,7 @@ from mlx_spec.apps.menubar.state import (
 )
 from mlx_spec.apps.menubar.supervisor import Patience, Supervisor, Wish
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.files import write_atomically
 
 IDLE, BUSY = 2.0, 0.3  # seconds between two looks at a server, and at one that starts
 QUIT = Command(Action.QUIT)
@@ -157,7 +158,9 @@ class Control:
         if choice == now or not self._state.own:
             return
         self._tell(Chosen(choice))
-        write(self._places.choice, json.dumps({"target": choice.target, "drafter": choice.drafter}))
+        write_atomically(
+            self._places.choice, json.dumps({"target": choice.target, "drafter": choice.drafter})
+        )
         if self._state.phase is not Phase.STOPPED:
             self._restart()
 

@@ -7,7 +7,8 @@ import math
 from datetime import date
 from pathlib import Path
 
-from mlx_spec.apps.menubar.places import read_object, write
+from mlx_spec.apps.menubar.places import read_object
+from mlx_spec.hub.files import write_atomically
 
 DAYS = 31  # kept
 
@@ -31,7 +32,7 @@ class Savings:
         name = day.isoformat()
         self._days[name] = self._days.get(name, 0.0) + seconds
         self._days = dict(sorted(self._days.items())[-DAYS:])
-        write(self._file, json.dumps(self._days))
+        write_atomically(self._file, json.dumps(self._days))
 
     def of(self, day: date) -> float | None:
         """Seconds saved on a day; None if nothing was counted on it."""

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint import AGAIN, check_weights, one_line
 from mlx_spec.drafters.chain import Chain
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import check_weights
+from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 

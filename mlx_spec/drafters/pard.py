@@ -11,12 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint import check_weights, one_line
 from mlx_spec.drafters.draft_model import BACKLOG, CHUNK, SHORT, Vocabulary, common_prefix
 from mlx_spec.drafters.one_pass import behind, drawn
 from mlx_spec.drafters.recorded import WHERE, Recorded, shift_norms
 from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import check_weights
+from mlx_spec.hub.files import one_line
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 

@@ -13,9 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_5, qwen3_next
 from synthetic import Checkpoint, D, V, W
 
-from mlx_spec.convert.drafter import family_or_model, prepare
+from mlx_spec.convert.drafter import convert_drafter, family_or_model
 from mlx_spec.convert.families import FAMILIES, Converted, family_of
-from mlx_spec.convert.families.probe import probes
 from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, Mismatch, SpecError
 
@@ -283,7 +282,8 @@ def test_folding_for_float32_loses_nothing(tmp_path):
     source = open_source(str(replace(made, tensors=halved).write(tmp_path / "published")))
     family = family_or_model(source)
     tensors = {
-        dtype: prepare(source, family, made.target, None, dtype).tensors for dtype in ("float32", None)
+        dtype: convert_drafter(source, family, made.target, None, dtype).tensors
+        for dtype in ("float32", None)
     }
     exact = 1 + halved["mtp.norm.weight"].astype(mx.float32)
     assert mx.array_equal(tensors["float32"]["norm.weight"], exact)
@@ -457,9 +457,6 @@ def test_the_embedding_is_no_layer(ids):
     assert text.startswith("the EAGLE-3 drafter reads the embedding of its target (the input of layer 0)")
     nested = {**made.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6, 9]}}
     assert converted(replace(made, config=nested)).config["mlx_spec"]["capture"] == (0, 6, 9)
-    record = {"mlx_spec": {"capture": [0, 5, 8]}, "target": {"num_hidden_layers": 12}}
-    moved = [probe.apply(record)["mlx_spec"]["capture"] for probe in probes(record)]
-    assert moved == [[1, 6, 9]]
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
@@ -562,7 +559,7 @@ def test_pard_of_another_kind():
     assert text == "the PARD drafter is a mamba model: known are llama, qwen2, qwen3"
 
 
-# --- recognition, probes
+# --- recognition
 
 
 def test_an_unknown_family_is_named():
@@ -579,23 +576,3 @@ def test_one_name_twice():
     made = synthetic.eagle3()
     text = refusal(made.changed(model__fc__weight=mx.zeros((D, 3 * D))))
     assert text == "the EAGLE-3 drafter holds fc.weight twice, as fc.weight and as model.fc.weight"
-
-
-def test_probes_change_one_convention_each():
-    config = converted(synthetic.eagle3()).config
-    tried = {convention.name: convention.apply(config) for convention in probes(config)}
-    assert tried.keys() == {"chain", "capture+1", "capture-1", "position-1", "norm+1", "norm-1", "fc_order"}
-    assert tuple(tried["capture-1"]["mlx_spec"]["capture"]) == (0, 4, 7)
-    assert tried["chain"]["mlx_spec"]["chain"] == "post_norm"
-    for changed in tried.values():
-        found = config["mlx_spec"]
-        assert sum(changed["mlx_spec"][key] != found[key] for key in found) == 1
-        assert {**changed, "mlx_spec": found} == config
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "medusa", "dflash", "pard, llama"])
-def test_probes_fit_the_family(name):
-    names = {convention.name for convention in probes(converted(MADE[name][1]()).config)}
-    assert ("hidden" in names) == (name in ("qwen3_next", "medusa"))
-    assert ("capture+1" in names) == (name == "dflash")
-    assert probes({"model_type": "lookup"}) == ()

@@ -16,18 +16,18 @@ from hub_stand_in import serving
 
 from mlx_spec.apps import described
 from mlx_spec.apps.models import inspect_main
-from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect
 from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 WEIGHT = {"model.embed_tokens.weight": ("BF16", (64, 32))}
 
 
-def one(folder: Path) -> Checkpoint:
+def one(folder: Path) -> CheckpointInfo:
     """The description of a folder, which must also make lines and JSON."""
     found = inspect(str(folder))
-    assert isinstance(found, Checkpoint)
+    assert isinstance(found, CheckpointInfo)
     assert json.loads(json.dumps(described.as_json(found)))["name"] == str(folder)
     assert all("\n" not in line for line in described.description(found))
     return found
@@ -409,7 +409,7 @@ def test_huge(tmp_path: Path) -> None:
     start = time.process_time()
     found = inspect(str(folder))
     assert time.process_time() - start < 1
-    assert isinstance(found, Checkpoint) and found.problem is None
+    assert isinstance(found, CheckpointInfo) and found.problem is None
     assert found.parameters == 30_000 * 4096 * 8192 and found.size > 2e12
 
 

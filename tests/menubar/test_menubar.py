@@ -19,11 +19,12 @@ from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.client import Address
 from mlx_spec.apps.menubar.control import local_models
 from mlx_spec.apps.menubar.figures import NO_COUNTERS, Counters, Watch
-from mlx_spec.apps.menubar.places import Places, read_object, users, write
+from mlx_spec.apps.menubar.places import Places, read_object, users
 from mlx_spec.apps.menubar.savings import DAYS, Savings
 from mlx_spec.apps.menubar.state import Choice, LocalModel
 from mlx_spec.apps.menubar.supervisor import Wish
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds until a process counts as hung
@@ -302,7 +303,7 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path, content):
 def test_files_are_private_and_replaced_whole(tmp_path):
     places = Places(tmp_path / "menubar")
     places.make()
-    write(places.choice, "{}")
+    write_atomically(places.choice, "{}")
     assert places.folder.stat().st_mode & 0o777 == 0o700
     assert places.choice.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in places.folder.iterdir() if path.is_file()] == ["choice.json"]

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_spec
-from mlx_spec.convert.conversion import Request, convert
-from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.convert import Request, convert
+from mlx_spec.hub.progress import StageProgress
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TRAINED = GOLDEN / "trained"
@@ -51,7 +51,7 @@ def test_loads_without_a_copy_of_the_target(family: str, tmp_path: Path) -> None
     """The smallest tensor that drafters share, the target's embedding, is far larger than the slack."""
     target, drafter = PUBLISHED[family]
     request = Request(str(target), drafter, tmp_path / "out", "none", 32, "none", None, False)
-    convert(request, Progress(io.StringIO()))
+    convert(request, StageProgress(io.StringIO()))
     mine = tmp_path / "out" / "target", tmp_path / "out" / "drafter"
     alone, pair = taken(mine[0], "none"), taken(*mine)
     assert pair - alone <= tensors(mine[1]) + SLACK, (alone, pair, tensors(mine[0]), tensors(mine[1]))

@@ -18,9 +18,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from synthetic import Checkpoint
 
-from mlx_spec.convert.drafter import family_or_model, prepare
-from mlx_spec.convert.quantization import Quantization
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.drafter import convert_drafter, family_or_model
+from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Drafter, Features, TargetParts
@@ -89,7 +88,7 @@ def opened(
     """Converted, written, and loaded; `edit` changes the written config.json."""
     source = open_source(str(made.write(folder / "published")))
     quantization = None if bits is None else Quantization(bits, 32)
-    prepared = prepare(source, family_or_model(source), made.target, quantization, None)
+    prepared = convert_drafter(source, family_or_model(source), made.target, quantization, None)
     edit(prepared.config)
     ours = folder / "converted"
     ours.mkdir()

@@ -1,36 +1,46 @@
-"""From two names to a folder that holds a pair: the whole of a conversion, in order."""
+"""Convert two names to a folder that holds a pair: all steps of a conversion, in order."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.convert.drafter import Prepared, cast, embedded_family, family_or_model, prepare
-from mlx_spec.convert.families import Family
-from mlx_spec.convert.manifest import DRAFTER, NOT_RUN, TARGET, Part, write_manifest
-from mlx_spec.convert.output import check_space, refuse_existing, writing
-from mlx_spec.convert.progress import Progress
-from mlx_spec.convert.quantization import quantization
-from mlx_spec.convert.selftest import self_test
-from mlx_spec.convert.shards import WrittenFile, sha256, write_tensors, write_text
-from mlx_spec.convert.source import Source, check_hashes, open_source
-from mlx_spec.convert.subject import PUBLISHED, UNQUANTIZED, Conversion, Subject
-from mlx_spec.convert.target import Opened, left_out, open_model
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
-from mlx_spec.known import drafter_of
+from mlx_spec.hub.catalog import made_for
+from mlx_spec.hub.files import sha256
+from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import NONE, differing_token
 from mlx_spec.text import has_tokenizer, read_text
 
+from .drafter import ConvertedDrafter, convert_drafter, embedded_family, family_or_model
+from .families import Family
+from .measure import PUBLISHED, UNQUANTIZED, Conversion, Subject
+from .selftest import self_test
+from .source import Source, cast, check_hashes, open_source, parse_quantization
+from .target import ConvertedModel, convert_model, explain_left_out
+from .write import (
+    DRAFTER,
+    NOT_RUN,
+    TARGET,
+    Part,
+    WrittenFile,
+    check_space,
+    new_folder,
+    refuse_existing,
+    write_manifest,
+    write_tensors,
+    write_text,
+)
+
 AUTO = "auto"
-BITS = "4"  # of a target that is not quantized yet, where nothing else is asked for
+DEFAULT_BITS = "4"  # of a target that is not quantized yet
 
 
 @dataclass(frozen=True)
@@ -40,57 +50,57 @@ class Request:
     target: str  # a folder or a repository
     drafter: str  # the same, "auto" or "none"
     out: Path
-    quantization: str | None  # bits, a mode or "none"; None: 4 bits, or as it is where it is quantized
+    quantization: str | None  # bits, a mode or "none"; None for 4 bits, or as it is if it is quantized
     group_size: int | None
     drafter_bits: str  # or "none"
-    dtype: str | None  # None: as in the sources
+    dtype: str | None  # None as in the sources
     self_test: bool
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Both sources, and what becomes of them."""
+    """Both sources, and what to make of them."""
 
     target: Source
     target_conversion: Conversion
     drafter: Source | None
     family: Family | None
     drafter_conversion: Conversion
-    hashes: Mapping[str, Mapping[str, str]]  # by part: those the weights are published under
+    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
 
     @property
-    def embedded(self) -> bool:
-        """Whether the drafter is a head inside the target's checkpoint."""
+    def is_embedded(self) -> bool:
+        """Return True if the drafter is a head inside the target's checkpoint."""
         return self.drafter is self.target
 
 
-def convert(request: Request, progress: Progress) -> dict[str, Any]:
-    """Convert a pair into the folder `request.out`, which is complete or not there. Returns its pair.json.
+def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
+    """Convert a pair into the folder `request.out`, which appears when it is complete. Return its pair.json.
 
     Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
     """
     refuse_existing(request.out.expanduser())
-    plan = _planned(request, progress)
-    with writing(request.out) as folder:
+    plan = _make_plan(request, progress)
+    with new_folder(request.out) as folder:
         target, drafter = _write(plan, folder, progress, allow_unknown=not request.self_test)
         found: Mapping[str, Any] = NOT_RUN
         if request.self_test:
-            found = _tested(plan, folder, progress)
+            found = _self_test(plan, folder, progress)
         progress.end()
         return write_manifest(folder, target, drafter, request.dtype, found)
 
 
-def _planned(request: Request, progress: Progress) -> _Plan:
-    asked = request.quantization
-    if asked is not None:
-        quantization(asked, request.group_size)  # refused before anything is downloaded
+def _make_plan(request: Request, progress: StageProgress) -> _Plan:
+    choice = request.quantization
+    if choice is not None:
+        parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
     target = open_source(request.target)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
-    if asked is None:
+    if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
-        asked = NONE if done else BITS
-    own = quantization(asked, request.group_size)
+        choice = NONE if done else DEFAULT_BITS
+    own = parse_quantization(choice, request.group_size)
     drafter, family = _find_drafter(request.drafter, target)
     size = own.group_size if own and own.mode == "affine" else None
     hashes = {TARGET: check_hashes(target, progress)}
@@ -101,19 +111,19 @@ def _planned(request: Request, progress: Progress) -> _Plan:
         Conversion(request.dtype, own),
         drafter,
         family,
-        Conversion(request.dtype, quantization(request.drafter_bits, size)),
+        Conversion(request.dtype, parse_quantization(request.drafter_bits, size)),
         hashes,
     )
 
 
 def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | None]:
-    """The drafter's source and its family, which a language model has none of.
+    """Return the drafter's source and its family, None for a language model.
 
     Raises InvalidValue, and Mismatch for a language model of another vocabulary.
     """
     if name == NONE:
         return None, None
-    chosen = drafter_of(target.name) if name == AUTO else name
+    chosen = made_for(target.name) if name == AUTO else name
     if chosen is None:
         family = embedded_family(target)
         if family is None:
@@ -130,7 +140,7 @@ def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | No
 
 
 def _check_tokens(drafter: Source, target: Source) -> None:
-    """A draft model is converted for a target of its own vocabulary. Raises Mismatch."""
+    """Raise Mismatch unless a draft model has the vocabulary of the target."""
     if not has_tokenizer(target.folder):
         return
     text = read_text(target.folder, target.config)
@@ -142,16 +152,20 @@ def _check_tokens(drafter: Source, target: Source) -> None:
         )
 
 
-def _write(plan: _Plan, folder: Path, progress: Progress, *, allow_unknown: bool) -> tuple[Part, Part | None]:
-    """Write both parts and check that they can be loaded."""
+def _write(
+    plan: _Plan, folder: Path, progress: StageProgress, *, allow_unknown: bool
+) -> tuple[Part, Part | None]:
+    """Write both parts and check that the drafter can be opened."""
     target, drafter = plan.target_conversion, plan.drafter_conversion
-    opened = open_model(plan.target, target.quantization, target.dtype)
+    opened = convert_model(plan.target, target.quantization, target.dtype)
     prepared = None
     if plan.drafter is not None:
-        prepared = prepare(plan.drafter, plan.family, plan.target.config, drafter.quantization, drafter.dtype)
+        prepared = convert_drafter(
+            plan.drafter, plan.family, plan.target.config, drafter.quantization, drafter.dtype
+        )
     check_space(folder, _size(opened.tensors) + (3 * _size(prepared.tensors) if prepared else 0))
-    unused = opened.names - opened.used - (prepared.used if prepared and plan.embedded else frozenset())
-    left = left_out(unused, plan.target.config, allow_unknown=allow_unknown)
+    unused = opened.names - opened.used - (prepared.used if prepared and plan.is_embedded else frozenset())
+    left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
     target_part = _write_target(plan, opened, left, folder / TARGET, progress)
     drafter_part = _write_drafter(plan, prepared, folder / DRAFTER, progress) if prepared else None
     if prepared and prepared.runnable:
@@ -160,7 +174,7 @@ def _write(plan: _Plan, folder: Path, progress: Progress, *, allow_unknown: bool
 
 
 def _write_target(
-    plan: _Plan, opened: Opened, left: Mapping[str, str], folder: Path, progress: Progress
+    plan: _Plan, opened: ConvertedModel, left: Mapping[str, str], folder: Path, progress: StageProgress
 ) -> Part:
     count = len(opened.tensors)
     files = _write_folder(folder, plan.target, opened.config, opened.tensors, progress)
@@ -172,10 +186,10 @@ def _write_target(
     )
 
 
-def _write_drafter(plan: _Plan, prepared: Prepared, folder: Path, progress: Progress) -> Part:
+def _write_drafter(plan: _Plan, prepared: ConvertedDrafter, folder: Path, progress: StageProgress) -> Part:
     assert plan.drafter is not None
     count = len(prepared.tensors)
-    source = None if plan.embedded else plan.drafter
+    source = None if plan.is_embedded else plan.drafter
     files = _write_folder(folder, source, prepared.config, prepared.tensors, progress)
     return Part(
         plan.drafter.name,
@@ -185,7 +199,7 @@ def _write_drafter(plan: _Plan, prepared: Prepared, folder: Path, progress: Prog
         prepared.runnable,
         prepared.config.get("quantization"),
         count,
-        {} if plan.embedded else prepared.dropped,
+        {} if plan.is_embedded else prepared.dropped,
         prepared.unquantized,
         prepared.notes,
         tuple(files),
@@ -197,21 +211,24 @@ def _write_folder(
     source: Source | None,
     config: Mapping[str, Any],
     tensors: dict[str, mx.array],
-    progress: Progress,
+    progress: StageProgress,
 ) -> list[WrittenFile]:
     """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
     folder.mkdir()
     progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
-    with _no_cache():
+    limit = mx.set_cache_limit(0)  # freed memory goes back at once
+    try:
         files = write_tensors(folder, tensors, progress)
+    finally:
+        mx.set_cache_limit(limit)
     files.append(write_text(folder / "config.json", json.dumps(config, indent=2) + "\n"))
     for file in source.side_files() if source else []:
         copy = Path(shutil.copyfile(file, folder / file.name))
-        files.append(WrittenFile(copy.name, copy.stat().st_size, sha256(copy, progress)))
+        files.append(WrittenFile(copy.name, copy.stat().st_size, sha256(copy)))
     return files
 
 
-def _tested(plan: _Plan, folder: Path, progress: Progress) -> dict[str, Any]:
+def _self_test(plan: _Plan, folder: Path, progress: StageProgress) -> dict[str, Any]:
     conversion = plan.drafter_conversion
     subject = Subject(folder, plan.target, plan.target_conversion, plan.drafter, plan.family, conversion)
     if plan.drafter is not None and conversion.changes:
@@ -222,13 +239,13 @@ def _tested(plan: _Plan, folder: Path, progress: Progress) -> dict[str, Any]:
     return found
 
 
-def _write_references(subject: Subject, source: Source, progress: Progress) -> None:
-    """Write what the drafter is compared with, for the time of the test."""
+def _write_references(subject: Subject, source: Source, progress: StageProgress) -> None:
+    """Write the drafters that the test compares with, for the time of the test."""
     conversion, family = subject.drafter_conversion, subject.family
     if family is not None and not family.runnable:
         return
     if conversion.quantization is not None:
-        prepared = prepare(source, family, subject.target.config, None, conversion.dtype)
+        prepared = convert_drafter(source, family, subject.target.config, None, conversion.dtype)
         _write_folder(subject.unquantized_folder, None, prepared.config, prepared.tensors, progress)
     dtype = conversion.reference_dtype(source)
     if dtype is not None:
@@ -238,13 +255,3 @@ def _write_references(subject: Subject, source: Source, progress: Progress) -> N
 
 def _size(tensors: Mapping[str, mx.array]) -> int:
     return sum(array.nbytes for array in tensors.values())
-
-
-@contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """MLX gives freed memory back at once."""
-    limit = mx.set_cache_limit(0)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(limit)
