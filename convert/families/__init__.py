@@ -15,9 +15,9 @@ from .gemma4 import GEMMA4
 from .medusa import MEDUSA
 from .mtp import DEEPSEEK_MTP, GLM_MTP, QWEN_MTP
 from .pard import PARD
-from .table import KEY, Converted, Family
+from .table import Converted, Family
 
-__all__ = ["FAMILIES", "KEY", "Converted", "Family", "family_of"]
+__all__ = ["FAMILIES", "Converted", "Family", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
     GEMMA4,

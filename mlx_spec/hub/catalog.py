@@ -119,7 +119,7 @@ def made_for(repository: str) -> str | None:
 
 def aliases() -> dict[str, RepositoryPair]:
     """Return all short names, with and without a precision, and their pairs."""
-    result = {}
+    result: dict[str, RepositoryPair] = {}
     for alias, targets in ALIASES.items():
         named = {alias: next(iter(targets.values()))}
         named |= {f"{alias}-{bits}": target for bits, target in targets.items()}
