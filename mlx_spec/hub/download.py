@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial, partialmethod
@@ -17,7 +18,7 @@ from typing import Any
 
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS, has_weights
-from mlx_spec.hub.files import one_line, sha256, shortened
+from mlx_spec.hub.files import human_bytes, one_line, sha256, shortened
 
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
@@ -70,15 +71,20 @@ class Download:
 def find(name: str, *, revision: str | None = None) -> Path:
     """Return the folder of a checkpoint; download it if necessary.
 
-    A folder of that name comes first, then a complete snapshot in the cache, which needs no network. Raises
-    NotFound, BadCheckpoint for damaged files, or NoSpace before the download.
+    A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line on
+    stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise NotFound(f"{name} is a file: give the folder that holds it")
-    return cached(name, revision=revision) or fetch(plan(name, revision=revision))
+    found = cached(name, revision=revision)
+    if found is None:
+        download = plan(name, revision=revision)
+        print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
+        found = fetch(download)
+    return found
 
 
 def cached(name: str, *, revision: str | None = None) -> Path | None:
