@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_spec.hub.catalog import TargetShape
+from mlx_spec.hub.catalog import DEMO, TargetShape
 from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import LocalModel
-from mlx_spec.load import DEMO
 
 
 def description(found: CheckpointInfo | ConvertedPair) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,18 @@ import mlx.core as mx
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
-from mlx_spec.hub.catalog import made_for
+from mlx_spec.hub.catalog import NONE, made_for
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.load import NONE, differing_token
+from mlx_spec.load import differing_token
 from mlx_spec.text import has_tokenizer, read_text
 
-from .drafter import ConvertedDrafter, convert_drafter, embedded_family, family_or_model
+from .drafter import convert_drafter, embedded_family, family_or_model
 from .families import Family
-from .measure import PUBLISHED, UNQUANTIZED, Conversion, Subject
+from .measure import PUBLISHED, UNQUANTIZED, Conversion, Plan, Subject
 from .selftest import self_test
 from .source import Source, cast, check_hashes, open_source, parse_quantization
-from .target import ConvertedModel, convert_model, explain_left_out
+from .target import ConvertedPart, convert_model, explain_left_out
 from .write import (
     DRAFTER,
     NOT_RUN,
@@ -57,23 +57,6 @@ class Request:
     self_test: bool
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Both sources, and what to make of them."""
-
-    target: Source
-    target_conversion: Conversion
-    drafter: Source | None
-    family: Family | None
-    drafter_conversion: Conversion
-    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
-
-    @property
-    def is_embedded(self) -> bool:
-        """Return True if the drafter is a head inside the target's checkpoint."""
-        return self.drafter is self.target
-
-
 def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
     """Convert a pair into the folder `request.out`, which appears when it is complete. Return its pair.json.
 
@@ -90,7 +73,7 @@ def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
         return write_manifest(folder, target, drafter, request.dtype, found)
 
 
-def _make_plan(request: Request, progress: StageProgress) -> _Plan:
+def _make_plan(request: Request, progress: StageProgress) -> Plan:
     choice = request.quantization
     if choice is not None:
         parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
@@ -106,7 +89,7 @@ def _make_plan(request: Request, progress: StageProgress) -> _Plan:
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
         hashes[DRAFTER] = check_hashes(drafter, progress)
-    return _Plan(
+    return Plan(
         target,
         Conversion(request.dtype, own),
         drafter,
@@ -153,55 +136,48 @@ def _check_tokens(drafter: Source, target: Source) -> None:
 
 
 def _write(
-    plan: _Plan, folder: Path, progress: StageProgress, *, allow_unknown: bool
+    plan: Plan, folder: Path, progress: StageProgress, *, allow_unknown: bool
 ) -> tuple[Part, Part | None]:
     """Write both parts and check that the drafter can be opened."""
-    target, drafter = plan.target_conversion, plan.drafter_conversion
-    opened = convert_model(plan.target, target.quantization, target.dtype)
-    prepared = None
+    own = plan.target_conversion
+    target = convert_model(plan.target, own.quantization, own.dtype)
+    drafter, needed = None, _size(target.tensors)
+    unused = target.names - target.used
     if plan.drafter is not None:
-        prepared = convert_drafter(
-            plan.drafter, plan.family, plan.target.config, drafter.quantization, drafter.dtype
-        )
-    check_space(folder, _size(opened.tensors) + (3 * _size(prepared.tensors) if prepared else 0))
-    unused = opened.names - opened.used - (prepared.used if prepared and plan.is_embedded else frozenset())
+        own = plan.drafter_conversion
+        drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, own.quantization, own.dtype)
+        needed += 3 * _size(drafter.tensors)  # the self-test writes it twice more
+        if plan.is_embedded:
+            unused -= drafter.used
+            drafter = replace(drafter, dropped={})  # it is the target's
+    check_space(folder, needed)
     left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
-    target_part = _write_target(plan, opened, left, folder / TARGET, progress)
-    drafter_part = _write_drafter(plan, prepared, folder / DRAFTER, progress) if prepared else None
-    if prepared and prepared.runnable:
-        open_drafter(folder / DRAFTER, prepared.config, plan.target.config)
-    return target_part, drafter_part
+    written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), folder, progress)
+    if drafter is None or plan.drafter is None:
+        return written, None
+    written_drafter = _write_part(plan, DRAFTER, plan.drafter, drafter, folder, progress)
+    if drafter.runnable:
+        open_drafter(folder / DRAFTER, drafter.config, plan.target.config)
+    return written, written_drafter
 
 
-def _write_target(
-    plan: _Plan, opened: ConvertedModel, left: Mapping[str, str], folder: Path, progress: StageProgress
+def _write_part(
+    plan: Plan, role: str, source: Source, part: ConvertedPart, folder: Path, progress: StageProgress
 ) -> Part:
-    count = len(opened.tensors)
-    files = _write_folder(folder, plan.target, opened.config, opened.tensors, progress)
-    kind = opened.config["model_type"]
-    quantized = opened.config.get("quantization")
-    source, published = plan.target, plan.hashes[TARGET]
+    count = len(part.tensors)
+    tokenizer = None if role == DRAFTER and plan.is_embedded else source
+    files = _write_folder(folder / role, tokenizer, part.config, part.tensors, progress)
     return Part(
-        source.name, source.revision, published, kind, True, quantized, count, left, files=tuple(files)
-    )
-
-
-def _write_drafter(plan: _Plan, prepared: ConvertedDrafter, folder: Path, progress: StageProgress) -> Part:
-    assert plan.drafter is not None
-    count = len(prepared.tensors)
-    source = None if plan.is_embedded else plan.drafter
-    files = _write_folder(folder, source, prepared.config, prepared.tensors, progress)
-    return Part(
-        plan.drafter.name,
-        plan.drafter.revision,
-        plan.hashes.get(DRAFTER, {}),
-        prepared.family,
-        prepared.runnable,
-        prepared.config.get("quantization"),
+        source.name,
+        source.revision,
+        plan.hashes.get(role, {}),
+        part.family,
+        part.runnable,
+        part.config.get("quantization"),
         count,
-        {} if plan.is_embedded else prepared.dropped,
-        prepared.unquantized,
-        prepared.notes,
+        part.dropped,
+        part.unquantized,
+        part.notes,
         tuple(files),
     )
 
@@ -228,10 +204,9 @@ def _write_folder(
     return files
 
 
-def _self_test(plan: _Plan, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    conversion = plan.drafter_conversion
-    subject = Subject(folder, plan.target, plan.target_conversion, plan.drafter, plan.family, conversion)
-    if plan.drafter is not None and conversion.changes:
+def _self_test(plan: Plan, folder: Path, progress: StageProgress) -> dict[str, Any]:
+    subject = Subject(**vars(plan), folder=folder)
+    if plan.drafter is not None and plan.drafter_conversion.changes:
         _write_references(subject, plan.drafter, progress)
     found = self_test(subject, progress)
     for name in (UNQUANTIZED, PUBLISHED):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,23 +13,9 @@ from mlx_spec.hub.catalog import mlx_lm_module
 
 from .families import Converted, Family, family_of
 from .source import DTYPES, Quantization, Source, cast
-from .target import convert_model, explain_left_out
+from .target import ConvertedPart, convert_model, explain_left_out
 
 DRAFT_MODEL = "draft model"
-
-
-@dataclass(frozen=True)
-class ConvertedDrafter:
-    """A drafter to write. Nothing is computed yet."""
-
-    family: str
-    runnable: bool  # whether mlx_spec.drafters can run it
-    config: dict[str, Any]
-    tensors: dict[str, mx.array]
-    used: frozenset[str]  # source tensors that went in
-    dropped: Mapping[str, str]  # source tensors left out, and why
-    notes: tuple[str, ...] = ()
-    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
 
 
 def family_or_model(source: Source) -> Family | None:
@@ -59,7 +45,7 @@ def convert_drafter(
     target_config: Mapping[str, Any],
     quantization: Quantization | None,
     dtype: str | None,
-) -> ConvertedDrafter:
+) -> ConvertedPart:
     """Convert the drafter in `source` for a target. `family` is None for a language model.
 
     Raises BadCheckpoint if a tensor is missing, left over or of another shape than the configs say, Mismatch
@@ -69,7 +55,7 @@ def convert_drafter(
     if family is None:
         model = convert_model(source, quantization, dtype)
         unused = explain_left_out(model.names - model.used, source.config)
-        return ConvertedDrafter(DRAFT_MODEL, True, model.config, model.tensors, model.used, unused)
+        return replace(model, family=DRAFT_MODEL, dropped=unused)
     if any(name.endswith(".scales") for name in tensors):
         raise InvalidValue(
             f"{source.name} is quantized already: it is loaded as it is, or give the original to convert"
@@ -84,15 +70,16 @@ def convert_drafter(
     if quantization is not None:
         ours, unquantized = _quantize(ours, converted, quantization)
         config["quantization"] = quantization.settings()
-    return ConvertedDrafter(
+    return ConvertedPart(
         family.name,
-        family.runnable,
         config,
         ours,
+        frozenset(tensors),
         converted.used,
         converted.dropped,
         converted.notes,
         unquantized,
+        family.runnable,
     )
 
 

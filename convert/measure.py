@@ -69,15 +69,27 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Plan:
+    """Both sources, and what to make of them."""
+
+    target: Source
+    target_conversion: Conversion
+    drafter: Source | None  # the target for native heads, None without a drafter
+    family: Family | None  # of the drafter, None for a language model or no drafter
+    drafter_conversion: Conversion
+    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return True if the drafter is a head inside the target's checkpoint."""
+        return self.drafter is self.target
+
+
+@dataclass(frozen=True)
+class Subject(Plan):
     """A conversion to test."""
 
     folder: Path  # of the converted parts
-    target: Source
-    target_conversion: Conversion
-    drafter: Source | None  # of its tensors: the target for native heads, None without a drafter
-    family: Family | None  # of the drafter, None for a language model or no drafter
-    drafter_conversion: Conversion
 
     @property
     def target_folder(self) -> Path:

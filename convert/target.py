@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,21 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class ConvertedModel:
-    """A language model to write. Nothing is computed yet."""
+class ConvertedPart:
+    """A target or a drafter to write. Nothing is computed yet."""
 
+    family: str  # model_type of a target, family of a drafter
     config: dict[str, Any]
-    tensors: dict[str, mx.array]  # by mlx-lm's names
+    tensors: dict[str, mx.array]  # by our names, or mlx-lm's
     names: frozenset[str]  # of the source tensors
-    used: frozenset[str]  # of the source tensors that went in
+    used: frozenset[str]  # source tensors that went in
+    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensors left out, and why
+    notes: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
+    runnable: bool = True  # whether mlx_spec can run it
 
 
-def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> ConvertedModel:
+def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> ConvertedPart:
     """Load `source` by mlx-lm, lazily, cast it and quantize it.
 
     Raises BadCheckpoint if mlx-lm has no such model or tensors are missing or left over, InvalidValue if the
@@ -77,7 +82,8 @@ def convert_model(source: Source, quantization: Quantization | None, dtype: str 
         config = _quantize(source, model, config, quantization)
     left = ("_name_or_path", "vision_config", "audio_config")  # out by mlx-lm, too
     config = {key: value for key, value in sorted(config.items()) if key not in left}
-    result = ConvertedModel(config, dict(tree_flatten(model.parameters())), frozenset(seen), used)
+    tensors = dict(tree_flatten(model.parameters()))
+    result = ConvertedPart(config["model_type"], config, tensors, frozenset(seen), used)
     seen.clear()  # or the class of the model keeps every tensor that is read
     return result
 

@@ -27,10 +27,10 @@ from mlx_lm.utils import make_shards
 from mlx_spec import __version__
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.hub import NoSpace
+from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.checkpoint import INDEX
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.load import MANIFEST
 
 FORMAT = 1  # of pair.json
 TARGET, DRAFTER = "target", "drafter"

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import ASSISTANT, drafter_kind, made_for, repair_config
+from mlx_spec.hub.catalog import (
+    ASSISTANT,
+    DEMO,
+    LOOKUP,
+    MANIFEST,
+    NONE,
+    drafter_kind,
+    made_for,
+    repair_config,
+)
 from mlx_spec.hub.checkpoint import check_weights, read_config, read_published
 from mlx_spec.hub.files import one_line, read_object
 
@@ -26,9 +35,7 @@ if TYPE_CHECKING:
     from mlx_spec.pair import Pair, Policies
     from mlx_spec.text import Text
 
-DEMO, LOOKUP, NONE = "demo", "lookup", "none"
 KV_BITS = (4, 8)
-MANIFEST = "pair.json"
 WITHOUT = 'drafter="none" decodes without one'
 
 

@@ -15,10 +15,9 @@ from mlx_spec.apps.chat.storage import typed
 from mlx_spec.apps.described import summary, table
 from mlx_spec.apps.server.memory import machine_bytes
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import ALIASES, aliases, made_for, resolve
+from mlx_spec.hub.catalog import ALIASES, DEMO, aliases, made_for, resolve
 from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.local import LocalModel, cache_folder, default_folder, local_models, partners
-from mlx_spec.load import DEMO
 
 PATIENCE = 3.0  # seconds for the hub to say how large the models of the catalogue are
 ROOM, SPARE = 1.1, 500_000_000  # what a pair needs of memory beside its weights: a factor, and bytes

@@ -11,9 +11,8 @@ from mlx_spec import load
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.storage import last_used_file
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import made_for
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, made_for
 from mlx_spec.hub.files import write_atomically
-from mlx_spec.load import DEMO, LOOKUP, NONE
 from mlx_spec.pair import Pair, Policies
 from mlx_spec.policies import always
 

@@ -14,7 +14,7 @@ from mlx_spec.apps.command import ERROR, guarded
 from mlx_spec.apps.doctor.arguments import parser
 from mlx_spec.apps.doctor.checks import Check, all_checks
 from mlx_spec.errors import SpecError
-from mlx_spec.load import LOOKUP
+from mlx_spec.hub.catalog import LOOKUP
 
 if TYPE_CHECKING:
     from mlx_spec.apps.doctor.certificate import Subject

@@ -8,10 +8,9 @@ from pathlib import Path
 from mlx_spec.apps.roofline.arguments import DEMO, Options
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub import cached
-from mlx_spec.hub.catalog import made_for
+from mlx_spec.hub.catalog import LOOKUP, MANIFEST, made_for
 from mlx_spec.hub.files import read_object
 from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes, in_format
-from mlx_spec.load import LOOKUP, MANIFEST
 
 GROUP_SIZE = 64
 DENSE = 16  # bits

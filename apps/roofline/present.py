@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 
 from mlx_spec.apps.roofline.models import Named
+from mlx_spec.hub.catalog import NONE
 from mlx_spec.hub.weights import decode_sizes
-from mlx_spec.load import NONE, load
+from mlx_spec.load import load
 from mlx_spec.pair import Pair
 from mlx_spec.tuning.bandwidth import Bandwidth, device_memory, device_name, measure
 from mlx_spec.tuning.devices import Chip, find

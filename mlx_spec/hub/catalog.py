@@ -1,4 +1,4 @@
-"""What is known of published checkpoints, as data.
+"""What is known of checkpoints, as data.
 
 Short names, drafters made for a target, kinds of drafters, models of mlx-lm, repairs of config.json.
 
@@ -21,6 +21,9 @@ from typing import Any
 from mlx_spec.errors import NotFound
 
 Config = Mapping[str, Any]
+
+DEMO, LOOKUP, NONE = "demo", "lookup", "none"  # names that stand for no folder and no repository
+MANIFEST = "pair.json"  # of a folder with a converted pair
 
 
 @dataclass(frozen=True)

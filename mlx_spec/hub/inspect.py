@@ -15,8 +15,10 @@ from typing import Any
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub import catalog
 from mlx_spec.hub.catalog import (
+    DEMO,
     DRAFTERS,
     MADE_FOR,
+    MANIFEST,
     MEDUSA_TENSOR,
     SHAPES,
     TargetShape,
@@ -39,8 +41,6 @@ from mlx_spec.hub.checkpoint import (
 from mlx_spec.hub.download import cached, explain, plan
 from mlx_spec.hub.files import read_object, shortened
 from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision
-from mlx_spec.load import DEMO, MANIFEST, differing_token
-from mlx_spec.text import read_text
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
@@ -262,6 +262,9 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
 
 def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
+    from mlx_spec.load import differing_token
+    from mlx_spec.text import read_text
+
     target = folder / manifest.get("target", ".")
     try:
         text = read_text(target, read_object(target / "config.json"))

@@ -13,12 +13,11 @@ from typing import Literal
 
 from mlx_spec import demo
 from mlx_spec.errors import NotFound, SpecError
-from mlx_spec.hub.catalog import TargetShape, mlx_lm_module, suggested_drafter
+from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
 from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS
 from mlx_spec.hub.download import cached
 from mlx_spec.hub.files import one_line, read_object, shortened
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
-from mlx_spec.load import DEMO, MANIFEST
 
 PREFIX = "models--"  # of the folder of a repository in the cache
 REPOSITORY_FOLDER = re.compile(PREFIX + r"\w((?!--)[\w.-])*--\w((?!--)[\w.-])*")

@@ -172,6 +172,7 @@ def subject(folder: Path, **changes: Any) -> Subject:
         "drafter": None,
         "family": None,
         "drafter_conversion": UNCHANGED,
+        "hashes": {},
     }
     return Subject(**{**values, **changes})
 
