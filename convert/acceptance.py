@@ -1,4 +1,4 @@
-"""Test the drafter of a converted pair: acceptance before and after, and text with drafts = text without.
+"""Test the drafter of a converted pair: its acceptance, and that it changes no text.
 
 Drafters are asked at every position of the target's own greedy continuations of built-in prompts, so that one
 pass measures several. The engine takes no part in that.
@@ -77,7 +77,7 @@ class Walk:
 
 
 def check_drafter(subject: Subject, progress: StageProgress) -> dict[str, Any]:
-    """Check acceptance, the drafter's logits, and losslessness. Return figures. Raises SelfTestFailed."""
+    """Check acceptance, logits and losslessness; return figures. Raises SelfTestFailed."""
     config = subject.target.config
     text = read_text(subject.target_folder, config)
     built_in = prompts(subject.target_folder, text)
@@ -269,7 +269,7 @@ def _to_list(array: mx.array) -> list[int]:
 def check_lossless(
     subject: Subject, prompts: Sequence[list[int]], plain: Sequence[list[int]], progress: StageProgress
 ) -> dict[str, Any]:
-    """Compare the text of the pair, as `load` opens it, with the target's `plain` continuations.
+    """Compare the text of the loaded pair with the target's `plain` continuations.
 
     Raises SelfTestFailed.
     """
@@ -296,7 +296,7 @@ def check_lossless(
 
 
 def _is_tie(subject: Subject, history: list[int], tokens: tuple[int, int]) -> bool:
-    """Return True if the type of the logits cannot tell which of two tokens is more likely."""
+    """Return True if two tokens are equally likely within the logits' type."""
     logits = load_lazily(subject.target_folder, None)(mx.array([history]))[0, -1]
     a, b = (float(value) for value in np.array(logits[mx.array(tokens)].astype(mx.float32)))
     return abs(a - b) <= TIE_TOLERANCE[logits.dtype] * max(abs(a), abs(b))

@@ -1,4 +1,4 @@
-"""Convert two names to a folder that holds a pair: all steps of a conversion, in order."""
+"""Convert two names to a folder with a pair: the steps of a conversion, in order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Request:
 
 
 def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
-    """Convert a pair into the folder `request.out`, which appears when it is complete. Return its pair.json.
+    """Convert a pair into the new folder `request.out`. Return its pair.json.
 
     Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
     """

@@ -1,4 +1,4 @@
-"""Convert a drafter by its family, lazily: every source tensor accounted for, then cast and quantized."""
+"""Convert a drafter by its family, lazily, then cast and quantize it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def family_or_model(source: Source) -> Family | None:
 
 
 def embedded_family(source: Source) -> Family | None:
-    """Return the family of the draft heads inside a target's own checkpoint, None if there are none."""
+    """Return the family of the draft heads inside a target, None if it has none."""
     try:
         return family_of(source.config, source.tensors().keys())
     except BadCheckpoint:
@@ -86,7 +86,7 @@ def convert_drafter(
 def _quantize(
     tensors: Mapping[str, mx.array], converted: Converted, quantization: Quantization
 ) -> tuple[dict[str, mx.array], tuple[str, ...]]:
-    """Replace what can be quantized by weights, scales and biases. Return the names of the other matrices."""
+    """Quantize what can be quantized. Return the names of the other matrices, too."""
     result: dict[str, mx.array] = {}
     unquantized = []
     for name, array in tensors.items():

@@ -1,4 +1,4 @@
-"""What a self-test is about, and how a model is measured: logits and perplexity on built-in texts."""
+"""Measure a model: logits and perplexity on built-in texts. Define what is tested."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Conversion:
         return self.dtype is not None or self.quantization is not None
 
     def reference_dtype(self, source: Source) -> mx.Dtype | None:
-        """Return the type to compute `source` in: the wider of its own and the new one, None as stored."""
+        """Return the wider of `source`'s type and the new one, None as stored."""
         if self.dtype is None:
             return None
         sizes: Counter[mx.Dtype] = Counter()
@@ -108,7 +108,7 @@ class Subject(Plan):
 
     @property
     def original_drafter(self) -> Path:
-        """Return the drafter to compare with: as published if the engine can run that, else in our form."""
+        """Return the drafter to compare with: as published if it runs, or in our form."""
         assert self.drafter is not None
         known = self.drafter.config.get("model_type") in drafters.FAMILIES
         # Where the conversion records conventions, the drafter does not run without them.
@@ -132,7 +132,7 @@ class Measured:
 
 
 def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
-    """Return the model in `folder` by mlx-lm, its weights unread, floats cast to `dtype` if given."""
+    """Return the model in `folder`, its weights unread, cast to `dtype` if given."""
     seen: dict[str, mx.array] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         model, _ = load_unread(folder, seen)
@@ -183,7 +183,7 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> Measured:
 
 
 def difference(logits: Floats, reference: Floats) -> float:
-    """Return the largest distance of two sets of logits [R, V], in standard deviations of the reference.
+    """Return the largest distance of logits [R, V], in standard deviations.
 
     Entries that are -inf in one of them do not count: a centroid head may choose other clusters.
     """

@@ -92,7 +92,7 @@ def _check_target(subject: Subject, progress: StageProgress) -> dict[str, Any]:
 
 
 def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress) -> RoundTrip:
-    """Compare the safetensors in `folder` with the unquantized tensors that they hold. Empties `expected`.
+    """Compare the files in `folder` with unquantized tensors. Empties `expected`.
 
     Raises BadCheckpoint, which names the tensors that are missing, left over, different or not finite.
     """
@@ -141,7 +141,7 @@ def _is_finite(a: mx.array) -> bool:
 def _error(
     source: mx.array, weight: mx.array, found: Mapping[str, mx.array | None], settings: Mapping[str, Any]
 ) -> float:
-    """Return the relative error of a quantized tensor, by blocks of rows: no float32 copy of large tables."""
+    """Return the relative error of a quantized tensor, computed by blocks of rows."""
     scales = found["scales"]
     assert scales is not None
     mx.eval(source)
@@ -158,7 +158,7 @@ def _error(
 
 
 def _settings(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return bits, group size and mode of one layer. config.json of mlx-lm names those that differ."""
+    """Return bits, group size and mode of one layer."""
     quantization = config["quantization"]
     own = quantization.get(path)
     chosen = own if isinstance(own, dict) else quantization

@@ -1,4 +1,4 @@
-"""Open a checkpoint to convert: found, complete, and of a format that is read without running code."""
+"""Open a checkpoint to convert: complete, in safetensors, its hashes checked."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Source:
         return found
 
     def side_files(self) -> list[Path]:
-        """Return the files that are copied as they are: tokenizer, chat template, generation settings."""
+        """Return the files to copy: tokenizer, chat template, generation settings."""
         found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
         return sorted(f for f in found if not any(f.match(pattern) for pattern in NOT_COPIED))
 
@@ -91,7 +91,7 @@ def open_source(name: str) -> Source:
 
 
 def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
-    """Compare the weights in the Hugging Face cache with their published hashes. Raises BadCheckpoint.
+    """Compare cached weights with their published hashes. Raises BadCheckpoint.
 
     Returns the hashes by file name, none for a folder, whose hashes are not published.
     """

@@ -1,4 +1,4 @@
-"""Convert a target through mlx-lm's loader and quantizer, lazily, and account for each tensor."""
+"""Convert a target by mlx-lm, lazily, and account for each tensor."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
 def _recording_sanitize(
     model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.array]
 ) -> Callable[..., Any]:
-    """Wrap `sanitize` of a model class: record all tensors, pass on those of the model's own layers."""
+    """Wrap `sanitize`: record all tensors, pass on those of the model's own layers."""
     text = text_config(config)
     layers = text["num_hidden_layers"] if text.get("num_nextn_predict_layers") else sys.maxsize
 
@@ -144,7 +144,7 @@ def _layer(name: str) -> int:
 
 
 def sources_of(seen: Mapping[str, mx.array], results: Sequence[mx.array]) -> frozenset[str]:
-    """Return the names of the unread arrays in `seen` that `results` are computed from. Computes nothing."""
+    """Return the names of the arrays in `seen` that `results` depend on; read nothing."""
     unchanged = {id(array) for array in results} & {id(array) for array in seen.values()}
     found = {name for name, array in seen.items() if id(array) in unchanged}
     # An array that is its own source under another object has no consumer without the comparison.

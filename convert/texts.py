@@ -1,4 +1,4 @@
-"""The texts that a self-test reads and continues: built in, so that it needs no network."""
+"""The texts of the self-test: built in, so that it needs no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a pair: tensor by tensor into a hidden folder, which gets its name when it is complete.
+"""Write a pair into a hidden folder, which gets its name when it is complete.
 
 A run that is killed leaves a hidden folder that the next run for the same place removes. Memory holds one
 tensor and what it is computed from.
@@ -89,7 +89,7 @@ class Part:
 def write_manifest(
     folder: Path, target: Part, drafter: Part | None, dtype: str | None, self_test: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write pair.json into `folder` and return it. `load` reads the relative paths "target" and "drafter"."""
+    """Write pair.json into `folder` and return it."""
     manifest = {
         "format": FORMAT,
         "target": TARGET,
@@ -108,7 +108,7 @@ def write_manifest(
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder that becomes `out` at the end of the block, and goes if the block fails.
+    """Yield a hidden folder that becomes `out` at the end, or goes on failure.
 
     Raises InvalidValue if `out` exists and is not empty, or another run is writing it, NotFound if its parent
     does not exist.
@@ -199,7 +199,7 @@ def write_text(file: Path, text: str) -> WrittenFile:
 
 
 def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> list[WrittenFile]:
-    """Write `tensors` as mlx-lm does, in files of at most 5 GiB with an index. Empties `tensors`.
+    """Write `tensors` in files of at most 5 GiB with an index. Empties `tensors`.
 
     Each tensor is computed when its turn comes and dropped at once, if the caller holds no other reference to
     it or to what it is computed from. Raises OSError, and BadCheckpoint for what cannot be read.
@@ -246,7 +246,7 @@ def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress
 
 
 def _header(shard: dict[str, mx.array]) -> bytes:
-    """Return the first bytes of a safetensors file: 8 bytes of length, JSON, padded to 8 bytes."""
+    """Return the header of a safetensors file: its length and JSON, padded to 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
     offset = 0
     for name, array in shard.items():

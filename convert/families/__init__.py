@@ -33,7 +33,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(config: Mapping[str, Any], names: Collection[str]) -> Family:
-    """Return the family of a drafter checkpoint, by its config.json and the names of its tensors.
+    """Return the family of a drafter by its config.json and the names of its tensors.
 
     Raises BadCheckpoint, which names what was found and what is known.
     """

@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): draft a block of tokens in one pass, over K and V of the target's layers.
+"""DFlash (arXiv 2602.06036): a block of tokens in one pass over the target's K/V.
 
 Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers, V vocabulary):
     fc.weight [D, nD], hidden_norm.weight [D]     the context feature
@@ -94,7 +94,10 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:
-    """Return the layer outputs that fc reads, and a note. z-lab numbers outputs, speculators inputs."""
+    """Return the layer outputs that fc reads, and a note.
+
+    z-lab numbers outputs, speculators inputs. Raises BadCheckpoint if neither list exists.
+    """
     if special.get("target_layer_ids"):
         ids = tuple(special["target_layer_ids"])
         return ids, f"target_layer_ids {list(ids)} are layer outputs"

@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): a layer that reads an embedding and three of the target's layers.
+"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE: read an embedding and target layers.
 
 Read from safetensors of SafeAILab, SpecForge and speculators. Ours (D hidden, T hidden of the target, n
 captured layers, V vocabulary, W <= V draft vocabulary):
@@ -157,7 +157,7 @@ def _rows(drafter: Drafter) -> tuple[Row, ...]:
 def _assemble(
     name: str, drafter: Drafter, tensors: Tensors, target: Config, extra: tuple[Row, ...] = (), **fields: Any
 ) -> Converted:
-    """Take the drafter's tensors by its table and `extra`, and write its config with `fields`."""
+    """Take the tensors by table and `extra`, and write a config with `fields`."""
     source = spell(drafter.title, tensors, drafter.top, SPELLINGS)
     taken = take((*_rows(drafter), *extra), source, drafter.sizes)
     ours = dict(taken.tensors)

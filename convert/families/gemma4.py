@@ -1,4 +1,4 @@
-"""Gemma 4 assistants. Their names are ours already: drop the copied head, keep the ordering integer.
+"""Gemma 4 assistants, whose names are ours already.
 
 Source: transformers `models/gemma4_assistant`.
 """
@@ -42,7 +42,7 @@ CONVENTIONS = Conventions(
 
 
 def convert(tensors: Tensors, config: Config, target_config: Config) -> Converted:
-    """Convert the assistant of a target. Raises BadCheckpoint, and Mismatch if it was made for another."""
+    """Convert an assistant. Raises BadCheckpoint, Mismatch for another target's."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
     layers = range(len(assistant.layer_types))

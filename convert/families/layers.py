@@ -1,4 +1,4 @@
-"""Table rows of decoder layers, by the names of mlx-lm, so that its layers can hold them.
+"""Table rows of decoder layers, by the names of mlx-lm, whose layers hold them.
 
 Axes in Sizes: hidden; q, kv, o, head (attention); inner (MLP); experts, expert (inner of one), shared.
 """
@@ -76,7 +76,7 @@ def latent_sizes(config: Config, title: str) -> dict[str, int]:
 
 
 def absorb(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
-    """Split kv_b_proj [heads · (nope + value), rank] into mlx-lm's embed_q and unembed_out."""
+    """Split kv_b_proj into mlx-lm's embed_q and unembed_out."""
     heads = weight.reshape(sizes["heads"], -1, sizes["kv_rank"])
     keys, values = heads[:, : sizes["nope"]], heads[:, sizes["nope"] :]
     return mx.contiguous(keys.swapaxes(-1, -2)), mx.contiguous(values)
@@ -120,7 +120,7 @@ FUSED = (
 
 
 def experts(source: Source, prefix: str) -> tuple[Row, ...]:
-    """Return the routed experts below `prefix`, in the form of the three that the checkpoint has."""
+    """Return the routed experts below `prefix`, in the form of the checkpoint."""
     for rows in (STACKED, FUSED):
         if any(prefix + row.source in source.tensors for row in rows):
             return rows

@@ -1,4 +1,4 @@
-"""Medusa (arXiv 2401.10774): K heads on the target's last hidden: residual blocks and an LM head each.
+"""Medusa (arXiv 2401.10774): K heads that read the target's last hidden.
 
 Read from the reference's names (in safetensors), as part of a target (v1.0), and from vLLM's. Ours (D hidden,
 V vocabulary, head k drafts the k-th token after the next):

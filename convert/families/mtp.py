@@ -117,7 +117,7 @@ def _head_sizes(text: Config, title: str, target: Config) -> dict[str, int]:
 
 
 def _stripped(title: str, text: Config, key: str, prefix: str, origin: str) -> BadCheckpoint:
-    """Return the error for a checkpoint without tensors below `prefix`, and where to get them."""
+    """Return the error for a checkpoint without tensors below `prefix`."""
     count = text.get(key)
     if isinstance(count, int) and count > 0:
         return BadCheckpoint(
@@ -136,7 +136,7 @@ def _check_depth(title: str, names: Iterable[str], prefix: str) -> None:
 
 
 def _without_copies(taken: Taken, source: Source) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Return the tensors that differ from the target's own, and why the others are dropped.
+    """Return the tensors that the target lacks, and why the others are dropped.
 
     Reads both of a pair. If the target's table is not in the checkpoint, the head keeps its own.
     """
@@ -212,7 +212,7 @@ def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted
 
 
 def _fold_norms(tensors: Mapping[str, mx.array]) -> tuple[dict[str, mx.array], tuple[str, ...]]:
-    """Return Qwen's norm weights with the 1 of (1 + w) folded in, and a note for each group.
+    """Return norm weights with the 1 of (1 + w) folded in, and a note for each group.
 
     Converters fold the 1 in, forget it, or do it twice; the values tell. Folding in bfloat16 rounds to 1 in
     256, as the norm rounds its output and mlx-lm rounds the target's norms; `--dtype float32` loses nothing.
@@ -281,7 +281,7 @@ def _convert_nextn(layout: _Layout, tensors: Tensors, config: Config, target: Co
 def _nextn_layer(
     text: Config, title: str, source: Source, prefix: str
 ) -> tuple[tuple[Row, ...], dict[str, int]]:
-    """Return the rows and axes of the decoder layer: grouped or latent attention, dense or experts."""
+    """Return the rows and axes of the decoder layer."""
     if text.get("kv_lora_rank"):
         rows = (*layers.NORMS, *layers.latent_attention(text))
         sizes = layers.latent_sizes(text, title)

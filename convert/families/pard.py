@@ -1,4 +1,4 @@
-"""PARD (arXiv 2504.18583): a small language model that drafts K tokens in one pass over mask tokens.
+"""PARD (arXiv 2504.18583): a small model that drafts in one pass over mask tokens.
 
 Ours: the model's own names, as mlx-lm has them; `layer_config` is the config.json that mlx-lm builds it from.
 """

@@ -1,4 +1,4 @@
-"""Define drafter families and their name tables: which tensor of a checkpoint becomes which of ours.
+"""Drafter families and name tables: which source tensor becomes which of ours.
 
 A table is a tuple of rows. `take` reads a checkpoint by one: nothing missing, every shape as the configs say.
 """
@@ -59,7 +59,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Conventions:
-    """How to run a drafter, which its weights do not say: published checkpoints differ in all of these.
+    """How to run a drafter. Published checkpoints differ in all of these.
 
     Row i belongs to the target's input token x_i, whose logits predict x_{i+1}. A wrong convention costs
     acceptance without an error.
@@ -77,7 +77,7 @@ class Conventions:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. `{e}` in `source` numbers the experts, which become the first axis of ours."""
+    """One line of a table. `{e}` numbers the experts, the first axis of ours."""
 
     source: str
     ours: str  # several, blank-separated, where `change` makes several of one
@@ -121,7 +121,7 @@ def under(source: str, ours: str, rows: Iterable[Row]) -> tuple[Row, ...]:
 def spell(
     title: str, tensors: Tensors, config: Mapping[str, Any], prefixes: Iterable[tuple[str, str]] = ()
 ) -> Source:
-    """Return `tensors` with each of `prefixes` (theirs, ours) replaced. Raises BadCheckpoint for a clash."""
+    """Replace `prefixes` (theirs, ours) of names. Raises BadCheckpoint for a clash."""
     names: dict[str, str] = {}
     for name in tensors:
         spelled = name
@@ -164,7 +164,7 @@ def take(rows: Iterable[Row], source: Source, sizes: Sizes) -> Taken:
 
 
 def finished(source: Source, converted: Converted) -> Converted:
-    """Return `converted` if it accounts for every tensor of `source`. Raises BadCheckpoint for the others."""
+    """Return `converted`. Raises BadCheckpoint for source tensors not accounted for."""
     computed = {old: "computed from config.json" for new, old in source.names.items() if COMPUTED in new}
     dropped = {**computed, **converted.dropped}
     left = sorted(set(source.names.values()) - converted.used - dropped.keys())
@@ -178,7 +178,7 @@ def finished(source: Source, converted: Converted) -> Converted:
 
 
 def all_but(*kept: str) -> Callable[[str], bool]:
-    """Return a rule for `quantizable`: weights, but no norms and no name that ends in one of `kept`."""
+    """Return a rule: quantize weights, but no norms and no name that ends in `kept`."""
 
     def quantizable(name: str) -> bool:
         parts = name.split(".")
@@ -260,7 +260,7 @@ OTHER_DRAFTER = "use the drafter made for this target"
 
 
 def config_of(model_type: str, conventions: Conventions, target: Config, **fields: Any) -> dict[str, Any]:
-    """Return a config.json of ours: the family, its conventions, the target it fits, and `fields`."""
+    """Return a config.json: family, conventions, the target it fits, and `fields`."""
     text = text_config(target)
     fits = {key: text.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     if "model_type" in target:
@@ -275,7 +275,7 @@ def config_of(model_type: str, conventions: Conventions, target: Config, **field
 
 
 def own_config(config: Config) -> dict[str, Any]:
-    """Return what a drafter's layers are built from, without the keys on how the source was stored."""
+    """Return the config of a drafter's layers, without the keys of its storage."""
     return {key: value for key, value in text_config(config).items() if key not in STORAGE_KEYS}
 
 
@@ -296,7 +296,7 @@ def target_size(target: Config, key: str) -> int:
 
 
 def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
-    """Compare sizes, by their keys in the target's config.json. Raises Mismatch, which names both."""
+    """Compare sizes with the target's config.json. Raises Mismatch."""
     for key, value in ours.items():
         theirs = target_size(target, key)
         if value != theirs:
@@ -307,7 +307,7 @@ def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
 
 
 def check_layers(title: str, capture: Iterable[int], target: Config) -> None:
-    """Check that captured layers exist. Raises Mismatch, and BadCheckpoint for the embedding as a layer.
+    """Check that captured layers exist. Raises Mismatch and BadCheckpoint.
 
     The input of layer 0 counts as output -1 while layer ids are read. It is never recorded: for the target's
     hooks, and for Python, -1 is the last.
@@ -332,7 +332,7 @@ Ids = NDArray[np.int64]
 
 
 def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> tuple[mx.array, str]:
-    """Return the target's id of each draft id, int32 [draft vocabulary], and a note. Checked against `t2d`.
+    """Return the target's id of each draft id, int32 [draft vocabulary], and a note.
 
     Checkpoints store offsets (id + d2t[id], as the reference) and rarely ids. Raises BadCheckpoint if neither
     reading gives distinct ids that t2d marks, Mismatch for ids outside the target's vocabulary.
@@ -360,7 +360,7 @@ def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) 
 def resolve_map(
     source: Source, tensors: dict[str, mx.array], vocab_size: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Replace d2t and t2d in `tensors` by draft_ids. Return notes, and why names of the table are dropped."""
+    """Replace d2t and t2d in `tensors` by draft_ids. Return notes and drop reasons."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     notes = []
     if d2t is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints on this disk and on the Hugging Face Hub: find, download, inspect, list and remove them.
+"""Find, download, inspect, list and remove checkpoints.
 
 Nothing here needs MLX.
 """

@@ -28,7 +28,7 @@ MANIFEST = "pair.json"  # of a folder with a converted pair
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a drafter needs of its target, or what a target has. None if it does not matter."""
+    """The shape that a drafter needs, or that a target has. None if it does not matter."""
 
     hidden_size: int | None = None
     vocab_size: int | None = None
@@ -132,12 +132,12 @@ def aliases() -> dict[str, RepositoryPair]:
 
 
 def find_alias(name: str) -> RepositoryPair | None:
-    """Return the pair of a short name, None for an unknown one. `-it` and `:8bit` may be written."""
+    """Return the pair of a short name such as gemma-4-e2b-it:8bit, None if unknown."""
     return aliases().get(name.lower().replace(":", "-").replace("-it-", "-").removesuffix("-it"))
 
 
 def resolve(name: str) -> RepositoryPair:
-    """Return the pair of a short name or a repository. Raises NotFound, with the names that look like it."""
+    """Return the pair of a short name or a repository. Raises NotFound."""
     if name.count("/") == 1:
         return RepositoryPair(name, suggested_drafter(name))
     found = find_alias(name)
@@ -165,7 +165,7 @@ LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
 
 
 def drafter_kind(config: Config, tensors: Collection[str]) -> str | None:
-    """Return the kind of a drafter, as its authors call it, None for a target. `tensors` are names."""
+    """Return the kind of a drafter by config and names of tensors, None for a target."""
     said = [config.get("model_type"), config.get("speculators_model_type")]
     words = " ".join(map(str, [*said, *(config.get("architectures") or [])])).lower()
     words = re.sub(r"[^a-z0-9 ]", "", words)
@@ -225,9 +225,9 @@ REMAPPED = {
 
 
 def mlx_lm_module(model_type: str) -> str | None:
-    """Return the module of mlx_lm.models for a model type, None if mlx-lm has none. Imports nothing of it.
+    """Return the module of mlx_lm.models for a model type, None if there is none.
 
-    Where mlx-lm is not installed, nothing can be said and every type has a module.
+    Imports nothing of mlx-lm. If it is not installed, every type has a module.
     """
     module = REMAPPED.get(model_type, model_type)
     package = importlib.util.find_spec("mlx_lm")
@@ -245,7 +245,7 @@ UNIFIED_DEFAULTS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
 
 
 def repair_config(config: Config) -> dict[str, Any]:
-    """Return `config` as mlx-lm reads it: the same values under the keys of published checkpoints."""
+    """Return `config` with its values under the keys that mlx-lm reads."""
     result = copy.deepcopy(dict(config))
     _spread_rope(result)
     text = result.get("text_config")
@@ -261,7 +261,7 @@ def repair_config(config: Config) -> dict[str, Any]:
 
 
 def _spread_rope(config: dict[str, Any]) -> None:
-    """Copy `rope_parameters` of transformers 5 to `rope_theta`, which some models of mlx-lm read."""
+    """Copy `rope_parameters` of transformers 5 to `rope_theta`."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or config.get("rope_theta") is not None:
         return
@@ -271,7 +271,7 @@ def _spread_rope(config: dict[str, Any]) -> None:
 
 
 def _merge_layers(text: dict[str, Any]) -> None:
-    """Turn `per_layer_config` of transformers 5.23 into the keys that mlx-lm reads for all full layers."""
+    """Turn `per_layer_config` of transformers 5.23 into keys for all full layers."""
     layers = text.pop("per_layer_config") or {}
     full = [i for i, kind in enumerate(text.get("layer_types") or []) if kind == "full_attention"]
     own = layers.get(str(full[0]), {}) if full else {}

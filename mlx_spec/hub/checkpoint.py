@@ -1,4 +1,4 @@
-"""A checkpoint folder: its config.json and the headers of its safetensors. Tensor data is never read."""
+"""Read config.json and the headers of safetensors, and never tensor data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_published(folder: Path) -> dict[str, Any]:
-    """Return a config.json as published: some drafters have no `model_type`. Raises as `read_config`."""
+    """Return a config.json that may lack `model_type`. Raises as `read_config`."""
     if not (folder / "config.json").is_file():
         raise NotFound(
             f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
@@ -87,7 +87,7 @@ def integer(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def check_weights(folder: Path) -> int:
-    """Return the bytes of the weights of `folder`. Raises BadCheckpoint unless all files are complete."""
+    """Return the bytes of the weights. Raises BadCheckpoint unless they are complete."""
     headers = read_headers(folder)
     if headers.problem is not None:
         raise BadCheckpoint(headers.problem)
@@ -105,7 +105,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_headers(folder: Path) -> Headers:
-    """Read the headers of all weight files of `folder`. A damaged file becomes `problem`, not an error."""
+    """Read the headers of all weight files. Damage becomes `problem`, not an error."""
     tensors: dict[str, TensorInfo] = {}
     size = 0
     problems = list(_missing_files(folder))
@@ -128,7 +128,7 @@ def read_headers(folder: Path) -> Headers:
 
 
 def header_bytes(file: Path) -> bytes:
-    """Return the header of a safetensors file, which is JSON. Raises BadCheckpoint and OSError."""
+    """Return the JSON header of a safetensors file. Raises BadCheckpoint and OSError."""
     with file.open("rb") as stream:
         start = stream.read(8)
         length = int.from_bytes(start, "little")
@@ -161,7 +161,7 @@ def parse_header(file: Path, header: bytes) -> dict[str, TensorInfo]:
 
 
 def indexed_files(folder: Path) -> list[str]:
-    """Return the weight files that the index lists, none without an index. Raises BadCheckpoint."""
+    """Return the weight files that the index lists. Raises BadCheckpoint."""
     return sorted({str(name) for name in indexed_tensors(folder).values()})
 
 

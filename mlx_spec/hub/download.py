@@ -1,4 +1,4 @@
-"""Turn a name into a folder: a path, or a repository in the Hugging Face cache or on the Hub.
+"""Turn a name into a folder: a path, or a repository in the cache or on the Hub.
 
 huggingface_hub downloads, by hf_xet where a repository has it. Weights are checked against the SHA-256 that
 the Hub publishes. A large file that is interrupted begins again; files that are complete are kept.
@@ -71,8 +71,8 @@ class Download:
 def find(name: str, *, revision: str | None = None) -> Path:
     """Return the folder of a checkpoint; download it if necessary.
 
-    A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line on
-    stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
+    A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line
+    on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -88,7 +88,7 @@ def find(name: str, *, revision: str | None = None) -> Path:
 
 
 def cached(name: str, *, revision: str | None = None) -> Path | None:
-    """Return the complete snapshot of a repository in the cache, None if there is none. Needs no network.
+    """Return the complete snapshot of a repository in the cache, None if there is none.
 
     Raises NotFound for a name that no repository can have.
     """
@@ -143,7 +143,7 @@ def plan(name: str, *, revision: str | None = None) -> Download:
 
 
 def fetch(download: Download) -> Path:
-    """Download the files of a plan and return their folder. On a terminal, huggingface_hub shows bars.
+    """Download the files of a plan and return their folder.
 
     Raises NotFound, BadCheckpoint for damaged files, or NoSpace before anything is written.
     """
@@ -178,7 +178,7 @@ def _fetch(download: Download) -> Path:
 
 
 def _silent_bar() -> type[Any]:
-    """Return a progress bar that shows nothing: huggingface_hub switches bars of its own class on again."""
+    """Return a bar that shows nothing; huggingface_hub switches its own on again."""
     from huggingface_hub.utils import tqdm
 
     base = tqdm.__mro__[1]
@@ -186,7 +186,7 @@ def _silent_bar() -> type[Any]:
 
 
 def _check_hash(download: Download, file: RemoteFile) -> None:
-    """Compare a weight file with the SHA-256 of the Hub. Raises BadCheckpoint and deletes a wrong one."""
+    """Compare a file with the Hub's SHA-256. Deletes a wrong one, raises BadCheckpoint."""
     blob = download.blob(file)
     if len(file.blob) != SHA256_LENGTH or not blob.exists():
         return
@@ -242,7 +242,7 @@ def _cannot_write(download: Download, error: OSError) -> SpecError:
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """Return True if no weight file is a dead link and all numbered ones exist, with an index or without."""
+    """Return True if no weight file is a dead link and all numbered ones exist."""
     files = list(folder.glob(WEIGHTS))
     numbered = [match for file in files if (match := SHARD.search(file.name))]
     return all(file.is_file() for file in files) and all(
@@ -255,7 +255,7 @@ def _no_repository(name: str) -> NotFound:
 
 
 def _check_format(name: str, files: list[str]) -> None:
-    """Raise BadCheckpoint for a repository whose weights are in a format that is never loaded."""
+    """Raise BadCheckpoint for a repository without safetensors."""
     others = [file for file in files if any(fnmatch(file, pattern) for pattern in OTHER_WEIGHTS)]
     if others and not any(fnmatch(file, WEIGHTS) for file in files):
         raise BadCheckpoint(

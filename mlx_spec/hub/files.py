@@ -1,4 +1,4 @@
-"""Small helpers around files: JSON objects, atomic writes, and words for sizes, names and errors."""
+"""Read and write small files; put sizes, names and errors into words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace `file` by `text` at once, readable by its owner only. Raises OSError and changes nothing."""
+    """Replace `file` by `text` at once, readable by its owner only. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
     temporary = Path(name)
     try:

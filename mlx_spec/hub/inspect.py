@@ -1,4 +1,4 @@
-"""Say what a checkpoint is and which drafter fits it, without loading it: at once for the largest model."""
+"""Say what a checkpoint is and which drafter fits it, without loading it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ConvertedPair:
 
 
 def inspect(name: str) -> CheckpointInfo | ConvertedPair:
-    """Describe a folder, a converted pair, "demo", or a repository in the cache or on Hugging Face.
+    """Describe a folder, a converted pair, "demo", or a repository.
 
     Of a repository that is not in the cache, only config.json and the headers are fetched. Raises NotFound
     or BadCheckpoint.
@@ -134,7 +134,7 @@ def inspect(name: str) -> CheckpointInfo | ConvertedPair:
 
 
 def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
-    """Describe a checkpoint or a converted pair, to be called `name`. Raises NotFound or BadCheckpoint."""
+    """Describe a checkpoint or a converted pair. Raises NotFound or BadCheckpoint."""
     if not (folder / MANIFEST).is_file():
         return inspect_checkpoint(folder, name)
     manifest = read_object(folder / MANIFEST)
@@ -152,7 +152,7 @@ def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
 
 
 def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
-    """Describe the checkpoint in `folder`, to be called `name`. Raises NotFound or BadCheckpoint."""
+    """Describe the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
     config, headers = read_published(folder), read_headers(folder)
     problem = headers.problem or _inconsistency(folder, headers.tensors)
     headers = dataclasses.replace(headers, problem=problem)
@@ -274,7 +274,7 @@ def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
 
 
 def _inconsistency(folder: Path, tensors: Tensors) -> str | None:
-    """Return what is wrong in complete files: odd sizes, or tensors of the index that no file holds."""
+    """Return what is wrong in complete files: odd sizes or missing tensors."""
     odd = [
         name
         for name, tensor in tensors.items()
@@ -349,7 +349,7 @@ def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
 
 
 def _targets_of(name: str, kind: str, config: Config, tensors: Tensors) -> tuple[str, ...]:
-    """Return the published targets of a drafter: by its name, its config.json, and the shape it needs."""
+    """Return the published targets of a drafter, by name, config.json and shape."""
     found = [MADE_FOR[name]] if name in MADE_FOR else []
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
@@ -368,7 +368,7 @@ def _targets_of(name: str, kind: str, config: Config, tensors: Tensors) -> tuple
 
 
 def _drafters_of(name: str, shape: TargetShape) -> tuple[str, ...]:
-    """Return the published drafters of a target: by its name, and by its shape if that is known."""
+    """Return the published drafters of a target, by name and shape."""
     own = made_for(name)
     made = [drafter for drafter, target in MADE_FOR.items() if target == name]
     same = [DRAFTERS[base] for base, known in SHAPES.items() if known == shape]

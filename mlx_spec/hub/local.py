@@ -1,4 +1,4 @@
-"""List and remove the models on this disk: the bundled pair, converted pairs, the Hugging Face cache."""
+"""List and remove models: the bundled pair, converted pairs, the cache."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
 
 
 def partners(model: LocalModel, models: Iterable[LocalModel]) -> list[str]:
-    """Return the names of the drafters among `models` for a target, or of the targets for a drafter."""
+    """Return the drafters among `models` for a target, or the targets for a drafter."""
     own = model.found
     if not isinstance(own, CheckpointInfo):
         return []
@@ -97,7 +97,7 @@ def partners(model: LocalModel, models: Iterable[LocalModel]) -> list[str]:
 
 
 def plan_removal(name: str) -> Removal:
-    """Find what `name` is: a folder, a pair in the default folder, or a cached repository. Removes nothing.
+    """Find the folder, the pair or the cached repository to remove; remove nothing.
 
     Raises NotFound, NotOurs, and BadCheckpoint for a pair.json that cannot be read.
     """
@@ -211,7 +211,7 @@ def _size(folder: Path) -> int:
 
 
 def _last_used(folder: Path) -> float:
-    """Return when the checkpoint was last read, as far as the file system records it, or written."""
+    """Return when the checkpoint was last read or written."""
     times = [0.0]
     for file in (*folder.glob(WEIGHTS), folder / "target" / "config.json", folder / "config.json"):
         if file.is_file():
@@ -237,7 +237,7 @@ def _plan_pair(name: str, folder: Path) -> Removal:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Return the folders of the two halves. Raises NotOurs unless the pair is as the converter wrote it."""
+    """Return the halves of a pair. Raises NotOurs for anything else in the folder."""
     manifest = read_object(folder / MANIFEST)
     named = [manifest.get(role) for role in ("target", "drafter")]
     parts = [folder / part for part in named if isinstance(part, str)]

@@ -1,4 +1,4 @@
-"""Show the stages of a long run: a bar for each on a terminal, a line for each anywhere else."""
+"""Show the stages of a long run: bars on a terminal, lines anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What headers and config.json say about weights: parameters, precision, and bytes that decoding reads."""
+"""Tell parameters, precision and the bytes that decoding reads from headers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WeightFormat:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Return the bytes of a weight with its share of the scales: two of 16 bits, or one of 8, a group."""
+        """Return the bytes of a weight: a group has two scales of 16 bits, or one of 8."""
         if self.group_size is None:
             return self.bits / 8
         return self.bits / 8 + (4 if self.mode == "affine" else 1) / self.group_size
@@ -113,7 +113,7 @@ def in_format(sizes: DecodeSizes, format: WeightFormat) -> DecodeSizes:
 
 
 def count_parameters(tensors: Tensors, config: Config) -> int:
-    """Return the parameters of a model. A quantized one counts once, tables of indices do not count."""
+    """Return the parameters of a model; tables of indices do not count."""
     return sum(_parameters(name, tensor, tensors, config) for name, tensor in tensors.items())
 
 
@@ -171,7 +171,7 @@ def _common_dtype(tensors: Tensors, *, floats_only: bool = False) -> str | None:
 
 
 def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
-    """Return the bytes of K/V that a token reads and that are held; 0 if the config lacks the shapes."""
+    """Return the bytes of K/V that a token reads and that are held, 0 if not known."""
     layers, queries = integer(text, "num_hidden_layers"), integer(text, "num_attention_heads")
     heads = integer(text, "num_key_value_heads") or queries
     hidden, size = integer(text, "hidden_size"), integer(text, "head_dim")

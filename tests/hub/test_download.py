@@ -100,6 +100,28 @@ def test_pull_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "HF_HUB_OFFLINE forbids" in capsys.readouterr().err
 
 
+def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hub.find(E2B)
+    names = {file.name for file in folder.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    out, err = capsys.readouterr()
+    assert err == f"Fetching {E2B} (0.2 MB)\n" and out == ""
+    # once it is there, nobody is asked
+    served.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.find(E2B) == hub.find(str(folder)) == folder and served.asked == []
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(NotFound, match="not complete in the local cache and HF_HUB_OFFLINE"):
+        hub.find(E2B)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert hub.find(E2B) == folder and check_weights(folder) > 200_000
+    for name in ("nowhere", "owner/mo--del", "a/b/c"):
+        with pytest.raises(
+            NotFound, match=f"there is no folder {name}, and a repository .* is named owner/name"
+        ):
+            hub.find(name)
+
+
 # --- the disk
 
 
@@ -127,6 +149,14 @@ def test_disk_that_cannot_be_written(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(kind, match=f"cannot be written to .*{os.strerror(number)}.*{advice}"):
         hub.find(E2B)
+
+
+def test_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_000_000_000))
+    hub.check_space("owner/model", 900_000_000, Path("/tmp/hub"))
+    with pytest.raises(hub.NoSpace, match=r"owner/model needs 2.3 GB on the disk of .*, 2.0 GB are free"):
+        hub.check_space("owner/model", 1_200_000_000, Path("/tmp/hub"))
+    hub.check_space("owner/model", 0, Path("/tmp/hub"))
 
 
 # --- interruptions
