@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from synthetic import Checkpoint
+from synthetic import Checkpoint, layer_shapes
 
 from mlx_spec.convert.drafter import convert_drafter, family_or_model
 from mlx_spec.convert.source import Quantization, open_source
@@ -104,18 +104,8 @@ def _random(forms: dict[str, list[int]], seed: int, scale: float = 0.2) -> dict[
 
 
 def _layer(prefix: str, width: int, hidden: int) -> dict[str, list[int]]:
-    forms = {
-        "input_layernorm.weight": [hidden],
-        "post_attention_layernorm.weight": [hidden],
-        "self_attn.q_proj.weight": [HEADS * HEAD, width],
-        "self_attn.k_proj.weight": [GROUPS * HEAD, width],
-        "self_attn.v_proj.weight": [GROUPS * HEAD, width],
-        "self_attn.o_proj.weight": [hidden, HEADS * HEAD],
-        "mlp.gate_proj.weight": [INNER, hidden],
-        "mlp.up_proj.weight": [INNER, hidden],
-        "mlp.down_proj.weight": [hidden, INNER],
-    }
-    return {prefix + name: form for name, form in forms.items()}
+    shapes = layer_shapes(width, hidden, HEADS * HEAD, GROUPS * HEAD, INNER)
+    return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def medusa(layers: int, heads: int = 4, hidden: int = D, vocab: int = V) -> Checkpoint:
