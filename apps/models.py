@@ -174,7 +174,7 @@ def _pull(terminal: Terminal, name: str, drafter: str, revision: str | None) -> 
     for repo, folder in folders.items():
         if folder is not None:
             terminal.note(f"{repo} is here")
-    with _leaving(f"interrupted: what has arrived is kept, `mlx-spec pull {name}` goes on from there"):
+    with _leaving(f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"):
         for plan in plans:
             folders[plan.name] = _fetch(plan)
     if chosen:
