@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_spec.convert.cached import LocalModel
-from mlx_spec.convert.catalogue import Shape
-from mlx_spec.convert.inspect import Checkpoint, ConvertedPair
-from mlx_spec.convert.progress import shown_size
-from mlx_spec.load import DEMO
+from mlx_spec.hub.catalog import DEMO, TargetShape
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
+from mlx_spec.hub.local import LocalModel
 
 
-def description(found: Checkpoint | ConvertedPair) -> list[str]:
+def description(found: CheckpointInfo | ConvertedPair) -> list[str]:
     """What `mlx-spec inspect` prints."""
-    if isinstance(found, Checkpoint):
+    if isinstance(found, CheckpointInfo):
         return [found.name, *_rows(_facts(found)), *_problem(found.problem)]
     tested = _tested(found.self_test) if found.name != DEMO else None
     tokens = "differ: what the drafter writes is encoded again" if found.retokenized else None
@@ -25,7 +24,7 @@ def description(found: Checkpoint | ConvertedPair) -> list[str]:
     return lines + _problem(found.problem)
 
 
-def as_json(found: Checkpoint | ConvertedPair | None) -> dict[str, Any] | None:
+def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | None:
     """All that is known, under the names of the library."""
     if found is None:
         return None
@@ -73,11 +72,11 @@ def shown_number(value: int) -> str:
     return str(value)
 
 
-def _facts(found: Checkpoint) -> dict[str, str | None]:
+def _facts(found: CheckpointInfo) -> dict[str, str | None]:
     facts: dict[str, str | None] = {
         "family": f"{found.kind} ({found.family})" if found.kind else found.family,
         "parameters": shown_number(found.parameters),
-        "weights": f"{shown_size(found.size)}, {found.precision}",
+        "weights": f"{human_bytes(found.size)}, {found.precision}",
         "layers": _layers(found),
         "hidden size": _text(found.hidden_size),
         "heads": _heads(found),
@@ -93,7 +92,7 @@ def _facts(found: Checkpoint) -> dict[str, str | None]:
     return facts | {"own draft heads": _own_heads(found), "drafters": ", ".join(found.goes_with)}
 
 
-def _own_heads(found: Checkpoint) -> str:
+def _own_heads(found: CheckpointInfo) -> str:
     if found.speculative_heads == "present":
         layers = found.prediction_layers
         return f"present ({layers} layer{'s' if layers > 1 else ''})" if layers else "present"
@@ -102,7 +101,7 @@ def _own_heads(found: Checkpoint) -> str:
     return "none"
 
 
-def _heads(found: Checkpoint) -> str | None:
+def _heads(found: CheckpointInfo) -> str | None:
     if found.heads is None:
         return None
     parts = [f"{found.heads} of {found.head_dim}, {found.kv_heads} for K/V"]
@@ -112,14 +111,14 @@ def _heads(found: Checkpoint) -> str | None:
     return "; ".join(parts)
 
 
-def _layers(found: Checkpoint) -> str | None:
+def _layers(found: CheckpointInfo) -> str | None:
     if found.layers is None:
         return None
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
     return f"{found.layers} ({kinds})" if kinds else str(found.layers)
 
 
-def _needs(shape: Shape) -> str:
+def _needs(shape: TargetShape) -> str:
     parts = [("hidden size", shape.hidden_size), ("vocabulary", shape.vocab_size), ("layers", shape.layers)]
     lines = [f"{name} {value}" for name, value in parts if value is not None]
     if shape.window is not None:
@@ -145,7 +144,7 @@ def _figure(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _short(found: Checkpoint) -> str:
+def _short(found: CheckpointInfo) -> str:
     size = f" {shown_number(found.parameters)}" if found.parameters else ""
     return f"{found.kind or found.family}{size}, {found.precision}"
 

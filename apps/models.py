@@ -37,7 +37,7 @@ def inspect_main(arguments: Sequence[str]) -> int:
 
     def run(terminal: Terminal) -> int:
         from mlx_spec.apps.described import as_json, description
-        from mlx_spec.convert.inspect import inspect
+        from mlx_spec.hub.inspect import inspect
 
         found = inspect(options.name)
         lines = [json.dumps(as_json(found), indent=2)] if options.json else description(found)
@@ -132,8 +132,8 @@ def _print(terminal: Terminal, lines: list[str]) -> None:
 
 def _listing(folders: list[Path], *, as_json: bool) -> list[str]:
     from mlx_spec.apps import described
-    from mlx_spec.convert.cached import local_models, partners
-    from mlx_spec.convert.progress import shown_size
+    from mlx_spec.hub.files import human_bytes
+    from mlx_spec.hub.local import local_models, partners
 
     models = local_models(folders)
     if as_json:
@@ -152,7 +152,7 @@ def _listing(folders: list[Path], *, as_json: bool) -> list[str]:
         ]
         return [json.dumps(entries, indent=2)]
     rows = [
-        (model.name, model.origin, shown_size(model.size), described.summary(model, partners(model, models)))
+        (model.name, model.origin, human_bytes(model.size), described.summary(model, partners(model, models)))
         for model in models
     ]
     return described.table(rows)
@@ -160,26 +160,26 @@ def _listing(folders: list[Path], *, as_json: bool) -> list[str]:
 
 def _pull(terminal: Terminal, name: str, drafter: str, revision: str | None) -> int:
     from mlx_spec import hub
-    from mlx_spec.convert.cached import cache_folder
-    from mlx_spec.convert.catalogue import resolve
+    from mlx_spec.hub.catalog import resolve
+    from mlx_spec.hub.local import cache_folder
 
     if Path(name).expanduser().exists():
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` says what it is")
-    ready = resolve(name)
-    chosen = {AUTO: ready.drafter, NONE: None}.get(drafter, drafter)
-    wanted = [(ready.target, revision), *([(chosen, None)] if chosen else [])]
+    pair = resolve(name)
+    chosen = {AUTO: pair.drafter, NONE: None}.get(drafter, drafter)
+    wanted = [(pair.target, revision), *([(chosen, None)] if chosen else [])]
     folders = {repo: hub.cached(repo, revision=rev) for repo, rev in wanted}
     plans = [hub.plan(repo, revision=rev) for repo, rev in wanted if folders[repo] is None]
     hub.check_space(" and ".join(p.name for p in plans), sum(p.missing for p in plans), cache_folder())
     for repo, folder in folders.items():
         if folder is not None:
             terminal.note(f"{repo} is here")
-    with _leaving(f"interrupted: what has arrived is kept, `mlx-spec pull {name}` goes on from there"):
+    with _leaving(f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"):
         for plan in plans:
             folders[plan.name] = _fetch(plan)
     if chosen:
-        _check_fit(ready.target, chosen, folders)
-    target = str(folders[ready.target]) if revision else ready.target
+        _check_fit(pair.target, chosen, folders)
+    target = str(folders[pair.target]) if revision else pair.target
     _print(terminal, [_chat_command(target, chosen)])
     return 0
 
@@ -200,41 +200,30 @@ def _leaving(message: str) -> Iterator[None]:
 
 
 def _fetch(plan: Download) -> Path:
-    """Download with a progress line on stderr."""
+    """Download with the bars of huggingface_hub on stderr, or a line where that is no terminal."""
     from mlx_spec import hub
-    from mlx_spec.convert.cached import cache_folder
-    from mlx_spec.convert.progress import Progress, shown_size
+    from mlx_spec.hub.files import human_bytes
+    from mlx_spec.hub.local import cache_folder
 
     here = plan.total - plan.missing
-    kept = f", {shown_size(here)} are here" if here else ""
-    progress = Progress(sys.stderr)
-    progress.note(f"{plan.name}: {shown_size(plan.missing)} to fetch{kept}, {_free(cache_folder())} free")
-    progress.stage(f"fetching {plan.name}", size=plan.missing)
-
-    def advance(now: int, _: int) -> None:
-        nonlocal here
-        progress.advance(now - here)
-        here = now
-
-    folder = hub.fetch(plan, advance)
-    progress.end()
-    return folder
+    kept = f", {human_bytes(here)} are here" if here else ""
+    text = f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {_free(cache_folder())} free"
+    print(text, f"fetching {plan.name}", sep="\n", file=sys.stderr, flush=True)
+    return hub.fetch(plan)
 
 
 def _free(folder: Path) -> str:
     from mlx_spec import hub
-    from mlx_spec.convert.progress import shown_size
+    from mlx_spec.hub.files import human_bytes
 
-    return shown_size(hub.free_bytes(folder))
+    return human_bytes(hub.free_bytes(folder))
 
 
 def _check_fit(target: str, drafter: str, folders: dict[str, Path | None]) -> None:
     """Raise Mismatch if the drafter was made for another target."""
-    from mlx_spec.convert.contents import of_folder
-    from mlx_spec.convert.fitting import misfits
-    from mlx_spec.convert.inspect import describe
+    from mlx_spec.hub.inspect import inspect_checkpoint, misfits
 
-    head, tail = (describe(repo, of_folder(folders[repo] or Path())) for repo in (target, drafter))
+    head, tail = (inspect_checkpoint(folders[repo] or Path(), repo) for repo in (target, drafter))
     unfit = misfits(tail.needs, head.offers) if tail.needs else []
     if unfit:
         raise Mismatch(
@@ -244,24 +233,23 @@ def _check_fit(target: str, drafter: str, folders: dict[str, Path | None]) -> No
 
 
 def _chat_command(target: str, drafter: str | None) -> str:
-    from mlx_spec.known import drafter_of
+    from mlx_spec.hub.catalog import made_for
 
     words = ["mlx-spec", "chat", "--target", target]
-    if drafter != drafter_of(target):
+    if drafter != made_for(target):
         words += ["--drafter", drafter or NONE]
     return shlex.join(words)
 
 
 def _remove(terminal: Terminal, name: str, *, asks: bool) -> int:
-    from mlx_spec.convert.cached import default_folder
-    from mlx_spec.convert.catalogue import ready
-    from mlx_spec.convert.progress import shown_size
-    from mlx_spec.convert.removal import plan_removal
+    from mlx_spec.hub.catalog import find_alias
+    from mlx_spec.hub.files import human_bytes
+    from mlx_spec.hub.local import default_folder, plan_removal
 
     is_folder = Path(name).exists() or (default_folder() / name).exists()
-    alias = None if is_folder else ready(name)
+    alias = None if is_folder else find_alias(name)
     removal = plan_removal(alias.target if alias else name)
-    terminal.note(f"{removal.name}: {shown_size(removal.size)} in {removal.folder}")
+    terminal.note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
     if asks:
         if not (sys.stdin and sys.stdin.isatty() and terminal.is_watched):
             raise InvalidValue("nobody can be asked here whether to remove it: add --yes")
@@ -269,7 +257,7 @@ def _remove(terminal: Terminal, name: str, *, asks: bool) -> int:
             terminal.note("nothing was removed")
             return 1
     removal.carry_out()
-    terminal.note(f"removed, {shown_size(removal.size)} are free again")
+    terminal.note(f"removed, {human_bytes(removal.size)} are free again")
     if alias and alias.drafter:
         terminal.note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
     return 0

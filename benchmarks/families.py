@@ -30,8 +30,8 @@ from blocks import AGAIN, PLAIN, Run, in_turns, shape
 from subject import Live, of_checkpoint
 from timing import finish, interval, latin_square, parser, table
 
-from mlx_spec.convert.conversion import Request, convert
-from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.convert import Request, convert
+from mlx_spec.hub.progress import StageProgress
 from mlx_spec.pair import Pair
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
@@ -102,7 +102,9 @@ def opened(name: str, folder: Path, settings: argparse.Namespace) -> Family:
     """A family's pair, converted and loaded."""
     target, drafter = (path if path == "auto" else str(GOLDEN / path) for path in PAIRS[name])
     out = folder / name
-    convert(Request(target, drafter, out, "none", None, "none", "float32", False), Progress(io.StringIO()))
+    convert(
+        Request(target, drafter, out, "none", None, "none", "float32", False), StageProgress(io.StringIO())
+    )
     folders = Folders(out / "target", out / "drafter")
     pair, arms = ours(folders, settings.seed)
     texts = TEXTS[:2] if settings.quick else TEXTS

@@ -17,12 +17,12 @@ from mlx_lm.models import gemma4_text, llama
 
 from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant
 from mlx_spec.drafters.gemma4_network import FULL, SLIDING, AssistantConfig, AssistantNetwork, HeadShape
+from mlx_spec.hub.weights import WeightFormat
 from mlx_spec.tuning.bandwidth import device_memory
-from mlx_spec.tuning.roofline import Format
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
 GROUP = 64
-FOUR_BIT = Format(4, GROUP)
+FOUR_BIT = WeightFormat(4, GROUP)
 ON_CPU = 2**30  # bytes; the most for a machine without an accelerator
 LOOKED_UP = "embed_tokens_per_layer"  # a table of which a token reads one row
 NIBBLE = 4.6  # standard deviation of 0 .. 15
@@ -38,7 +38,7 @@ class RandomPair:
     make_drafter: Callable[[TargetParts], Drafter] | None
     needs: FeatureSpec
     vocab: int
-    format: Format
+    format: WeightFormat
     read: int  # bytes of weights that one token reads
     held: int  # bytes of weights
 
@@ -72,7 +72,7 @@ def dense(args: llama.ModelArgs) -> RandomPair:
     _fit(model)
     mx.eval(model.parameters())
     size = _size(model)
-    return RandomPair(model, None, FeatureSpec(), args.vocab_size, Format(32), size, size)
+    return RandomPair(model, None, FeatureSpec(), args.vocab_size, WeightFormat(32), size, size)
 
 
 def e4b() -> RandomPair:

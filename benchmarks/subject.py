@@ -29,7 +29,7 @@ class Subject:
     """What is measured."""
 
     name: str
-    format: Format
+    format: WeightFormat
     read: float  # bytes of weights that one token reads
     vocab: int
     text: list[int]  # to fill contexts with, again and again
@@ -125,7 +125,7 @@ class Live:
 def of_checkpoint(name: str, folders: Folders, kv_bits: int | None) -> Subject:
     """A pair on disk."""
     pair = load(folders.target, folders.drafter or "none", num_draft_tokens=1, kv_bits=kv_bits)
-    model = model_of(folders.target, 1)
+    model = decode_sizes(folders.target, 1)
 
     def parts() -> Parts:
         opened = pair.open()

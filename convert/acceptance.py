@@ -1,96 +1,126 @@
-"""Does the target follow the drafter, before and after the conversion, and is the text still the target's?"""
+"""Test the drafter of a converted pair: its acceptance, and that it changes no text.
+
+Drafters are asked at every position of the target's own greedy continuations of built-in prompts, so that one
+pass measures several. The engine takes no part in that.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from mlx_spec.checkpoint import read_config
-from mlx_spec.convert.lossless import check_lossless
-from mlx_spec.convert.measure import NARROWED, SAME_TYPE, load_lazily, prompts
-from mlx_spec.convert.probes import variants
-from mlx_spec.convert.progress import Progress, shown_size
-from mlx_spec.convert.subject import SelfTestFailed, Subject
-from mlx_spec.convert.walk import K, Makes, Walk, walk
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.known import mended
-from mlx_spec.text import Text, read_text
+from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.checkpoint import read_config, text_config
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.load import load
+from mlx_spec.sampling import Greedy, Law, Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.text import read_text
 
-FLOOR, BY_CHANCE = 0.1, 1.5  # of the share of first draft tokens that are right: the larger of both, but
-CEILING = 0.3  # no more than this where the target repeats itself, so that chance is high
-REPAIRED = 2.0  # times as many first draft tokens right, and above the floor: that was the mistake
-MEMORY_SHARE = 0.6  # of the machine's, that an unquantized target may fill
-CAUSES = "the drafter of another target or version of it, or weights that an earlier conversion damaged"
+from .measure import (
+    NARROWED,
+    SAME_TYPE,
+    SelfTestFailed,
+    Subject,
+    difference,
+    load_lazily,
+    prompts,
+)
 
-Follow = Callable[[nn.Module, Sequence[Makes], int], Walk]  # a model, drafters, draft tokens
+K = 3  # draft tokens
+GENERATED = 32  # tokens after each prompt
+GREEDY = Sampling()
+# The share of first draft tokens that must be accepted: the larger of MIN_ACCEPTANCE and CHANCE_FACTOR times
+# chance, but at most MAX_FLOOR, for targets that repeat themselves.
+MIN_ACCEPTANCE, CHANCE_FACTOR, MAX_FLOOR = 0.1, 1.5, 0.3
+MEMORY_SHARE = 0.6  # of the machine's memory that an unquantized target may fill
+LIKELY_CAUSES = "likely the drafter of another target or version of it, or weights damaged by a conversion"
+# Two steps of a logit of the type, relative. A block of rows and a single row may be summed in another order,
+# and in a tie within the last bits both tokens are the most likely one.
+TIE_TOLERANCE = {mx.bfloat16: 2.0**-6, mx.float16: 2.0**-9, mx.float32: 1e-4}
 
 
-def judge(subject: Subject, progress: Progress) -> dict[str, Any]:
-    """Acceptance before and after, logits of the drafter, and losslessness. Raises SelfTestFailed."""
-    text = read_text(subject.target_folder, subject.target.config)
-    asked = prompts(subject.target_folder, text)
-    follow = _follower(subject, text, asked)
-    before, why = _before(subject, follow, progress)
-    after, floor = _after(subject, follow, before, progress)
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the target accepts the tokens of a drafter."""
+
+    positions: int  # with a draft
+    first: float  # share of positions whose first draft token is accepted
+    length: float  # tokens of a round with K draft tokens, the target's own token included
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The target's greedy continuations, and the drafters along them."""
+
+    continuations: list[list[int]]
+    acceptances: list[Acceptance]  # by drafter
+    # By drafter: of its logits from those of the first drafter, in standard deviations of those.
+    differences: list[float]
+
+    @property
+    def chance(self) -> float:
+        """Return the acceptance of a drafter that always guesses the most common token."""
+        tokens = Counter(token for continuation in self.continuations for token in continuation)
+        return max(tokens.values()) / tokens.total()
+
+
+def check_drafter(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+    """Check acceptance, logits and losslessness; return figures. Raises SelfTestFailed."""
+    config = subject.target.config
+    text = read_text(subject.target_folder, config)
+    built_in = prompts(subject.target_folder, text)
+    vocab_size = text_config(config)["vocab_size"]
+
+    def walk_with(model: nn.Module, folders: Sequence[Path]) -> Walk:
+        drafters = [open_drafter(f, repair_config(read_config(f)), config) for f in folders]
+        return walk(model, drafters, built_in, text.eos, vocab_size=vocab_size)
+
+    before, why_not = None, _why_not_before(subject)
+    if why_not is None:
+        progress.stage("drafting with the original pair")
+        dtype = subject.target_conversion.reference_dtype(subject.target)
+        before = walk_with(load_lazily(subject.target.folder, dtype), [subject.original_drafter])
+        gc.collect()
+    progress.stage("drafting with the converted pair")
+    after = walk_with(
+        load_lazily(subject.target_folder, None), [subject.original_drafter, subject.drafter_folder]
+    )
     gc.collect()
-    shown = {"chance": after.chance, "floor": floor, "draft_tokens": K}
+    _check_logits(subject, after.differences[1])
+    floor = min(MAX_FLOOR, max(MIN_ACCEPTANCE, CHANCE_FACTOR * after.chance))
+    _check_acceptance(before, after, floor)
+    figures = _figures(before, after)
+    figures |= {"not_before": why_not} if why_not else {}
     return {
-        "acceptance": {**_shown(before, after), **({"not_before": why} if why else {}), **shown},
+        "acceptance": {**figures, "chance": after.chance, "floor": floor, "draft_tokens": K},
         "drafter_logits": after.differences[1],
-        "lossless": check_lossless(subject, asked, after.continuations, progress),
+        "lossless": check_lossless(subject, built_in, after.continuations, progress),
     }
 
 
-def _follower(subject: Subject, text: Text, asked: Sequence[list[int]]) -> Follow:
-    config = subject.target.config
-    vocab_size = (config.get("text_config") or config)["vocab_size"]
-
-    def follow(model: nn.Module, makes: Sequence[Makes], limit: int) -> Walk:
-        return walk(model, makes, asked, text.eos, vocab_size=vocab_size, limit=limit)
-
-    return follow
-
-
-def _before(subject: Subject, follow: Follow, progress: Progress) -> tuple[Walk | None, str | None]:
-    """The original pair, or why it is not measured."""
+def _why_not_before(subject: Subject) -> str | None:
+    """Return why the original pair is not measured, None if it is."""
     if not (subject.target_conversion.changes or subject.drafter_conversion.changes):
-        return None, "nothing was changed"
-    room = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    if subject.target.size > room:
-        return None, f"the original target needs {shown_size(subject.target.size)} of memory"
-    progress.stage("drafting with the original pair")
-    model = load_lazily(subject.target.folder, subject.target_conversion.reference_dtype(subject.target))
-    found = follow(model, [_open(subject, subject.original_drafter)], K)
-    del model
-    gc.collect()
-    return found, None
-
-
-def _after(subject: Subject, follow: Follow, before: Walk | None, progress: Progress) -> tuple[Walk, float]:
-    """The converted pair, its target also with the original drafter, and the floor it is above."""
-    progress.stage("drafting with the converted pair")
-    model = load_lazily(subject.target_folder, None)
-    folders = subject.original_drafter, subject.drafter_folder
-    after = follow(model, [_open(subject, folder) for folder in folders], K)
-    _check_logits(subject, after.differences[1])
-    floor = min(CEILING, max(FLOOR, BY_CHANCE * after.chance))
-    if after.acceptances[1].first < floor:
-        progress.stage("looking for the cause of the low acceptance")
-        _refuse(subject, before, after, floor, lambda makes: follow(model, makes, 1))
-    return after, floor
-
-
-def _open(subject: Subject, folder: Path) -> DrafterSource:
-    return open_drafter(folder, mended(read_config(folder)), subject.target.config)
+        return "nothing was changed"
+    limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    size = subject.target.size
+    return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 
 def _check_logits(subject: Subject, distance: float) -> None:
-    """The logits of the converted drafter are the original's, unless it is quantized."""
+    """Compare the converted drafter's logits with the original's, unless it is quantized."""
     assert subject.drafter is not None
     conversion = subject.drafter_conversion
     tolerance = NARROWED if conversion.narrows(subject.drafter) else SAME_TYPE
@@ -101,8 +131,25 @@ def _check_logits(subject: Subject, distance: float) -> None:
         )
 
 
-def _shown(before: Walk | None, after: Walk) -> dict[str, Any]:
-    """The figures for the manifest."""
+def _check_acceptance(before: Walk | None, after: Walk, floor: float) -> None:
+    """Raise SelfTestFailed with the likely cause if the acceptance is below `floor`."""
+    original, ours = after.acceptances
+    if ours.first >= floor:
+        return
+    if original.first >= floor:
+        cause = f"quantizing the drafter cost it, {original.first:.0%} without: use --drafter-bits 8 or none"
+    elif before is not None and before.acceptances[0].first >= floor:
+        accepted = before.acceptances[0].first
+        cause = f"quantizing the target cost it, {accepted:.0%} without: use -q with more bits"
+    else:
+        cause = LIKELY_CAUSES
+    raise SelfTestFailed(
+        f"the target accepts {ours.first:.0%} of the drafter's first tokens, {floor:.0%} are expected: "
+        f"{cause} (--no-self-test converts it nevertheless)"
+    )
+
+
+def _figures(before: Walk | None, after: Walk) -> dict[str, Any]:
     ours = after.acceptances[1]
     result: dict[str, Any] = {"positions": ours.positions, "first": ours.first, "length": ours.length}
     if before is not None:
@@ -113,38 +160,143 @@ def _shown(before: Walk | None, after: Walk) -> dict[str, Any]:
     return result
 
 
-def _refuse(
-    subject: Subject,
-    before: Walk | None,
-    after: Walk,
-    floor: float,
-    follow: Callable[[Sequence[Makes]], Walk],
-) -> None:
-    """Raise SelfTestFailed with the likely cause of a low acceptance."""
-    original, ours = after.acceptances
-    problem = f"the target takes {ours.first:.0%} of the drafter's first tokens, {floor:.0%} are expected"
-    if original.first >= floor:
-        cause = f"quantizing the drafter cost it, {original.first:.0%} without: use --drafter-bits 8 or none"
-    elif before is not None and before.acceptances[0].first >= floor:
-        taken = before.acceptances[0].first
-        cause = f"quantizing the target cost it, {taken:.0%} without: use -q with more bits"
-    else:
-        cause = _probed(subject, ours.first, floor, follow)
-    raise SelfTestFailed(f"{problem}: {cause} (--no-self-test converts it nevertheless)")
+# --- drafters along the target's text
 
 
-def _probed(subject: Subject, found: float, floor: float, follow: Callable[[Sequence[Makes]], Walk]) -> str:
-    """Which known mistake, undone, repairs the drafter."""
-    name = subject.family.name if subject.family else ""
-    tried = variants(name, subject.unquantized_folder, subject.target.config)
-    if not tried:
-        return f"likely {CAUSES}"
-    shares: dict[str, float] = {}
-    for needs in {variant.needs for variant in tried}:
-        group = [variant for variant in tried if variant.needs == needs]
-        found_of = follow(group).acceptances
-        shares |= {variant.meaning: a.first for variant, a in zip(group, found_of, strict=True)}
-    best = max(shares, key=lambda meaning: shares[meaning])
-    if shares[best] < max(floor, REPAIRED * found):
-        return f"none of {len(tried)} known mistakes explains it, so likely {CAUSES}"
-    return f"it would be {shares[best]:.0%} if {best}: have the checkpoint repaired"
+class _LoggingSampler(Greedy):
+    """Draw greedily and keep the logits of the first draft token."""
+
+    def __init__(self, law: Law) -> None:
+        super().__init__(law)
+        self.first: mx.array | None = None
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        self.first = logits if drafted.size == 0 else self.first
+        return super().draw(logits, history, drafted)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """One continuation."""
+
+    tokens: list[int]
+    drafts: list[list[list[int]]]  # by drafter and position: up to K tokens
+    differences: list[float]  # by drafter
+
+
+def walk(
+    model: nn.Module,
+    drafters: Sequence[DrafterSource],
+    prompts: Sequence[list[int]],
+    eos: Collection[int],
+    *,
+    vocab_size: int,
+) -> Walk:
+    """Continue `prompts` greedily and ask each drafter for K tokens at every position.
+
+    The drafters must need the same features.
+    """
+    paths = [_walk_one(model, drafters, prompt, frozenset(eos), vocab_size) for prompt in prompts]
+    return Walk(
+        [path.tokens for path in paths],
+        [count_accepted([(path.tokens, path.drafts[i]) for path in paths]) for i in range(len(drafters))],
+        [max(path.differences[i] for path in paths) for i in range(len(drafters))],
+    )
+
+
+def _walk_one(
+    model: nn.Module, sources: Sequence[DrafterSource], prompt: list[int], eos: frozenset[int], vocab: int
+) -> _Path:
+    target = LMTarget(model, sources[0].needs if sources else None)
+    drafters = [source.make(target.parts) for source in sources]
+    samplers = [_LoggingSampler(Law(GREEDY, len(prompt), vocab)) for _ in sources]
+    path = _Path([], [[] for _ in sources], [0.0 for _ in sources])
+    history = list(prompt)
+    if len(history) > 1:
+        features = target.prefill(history[:-1])
+        for drafter in drafters:
+            drafter.observe(history, features)
+    while len(path.tokens) < GENERATED and not eos.intersection(path.tokens[-1:]):
+        for i, (drafter, sampler) in enumerate(zip(drafters, samplers, strict=True)):
+            path.drafts[i].append(_to_list(drafter.draft(history, K, sampler).tokens))
+            path.differences[i] = max(path.differences[i], _distance(sampler, samplers[0]))
+        token = _to_list(target.verify(mx.array(history[-1:])).argmax(axis=-1))
+        features = target.commit(1)
+        history += token
+        path.tokens.extend(token)
+        for drafter in drafters:
+            drafter.observe(history, features)
+    return path
+
+
+def count_accepted(paths: Sequence[tuple[list[int], list[list[int]]]]) -> Acceptance:
+    """Return the acceptance of drafts at each position of continuations."""
+    runs = [
+        (_accepted(draft, tokens[i : i + K]), len(tokens) - i)
+        for tokens, drafts in paths
+        for i, draft in enumerate(drafts)
+        if draft
+    ]
+    if not runs:
+        return Acceptance(0, 0.0, 1.0)
+    whole = [run for run, left in runs if left >= K] or [run for run, _ in runs]
+    first = sum(run > 0 for run, _ in runs) / len(runs)
+    return Acceptance(len(runs), first, 1 + sum(whole) / len(whole))
+
+
+def _accepted(draft: Sequence[int], truth: Sequence[int]) -> int:
+    """Return the number of draft tokens before the first that differs from `truth`."""
+    wrong = (i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b)
+    return next(wrong, min(len(draft), len(truth)))
+
+
+def _distance(sampler: _LoggingSampler, reference: _LoggingSampler) -> float:
+    if sampler is reference or sampler.first is None or reference.first is None:
+        return 0.0
+    a, b = (np.array(s.first.astype(mx.float32)) for s in (sampler, reference) if s.first is not None)
+    return difference(a, b)
+
+
+def _to_list(array: mx.array) -> list[int]:
+    return [int(token) for token in np.array(array)]
+
+
+# --- losslessness
+
+
+def check_lossless(
+    subject: Subject, prompts: Sequence[list[int]], plain: Sequence[list[int]], progress: StageProgress
+) -> dict[str, Any]:
+    """Compare the text of the loaded pair with the target's `plain` continuations.
+
+    Raises SelfTestFailed.
+    """
+    progress.stage("comparing speculative with plain decoding")
+    pair = load(subject.target_folder, subject.drafter_folder, num_draft_tokens=K)
+    drafted = [
+        [token for round in pair.generate(prompt, max_tokens=len(expected)) for token in round.tokens]
+        for prompt, expected in zip(prompts, plain, strict=True)
+    ]
+    del pair
+    gc.collect()
+    ties = 0
+    for prompt, expected, found in zip(prompts, plain, drafted, strict=True):
+        if found == expected:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        if not _is_tie(subject, [*prompt, *expected[:at]], (found[at], expected[at])):
+            raise SelfTestFailed(
+                f"the pair says token {found[at]} where the target alone says {expected[at]}, so speculation "
+                "is not lossless here: nothing was written; please report this"
+            )
+        ties += 1
+    return {"prompts": len(prompts), "tokens": sum(map(len, plain)), "ended_in_a_tie": ties}
+
+
+def _is_tie(subject: Subject, history: list[int], tokens: tuple[int, int]) -> bool:
+    """Return True if two tokens are equally likely within the logits' type."""
+    logits = load_lazily(subject.target_folder, None)(mx.array([history]))[0, -1]
+    a, b = (float(value) for value in np.array(logits[mx.array(tokens)].astype(mx.float32)))
+    return abs(a - b) <= TIE_TOLERANCE[logits.dtype] * max(abs(a), abs(b))

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     require_backend()
-    from mlx_spec.convert.conversion import Request, convert  # these need MLX
-    from mlx_spec.convert.progress import Progress
+    from mlx_spec.convert.convert import Request, convert
+    from mlx_spec.hub.progress import StageProgress
 
     request = Request(
         options.target,
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
         options.dtype,
         options.self_test,
     )
-    progress = Progress(sys.stderr)
+    progress = StageProgress(sys.stderr)
     try:
         manifest = convert(request, progress)
     finally:

@@ -1,9 +1,10 @@
-"""Logits and perplexity of a model on built-in texts, without holding the model in memory."""
+"""Measure a model: logits and perplexity on built-in texts. Define what is tested."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,33 +15,124 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.convert.target import load_unread
-from mlx_spec.convert.texts import PROMPTS, QUESTIONS, TEXTS
-from mlx_spec.errors import InvalidValue
+from mlx_spec import drafters
+from mlx_spec.drafters.recorded import KEY
+from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.template import special_tokens
 from mlx_spec.text import Text, read_text
-from mlx_spec.text.chat_template import special_tokens
+
+from .families import Family
+from .source import DTYPES, Quantization, Source
+from .target import load_unread
+from .texts import PROMPTS, QUESTIONS, TEXTS
+from .write import DRAFTER, TARGET
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
 SAME_TYPE, NARROWED = 1e-4, 0.5  # tolerated differences of logits, in standard deviations
-ROWS = 4  # last rows of each text, whose logits are kept
+ROWS = 4  # last rows of each text, whose logits are compared
+# Folders for the time of the test: the drafter in our form but not quantized, and as published but cast.
+UNQUANTIZED, PUBLISHED = ".unquantized", ".published"
+
+
+class SelfTestFailed(SpecError):
+    """A converted pair that differs from its source."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The type and the quantization given for one part, None as in the source."""
+
+    dtype: str | None
+    quantization: Quantization | None
+
+    @property
+    def changes(self) -> bool:
+        """Return True if the result computes something else than the source."""
+        return self.dtype is not None or self.quantization is not None
+
+    def reference_dtype(self, source: Source) -> mx.Dtype | None:
+        """Return the wider of `source`'s type and the new one, None as stored."""
+        if self.dtype is None:
+            return None
+        sizes: Counter[mx.Dtype] = Counter()
+        for array in source.tensors().values():
+            if mx.issubdtype(array.dtype, mx.floating):
+                sizes[array.dtype] += array.size
+        stored = sizes.most_common(1)[0][0]
+        return (mx.zeros(1, dtype=stored) + mx.zeros(1, dtype=DTYPES[self.dtype])).dtype
+
+    def narrows(self, source: Source) -> bool:
+        """Return True if the new type holds less than the source's."""
+        return self.dtype is not None and DTYPES[self.dtype] != self.reference_dtype(source)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Both sources, and what to make of them."""
+
+    target: Source
+    target_conversion: Conversion
+    drafter: Source | None  # the target for native heads, None without a drafter
+    family: Family | None  # of the drafter, None for a language model or no drafter
+    drafter_conversion: Conversion
+    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return True if the drafter is a head inside the target's checkpoint."""
+        return self.drafter is self.target
+
+
+@dataclass(frozen=True)
+class Subject(Plan):
+    """A conversion to test."""
+
+    folder: Path  # of the converted parts
+
+    @property
+    def target_folder(self) -> Path:
+        """Return the folder of the converted target."""
+        return self.folder / TARGET
+
+    @property
+    def drafter_folder(self) -> Path:
+        """Return the folder of the converted drafter."""
+        return self.folder / DRAFTER
+
+    @property
+    def unquantized_folder(self) -> Path:
+        """Return the folder of the drafter in our form, not quantized."""
+        return self.folder / (UNQUANTIZED if self.drafter_conversion.quantization else DRAFTER)
+
+    @property
+    def original_drafter(self) -> Path:
+        """Return the drafter to compare with: as published if it runs, or in our form."""
+        assert self.drafter is not None
+        known = self.drafter.config.get("model_type") in drafters.FAMILIES
+        # Where the conversion records conventions, the drafter does not run without them.
+        if self.family is not None and (not known or KEY in read_config(self.drafter_folder)):
+            return self.unquantized_folder
+        cast = self.folder / PUBLISHED
+        return cast if cast.is_dir() else self.drafter.folder
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model on the built-in texts."""
+    """The results of a model on the built-in texts."""
 
     losses: Floats  # negative log-likelihood of each token, nats
     logits: Floats  # [R, V], of a few rows
 
     @property
     def perplexity(self) -> float:
-        """Of all texts together."""
+        """Return the perplexity of all texts together."""
         return float(np.exp(np.minimum(self.losses.mean(), 700)))
 
 
 def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
-    """The model in `folder` by mlx-lm, its weights unread; floats cast to `dtype` if given."""
+    """Return the model in `folder`, its weights unread, cast to `dtype` if given."""
     seen: dict[str, mx.array] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         model, _ = load_unread(folder, seen)
@@ -51,13 +143,13 @@ def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
 
 
 def encode(folder: Path, text: Text, string: str) -> list[int]:
-    """The tokens of `string`, behind the beginning-of-text token if there is one."""
+    """Return the tokens of `string`, after the beginning-of-text token if there is one."""
     begin = text.token_id(special_tokens(folder).get("bos_token", ""))
     return [*([] if begin is None else [begin]), *text.encode(string)]
 
 
 def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
-    """The built-in texts [B, S], cut to one length."""
+    """Return the built-in texts [B, S], cut to one length."""
     text = read_text(folder, config)
     encoded = [encode(folder, text, string) for string in TEXTS]
     length = min(TEXT_LENGTH, *(len(tokens) for tokens in encoded))
@@ -65,7 +157,7 @@ def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
 
 
 def prompts(folder: Path, text: Text) -> list[list[int]]:
-    """The built-in prompts, the questions in the target's chat template if it has one."""
+    """Return the built-in prompts; questions only if the target has a chat template."""
     result = [encode(folder, text, string) for string in PROMPTS]
     for question in QUESTIONS if text.chats else ():
         with contextlib.suppress(InvalidValue):  # a template that wants more than a question
@@ -74,9 +166,9 @@ def prompts(folder: Path, text: Text) -> list[list[int]]:
 
 
 def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> Measured:
-    """One forward pass over texts [B, S].
+    """Run one forward pass over texts [B, S].
 
-    The graph alone holds the weights, so that each is read when its turn comes and dropped behind it: a
+    The graph alone holds the weights, so that each is read when its turn comes and dropped afterwards: a
     model that is larger than memory can be measured.
     """
     model = load_lazily(folder, dtype)
@@ -91,9 +183,9 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> Measured:
 
 
 def difference(logits: Floats, reference: Floats) -> float:
-    """Largest distance of two sets of logits [R, V], in standard deviations of the reference.
+    """Return the largest distance of logits [R, V], in standard deviations.
 
-    Entries that are -inf in either are left out: a centroid head may choose other clusters.
+    Entries that are -inf in one of them do not count: a centroid head may choose other clusters.
     """
     both = np.isfinite(logits) & np.isfinite(reference)
     if not both.any():

@@ -1,49 +1,69 @@
-"""The proof that a converted pair is right, before it gets its name.
+"""Prove that a converted pair is right, before it gets its name.
 
-Every check runs on what was written, not on what was meant to be written. One that fails raises
-SelfTestFailed, and nothing is kept.
+Every check reads the files that were written. A failed check raises SelfTestFailed, and nothing is kept.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from mlx_spec.convert.acceptance import judge
-from mlx_spec.convert.drafter import prepare
-from mlx_spec.convert.manifest import DRAFTER, TARGET
-from mlx_spec.convert.measure import NARROWED, SAME_TYPE, difference, measure, texts
-from mlx_spec.convert.progress import Progress
-from mlx_spec.convert.roundtrip import compare
-from mlx_spec.convert.subject import SelfTestFailed, Subject
-from mlx_spec.convert.target import open_model
+import mlx.core as mx
 
-MAX_RATIO = 2.0  # of the perplexities after and before
+from mlx_spec.drafters.weights import read_tensors
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.hub.files import shortened
+from mlx_spec.hub.progress import StageProgress
+
+from .acceptance import check_drafter
+from .drafter import convert_drafter
+from .measure import NARROWED, SAME_TYPE, SelfTestFailed, Subject, difference, measure, texts
+from .target import convert_model
+from .write import DRAFTER, TARGET
+
+MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
+MAX_ERROR = 0.5  # of a quantized tensor; a wrong one has 1.4, 4 bits have 0.1
+BLOCK = 1 << 24  # elements compared at a time
 
 
-def self_test(subject: Subject, progress: Progress) -> dict[str, Any]:
-    """Run all checks that apply. Returns the figures for the manifest. Raises SelfTestFailed."""
-    found: dict[str, Any] = {"result": "passed", "tensors": _tensors(subject, progress)}
-    found |= _target(subject, progress)
-    if subject.drafter is not None:
-        found |= _drafter(subject, progress)
+@dataclass(frozen=True)
+class RoundTrip:
+    """How the written files agree with the source."""
+
+    equal: int  # tensors that are the source's, bit by bit
+    quantized: int
+    error: float  # largest of a quantized tensor: root mean square of the error by that of the weights
+
+
+def self_test(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+    """Run all checks that apply. Return the figures for pair.json. Raises SelfTestFailed."""
+    found: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(subject, progress)}
+    found |= _check_target(subject, progress)
+    family = subject.family
+    if family is not None and not family.runnable:
+        found["acceptance"] = f"not run: mlx_spec has no runtime for {family.name} yet"
+    elif subject.drafter is not None:
+        found |= check_drafter(subject, progress)
     return found
 
 
-def _tensors(subject: Subject, progress: Progress) -> dict[str, Any]:
-    """The files hold the tensors of the source."""
-    model = open_model(subject.target, None, subject.target_conversion.dtype)
+def _check_tensors(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+    """Compare the files with the source, tensor by tensor."""
+    model = convert_model(subject.target, None, subject.target_conversion.dtype)
     result = {TARGET: asdict(compare(subject.target_folder, model.tensors, progress))}
     if subject.drafter is not None:
         dtype = subject.drafter_conversion.dtype
-        drafter = prepare(subject.drafter, subject.family, subject.target.config, None, dtype)
+        drafter = convert_drafter(subject.drafter, subject.family, subject.target.config, None, dtype)
         result[DRAFTER] = asdict(compare(subject.drafter_folder, drafter.tensors, progress))
     return result
 
 
-def _target(subject: Subject, progress: Progress) -> dict[str, Any]:
-    """Logits and perplexity against the original."""
+def _check_target(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+    """Compare logits and perplexity with the original's."""
     conversion = subject.target_conversion
     dtype = conversion.reference_dtype(subject.target)
     tokens = texts(subject.target.folder, subject.target.config)
@@ -59,7 +79,7 @@ def _target(subject: Subject, progress: Progress) -> dict[str, Any]:
             f"the logits of the converted target differ from the original's by {distance:.2g} standard "
             f"deviations, {tolerance:g} are tolerated: nothing was written; please report this"
         )
-    if not (math.isfinite(ratio) and ratio <= MAX_RATIO):
+    if not (math.isfinite(ratio) and ratio <= MAX_PERPLEXITY_RATIO):
         raise SelfTestFailed(
             f"the perplexity of the converted target is {converted.perplexity:.4g}, the original's is "
             f"{original.perplexity:.4g}: use more bits, smaller groups or another --dtype, or "
@@ -71,7 +91,76 @@ def _target(subject: Subject, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _drafter(subject: Subject, progress: Progress) -> dict[str, Any]:
-    if subject.family is not None and not subject.family.runnable:
-        return {"acceptance": f"not run: mlx_spec has no runtime for {subject.family.name} yet"}
-    return judge(subject, progress)
+def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress) -> RoundTrip:
+    """Compare the files in `folder` with unquantized tensors. Empties `expected`.
+
+    Raises BadCheckpoint, which names the tensors that are missing, left over, different or not finite.
+    """
+    written, config = read_tensors(folder), read_config(folder)
+    progress.stage(f"comparing {folder.name} with its source", tensors=len(expected))
+    errors: dict[str, float] = {}
+    count, wrong, infinite = len(expected), [], []
+    for name in sorted(expected):
+        source, stem = expected.pop(name), name.removesuffix("weight")
+        found = {part: written.pop(stem + part, None) for part in ("scales", "biases") if name != stem}
+        weight = written.pop(name, None)
+        if weight is None:
+            wrong.append(name)
+        elif found.get("scales") is None:
+            wrong += [] if _is_same(weight, source) else [name]
+            infinite += [] if _is_finite(weight) else [name]
+        else:
+            errors[name] = _error(source, weight, found, _settings(config, stem.removesuffix(".")))
+            wrong += [] if errors[name] < MAX_ERROR else [name]  # nan is not
+        progress.advance()
+        mx.clear_cache()
+    if wrong or written:
+        raise BadCheckpoint(
+            f"the files written to {folder.name} are not what the source holds, in "
+            f"{shortened([*wrong, *sorted(written)])}: the disk or the source is damaged"
+        )
+    if infinite:
+        raise BadCheckpoint(
+            f"{shortened(infinite)} in {folder.name} is not finite: the source is damaged, or --dtype holds "
+            "less than its values need"
+        )
+    return RoundTrip(count - len(errors), len(errors), max(errors.values(), default=0.0))
+
+
+def _is_same(a: mx.array, b: mx.array) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    floating = mx.issubdtype(a.dtype, mx.floating)
+    return bool(mx.array_equal(a, b, equal_nan=floating))
+
+
+def _is_finite(a: mx.array) -> bool:
+    return not mx.issubdtype(a.dtype, mx.floating) or bool(mx.isfinite(a).all())
+
+
+def _error(
+    source: mx.array, weight: mx.array, found: Mapping[str, mx.array | None], settings: Mapping[str, Any]
+) -> float:
+    """Return the relative error of a quantized tensor, computed by blocks of rows."""
+    scales = found["scales"]
+    assert scales is not None
+    mx.eval(source)
+    step = max(1, BLOCK * source.shape[0] // source.size)  # rows
+    lost, size = 0.0, 0.0
+    for start in range(0, source.shape[0], step):
+        rows = slice(start, start + step)
+        biases = None if found["biases"] is None else found["biases"][rows]
+        original = source[rows].astype(mx.float32)
+        restored = mx.dequantize(weight[rows], scales[rows], biases, **settings).astype(mx.float32)
+        lost += float(mx.square(restored - original).sum())
+        size += float(mx.square(original).sum())
+    return math.sqrt(lost / size) if size else math.sqrt(lost)
+
+
+def _settings(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return bits, group size and mode of one layer."""
+    quantization = config["quantization"]
+    own = quantization.get(path)
+    chosen = own if isinstance(own, dict) else quantization
+    defaults = {"bits": 4, "group_size": 64, "mode": "affine"}
+    return {key: chosen.get(key, default) for key, default in defaults.items()}

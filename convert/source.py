@@ -1,4 +1,4 @@
-"""A checkpoint to convert: found, complete, of a format that can be read without running anything."""
+"""Open a checkpoint to convert: complete, in safetensors, its hashes checked."""
 
 from __future__ import annotations
 
@@ -10,44 +10,57 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint import (
-    AGAIN,
-    INDEX,
-    OTHER_WEIGHTS,
-    WEIGHTS,
-    check_weights,
-    one_line,
-    read_published,
-    shortened,
-)
-from mlx_spec.convert.progress import Progress
-from mlx_spec.convert.shards import sha256
-from mlx_spec.errors import BadCheckpoint
+from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
-from mlx_spec.known import mended
+from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.checkpoint import INDEX, OTHER_WEIGHTS, WEIGHTS, check_weights, read_published
+from mlx_spec.hub.files import AGAIN, one_line, sha256, shortened
+from mlx_spec.hub.progress import StageProgress
 
-BLOB = re.compile(r"[0-9a-f]{64}")  # name of a weight file in the Hugging Face cache: its sha256
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+SHA256 = re.compile(r"[0-9a-f]{64}")  # the name of a weight file in the Hugging Face cache
 COPIED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.tiktoken", "tokenizer.model")
 NOT_COPIED = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
+
+FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size), which MLX fixes
+GROUP_SIZES = (32, 64, 128)
+GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Bits of a weight, weights that share a scale, and MLX's mode."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        name = f"{self.bits}-bit" if self.mode == "affine" else self.mode
+        return f"{name}, groups of {self.group_size}"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the values that config.json holds."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 @dataclass(frozen=True)
 class Source:
     """One checkpoint in Hugging Face or MLX format."""
 
-    name: str  # as it was asked for: a path or a repository
+    name: str  # a path or a repository, as given
     folder: Path
-    config: Mapping[str, Any] = field(repr=False)  # mended
+    config: Mapping[str, Any] = field(repr=False)  # repaired
     files: tuple[Path, ...] = field(repr=False)  # safetensors
     size: int = 0  # bytes of all of them
 
     @property
     def revision(self) -> str | None:
-        """The commit of the repository; None for a folder."""
+        """Return the commit of a repository, None for a folder."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None
 
     def tensors(self) -> dict[str, mx.array]:
-        """All tensors, unread. Raises BadCheckpoint."""
+        """Return all tensors, unread. Raises BadCheckpoint."""
         found: dict[str, mx.array] = {}
         for file in self.files:
             try:
@@ -59,44 +72,62 @@ class Source:
         return found
 
     def side_files(self) -> list[Path]:
-        """What a converted checkpoint takes over as it is: tokenizer, chat template, generation settings."""
+        """Return the files to copy: tokenizer, chat template, generation settings."""
         found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
         return sorted(f for f in found if not any(f.match(pattern) for pattern in NOT_COPIED))
 
 
 def open_source(name: str) -> Source:
-    """Find a checkpoint, download it if need be, and check that it is complete.
+    """Find a checkpoint, download it if necessary, and check that it is complete.
 
     Raises NotFound and BadCheckpoint.
     """
     folder = find(name)
     if not any(folder.glob(WEIGHTS)) and not (folder / INDEX).is_file():
         _refuse_formats(folder)
-    config = mended(read_published(folder))
+    config = repair_config(read_published(folder))
     size = check_weights(folder)
     return Source(name, folder, config, tuple(sorted(folder.glob(WEIGHTS))), size)
 
 
-def check_hashes(source: Source, progress: Progress) -> dict[str, str]:
-    """Compare the weights in the Hugging Face cache with the hashes they are published under.
+def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
+    """Compare cached weights with their published hashes. Raises BadCheckpoint.
 
-    Returns the hashes by file name; nothing for a folder, whose hashes nobody knows. Raises BadCheckpoint.
+    Returns the hashes by file name, none for a folder, whose hashes are not published.
     """
-    published = {file: file.resolve().name for file in source.files if BLOB.fullmatch(file.resolve().name)}
-    if published:
-        size = sum(file.stat().st_size for file in published)
+    blobs = {file: file.resolve() for file in source.files if SHA256.fullmatch(file.resolve().name)}
+    if blobs:
+        size = sum(file.stat().st_size for file in blobs)
         progress.stage(f"checking the hashes of {source.name}", size=size)
-    for file, expected in published.items():
-        if sha256(file, progress) != expected:
+    for file, blob in blobs.items():
+        if sha256(blob) != blob.name:
             raise BadCheckpoint(
                 f"{file.name} of {source.name} does not have the sha256 it is published under: remove "
-                f"{file.resolve()} and run this again"
+                f"{blob} and run this again"
             )
-    return {file.name: digest for file, digest in published.items()}
+        progress.advance(blob.stat().st_size)
+    return {file.name: blob.name for file, blob in blobs.items()}
+
+
+def parse_quantization(choice: str, group_size: int | None) -> Quantization | None:
+    """Return the quantization of an option: bits, a mode or "none". Raises InvalidValue."""
+    if choice in FIXED_MODES:
+        bits, fixed = FIXED_MODES[choice]
+        if group_size not in (None, fixed):
+            raise InvalidValue(f"{choice} has groups of {fixed}: leave --group-size out")
+        return Quantization(bits, fixed, choice)
+    if group_size not in (None, *GROUP_SIZES):
+        raise InvalidValue(f"--group-size is {group_size}, it must be 32, 64 or 128")
+    return None if choice == "none" else Quantization(int(choice), group_size or GROUP_SIZE)
+
+
+def cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return `array` in another type if it holds floats."""
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 def _refuse_formats(folder: Path) -> None:
-    """Raise BadCheckpoint where there are weights, but of another format."""
+    """Raise BadCheckpoint for weights of another format."""
     others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
     if others and not any(name.endswith(".safetensors") for name in others):
         raise BadCheckpoint(

@@ -1,4 +1,4 @@
-"""A target through mlx-lm's loader and quantizer, lazily: what to write, and what became of each tensor."""
+"""Convert a target by mlx-lm, lazily, and account for each tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_config, load_model, quantize_model
 
-from mlx_spec.checkpoint import one_line, shortened
-from mlx_spec.convert.quantization import Quantization, described
-from mlx_spec.convert.source import Source
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.known import mended
+from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.checkpoint import text_config
+from mlx_spec.hub.files import one_line, shortened
+from mlx_spec.hub.weights import precision
 
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+from .source import DTYPES, Quantization, Source
+
 LOADING_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)
 
 # Tensors that mlx-lm leaves out and that a language model can do without. Anything else is an error.
+HEAD = "a multi-token head"
 LEFT_OUT = (
     (
         re.compile(
@@ -36,29 +38,33 @@ LEFT_OUT = (
     (re.compile(r"rotary_emb|rope\.freqs|inv_freq"), "computed from config.json"),
     (re.compile(r"\.(input|output)_(max|min)$"), "ranges seen in training"),
     (re.compile(r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"), "the causal mask"),
-    (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), "a multi-token head"),
+    (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), HEAD),
 )
-HEAD = "a multi-token head"
-NAMED = 1000  # arrays that one call of MLX's export can name
+MAX_NAMED = 1000  # arrays that one call of MLX's export can name
 SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model as it is to be written, nothing computed yet."""
+class ConvertedPart:
+    """A target or a drafter to write. Nothing is computed yet."""
 
+    family: str  # model_type of a target, family of a drafter
     config: dict[str, Any]
-    tensors: dict[str, mx.array]  # by mlx-lm's names
-    names: frozenset[str]  # of the source
-    used: frozenset[str]  # of the source, those that went in
+    tensors: dict[str, mx.array]  # by our names, or mlx-lm's
+    names: frozenset[str]  # of the source tensors
+    used: frozenset[str]  # source tensors that went in
+    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensors left out, and why
+    notes: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
+    runnable: bool = True  # whether mlx_spec can run it
 
 
-def open_model(source: Source, quantization: Quantization | None, dtype: str | None) -> Opened:
+def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> ConvertedPart:
     """Load `source` by mlx-lm, lazily, cast it and quantize it.
 
-    Raises BadCheckpoint where mlx-lm has no such model or tensors are missing or left over, InvalidValue
-    where the source is quantized already.
+    Raises BadCheckpoint if mlx-lm has no such model or tensors are missing or left over, InvalidValue if the
+    source is quantized already.
     """
     seen: dict[str, mx.array] = {}
     try:
@@ -69,25 +75,27 @@ def open_model(source: Source, quantization: Quantization | None, dtype: str | N
         raise BadCheckpoint(
             f"{source.name} cannot be converted as {source.config['model_type']}: {problem}"
         ) from error
-    used = made_of(seen, list(dict(tree_flatten(model.parameters())).values()))
+    used = sources_of(seen, list(dict(tree_flatten(model.parameters())).values()))
     if dtype is not None:
-        _cast(model, config, DTYPES[dtype])
+        _cast_as_mlx_lm(model, config, DTYPES[dtype])
     if quantization is not None:
-        config = _quantized(source, model, config, quantization)
-    result = Opened(_cleaned(config), dict(tree_flatten(model.parameters())), frozenset(seen), used)
+        config = _quantize(source, model, config, quantization)
+    left = ("_name_or_path", "vision_config", "audio_config")  # out by mlx-lm, too
+    config = {key: value for key, value in sorted(config.items()) if key not in left}
+    tensors = dict(tree_flatten(model.parameters()))
+    result = ConvertedPart(config["model_type"], config, tensors, frozenset(seen), used)
     seen.clear()  # or the class of the model keeps every tensor that is read
     return result
 
 
-def left_out(
+def explain_left_out(
     names: Collection[str], config: Mapping[str, Any], *, allow_unknown: bool = False
 ) -> dict[str, str]:
-    """Why each of these source tensors is rightly not in the target.
+    """Return why each of these source tensors is rightly not in the target.
 
-    Raises BadCheckpoint for one of no known kind, unless that is allowed.
+    Raises BadCheckpoint for a tensor of no known kind, unless `allow_unknown`.
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
-    reasons = {name: _reason(name, text, config) for name in sorted(names)}
+    reasons = {name: _reason(name, text_config(config), config) for name in sorted(names)}
     unknown = [name for name, reason in reasons.items() if reason is None]
     if unknown and not allow_unknown:
         raise BadCheckpoint(
@@ -98,27 +106,28 @@ def left_out(
 
 
 def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
-    """The model in `folder` by mlx-lm and its config, no weight read. `seen` receives the tensors as stored.
+    """Return the model in `folder` by mlx-lm, with no weight read, and its config.
 
-    Raises what mlx-lm raises.
+    `seen` receives the tensors as stored. Raises what mlx-lm raises.
     """
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         model_class, args_class = _get_classes(config)
-        own = {"sanitize": _recording(model_class, config, seen)}
+        own = {"sanitize": _recording_sanitize(model_class, config, seen)}
         return type(model_class.__name__, (model_class,), own), args_class
 
     as_read = load_config(folder)
-    changed = {key: value for key, value in mended(as_read).items() if value != as_read.get(key)}
+    changed = {key: value for key, value in repair_config(as_read).items() if value != as_read.get(key)}
     model, config = load_model(folder, lazy=True, model_config=changed, get_model_classes=classes)
     return model, config
 
 
-def _recording(model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.array]) -> Callable[..., Any]:
-    """`sanitize` of a model class, which sees all tensors but the heads stored as layers behind the last."""
-    text = config.get("text_config") or config
-    promised = text.get("num_nextn_predict_layers")
-    layers = text["num_hidden_layers"] if promised else sys.maxsize
+def _recording_sanitize(
+    model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.array]
+) -> Callable[..., Any]:
+    """Wrap `sanitize`: record all tensors, pass on those of the model's own layers."""
+    text = text_config(config)
+    layers = text["num_hidden_layers"] if text.get("num_nextn_predict_layers") else sys.maxsize
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         seen.update(weights)
@@ -129,28 +138,27 @@ def _recording(model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.a
 
 
 def _layer(name: str) -> int:
-    """The decoder layer that a tensor belongs to; -1 for none."""
+    """Return the decoder layer that a tensor belongs to, -1 for none."""
     found = LAYER.search(name)
     return int(found[1]) if found else -1
 
 
-def made_of(seen: Mapping[str, mx.array], results: Sequence[mx.array]) -> frozenset[str]:
-    """The names of the unread arrays in `seen` that `results` are made of. Nothing is computed."""
-    as_they_are = {id(array) for array in results} & {id(array) for array in seen.values()}
-    found = {name for name, array in seen.items() if id(array) in as_they_are}
+def sources_of(seen: Mapping[str, mx.array], results: Sequence[mx.array]) -> frozenset[str]:
+    """Return the names of the arrays in `seen` that `results` depend on; read nothing."""
+    unchanged = {id(array) for array in results} & {id(array) for array in seen.values()}
+    found = {name for name, array in seen.items() if id(array) in unchanged}
     # An array that is its own source under another object has no consumer without the comparison.
-    made = [array == array for array in results if id(array) not in as_they_are]
-    others = [name for name in seen if name not in found] if made else []
-    for start in range(0, len(others), NAMED):
+    computed = [array == array for array in results if id(array) not in unchanged]
+    others = [name for name in seen if name not in found] if computed else []
+    for start in range(0, len(others), MAX_NAMED):
         graph = io.StringIO()
-        named = {f"source:{name}": seen[name] for name in others[start : start + NAMED]}
-        mx.export_to_dot(graph, *made, **named)
+        named = {f"source:{name}": seen[name] for name in others[start : start + MAX_NAMED]}
+        mx.export_to_dot(graph, *computed, **named)
         found.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
     return frozenset(found)
 
 
-def _cast(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -> None:
-    """Cast what mlx-lm's converter would."""
+def _cast_as_mlx_lm(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -> None:
     castable: Callable[[str], bool] = (
         model.cast_predicate if "cast_predicate" in dir(type(model)) else lambda name: True
     )
@@ -165,12 +173,12 @@ def _cast(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -> None:
         part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
 
 
-def _quantized(
+def _quantize(
     source: Source, model: nn.Module, config: dict[str, Any], quantization: Quantization
 ) -> dict[str, Any]:
     if "quantization" in config or "quantization_config" in config:
         raise InvalidValue(
-            f"{source.name} is quantized already ({described(config)}): use -q none to keep it so, or "
+            f"{source.name} is quantized already ({precision({}, config)}): use -q none to keep it so, or "
             "convert the original"
         )
     try:
@@ -183,12 +191,6 @@ def _quantized(
             f"{source.name} cannot be quantized to {quantization}: {one_line(error)}"
         ) from error
     return config
-
-
-def _cleaned(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` as mlx-lm writes it."""
-    left = ("_name_or_path", "vision_config", "audio_config")
-    return {key: value for key, value in sorted(config.items()) if key not in left}
 
 
 def _reason(name: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""What a self-test reads and continues: built in, so that it needs no network and is the same everywhere."""
+"""The texts of the self-test: built in, so that it needs no network."""
 
 from __future__ import annotations
 

@@ -13,10 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec.checkpoint import check_weights, one_line, read_config, read_object, read_published
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
-from mlx_spec.known import ASSISTANT, drafter_kind, drafter_of, mended
+from mlx_spec.hub.catalog import (
+    ASSISTANT,
+    DEMO,
+    LOOKUP,
+    MANIFEST,
+    NONE,
+    drafter_kind,
+    made_for,
+    repair_config,
+)
+from mlx_spec.hub.checkpoint import check_weights, read_config, read_published
+from mlx_spec.hub.files import one_line, read_object
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -26,9 +36,7 @@ if TYPE_CHECKING:
     from mlx_spec.policy import AdaptivePolicies, Fixed
     from mlx_spec.text import Text
 
-DEMO, LOOKUP, NONE = "demo", "lookup", "none"
 KV_BITS = (4, 8)
-MANIFEST = "pair.json"
 WITHOUT = 'drafter="none" decodes without one'
 
 
@@ -53,7 +61,7 @@ def load(
     _check_values(num_draft_tokens, kv_bits)
     names = _named(str(target), None if drafter is None else str(drafter))
     folder = find(names.target_path)
-    config = mended(read_config(folder))
+    config = repair_config(read_config(folder))
     size = check_weights(folder)
     _check_supported(folder, config)
     from mlx_spec.pair import Pair, PairInfo
@@ -162,7 +170,7 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     _refuse_unconverted(names, folder)
-    own = mended(read_config(folder))
+    own = repair_config(read_config(folder))
     return _Drafter(_source(folder, own, target, config, text), folder)
 
 
@@ -242,7 +250,7 @@ def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
     try:
         as_read = load_config(folder)
-        changed = {key: value for key, value in mended(as_read).items() if value != as_read.get(key)}
+        changed = {key: value for key, value in repair_config(as_read).items() if value != as_read.get(key)}
         model, _ = load_model(folder, strict=True, model_config=changed)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
         problem = f"no {error}" if isinstance(error, KeyError) else one_line(error)

@@ -14,12 +14,10 @@ from mlx_spec.apps.chat.models import Choice, is_local
 from mlx_spec.apps.chat.storage import typed
 from mlx_spec.apps.described import summary, table
 from mlx_spec.apps.server.memory import machine_bytes
-from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
-from mlx_spec.convert.catalogue import ALIASES, aliases, resolve
-from mlx_spec.convert.progress import shown_size
 from mlx_spec.errors import SpecError
-from mlx_spec.known import drafter_of
-from mlx_spec.load import DEMO
+from mlx_spec.hub.catalog import ALIASES, DEMO, aliases, made_for, resolve
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.local import LocalModel, cache_folder, default_folder, local_models, partners
 
 PATIENCE = 3.0  # seconds for the hub to say how large the models of the catalogue are
 ROOM, SPARE = 1.1, 500_000_000  # what a pair needs of memory beside its weights: a factor, and bytes
@@ -48,7 +46,7 @@ def wanted(name: str, before: Choice) -> Wanted:
     if own.is_dir():
         return Wanted(name, Choice(str(own), kv_bits=before.kv_bits), ())
     ready = resolve(name)
-    drafter = None if ready.drafter == drafter_of(ready.target) else ready.drafter
+    drafter = None if ready.drafter == made_for(ready.target) else ready.drafter
     parts = [ready.target, *([ready.drafter] if ready.drafter else [])]
     missing = tuple(part for part in parts if not is_local(part))
     return Wanted(name, Choice(ready.target, drafter, kv_bits=before.kv_bits), missing)
@@ -76,9 +74,9 @@ def offer(wanted: Wanted) -> list[str]:
     place = cache_folder()
     hub.check_space(" and ".join(plan.name for plan in plans), size, place)
     lines = [
-        f"{plan.name}: {shown_size(plan.missing)} of {shown_size(plan.total)} to fetch" for plan in plans
+        f"{plan.name}: {human_bytes(plan.missing)} of {human_bytes(plan.total)} to fetch" for plan in plans
     ]
-    return [*lines, f"{shown_size(hub.free_bytes(place))} are free on the disk; memory: {fit(total)}"]
+    return [*lines, f"{human_bytes(hub.free_bytes(place))} are free on the disk; memory: {fit(total)}"]
 
 
 def fetch(wanted: Wanted) -> bool:
@@ -92,18 +90,18 @@ def fit(size: int) -> str:
     machine = machine_bytes()
     needed = int(size * ROOM) + SPARE
     if needed <= machine:
-        return f"fits, about {shown_size(needed)} of {shown_size(machine)}"
-    return f"does not fit, about {shown_size(needed)} and there are {shown_size(machine)}"
+        return f"fits, about {human_bytes(needed)} of {human_bytes(machine)}"
+    return f"does not fit, about {human_bytes(needed)} and there are {human_bytes(machine)}"
 
 
 def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str, ...]:
     mark = "*" if model.name == present else " "
     about = summary(model, partners(model, models))
-    return f"{mark} {model.name}", shown_size(model.size), fit(model.size), about
+    return f"{mark} {model.name}", human_bytes(model.size), fit(model.size), about
 
 
 def _offer(size: int | None) -> tuple[str, str]:
-    return ("size not known", "") if size is None else (shown_size(size), fit(size))
+    return ("size not known", "") if size is None else (human_bytes(size), fit(size))
 
 
 def _sizes(names: list[str]) -> dict[str, int]:

@@ -11,8 +11,8 @@ from mlx_spec.apps.chat.lines import Lines
 from mlx_spec.apps.chat.settings import Settings, shown, values
 from mlx_spec.apps.chat.status import details, status_line
 from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.convert.progress import shown_size
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import human_bytes
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Desk:
         facts, choice = conversation.pair.info, conversation.model.choice
         lines = [f"model: {facts.target}, {shown_size(facts.target_bytes)}"]
         if facts.drafter is not None:
-            lines.append(f"drafter: {facts.drafter}, {shown_size(facts.drafter_bytes)}")
+            lines.append(f"drafter: {facts.drafter}, {human_bytes(facts.drafter_bytes)}")
         lines.append(self.drafts())
         if choice.kv_bits is not None:
             lines.append(f"KV cache: {choice.kv_bits} bits")

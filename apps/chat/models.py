@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mlx_spec import load
 from mlx_spec.apps.chat.arguments import Options
-from mlx_spec.apps.chat.storage import last_used_file, write_whole
+from mlx_spec.apps.chat.storage import last_used_file
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.known import drafter_of
-from mlx_spec.load import DEMO, LOOKUP, NONE
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, made_for
+from mlx_spec.hub.files import write_atomically
 from mlx_spec.pair import Pair, Policies
 from mlx_spec.policies import always
 
@@ -104,16 +104,16 @@ def used_last() -> Choice | None:
     remembered = _remembered()
     if remembered is not None and _is_here(remembered):
         return remembered
-    from mlx_spec.convert.cached import local_models, partners
-    from mlx_spec.convert.inspect import Checkpoint, ConvertedPair
+    from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
+    from mlx_spec.hub.local import local_models, partners
 
     models = [model for model in local_models() if model.problem is None and model.origin != "bundled"]
     for model in sorted(models, key=lambda model: model.last_used, reverse=True):
         found = model.found
         if isinstance(found, ConvertedPair) and found.drafter is not None:
             return Choice(model.name)
-        if isinstance(found, Checkpoint) and not model.is_drafter:
-            own, here = drafter_of(model.name), partners(model, models)
+        if isinstance(found, CheckpointInfo) and not model.is_drafter:
+            own, here = made_for(model.name), partners(model, models)
             if here:
                 return Choice(model.name, None if own in here else here[0])
     return None
@@ -127,7 +127,7 @@ def _remember(choice: Choice) -> None:
     file = last_used_file()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"version": 1, **names}) + "\n")
+        write_atomically(file, json.dumps({"version": 1, **names}) + "\n")
 
 
 def _remembered() -> Choice | None:
@@ -151,7 +151,7 @@ def _lasting(name: str) -> str:
 
 def _is_here(choice: Choice) -> bool:
     """Whether it can be loaded without a download."""
-    drafter = choice.drafter or drafter_of(choice.target)
+    drafter = choice.drafter or made_for(choice.target)
     return all(map(is_local, [choice.target, *([drafter] if drafter else [])]))
 
 

@@ -15,7 +15,7 @@ from mlx_spec.apps.chat.multiline import unquoted
 from mlx_spec.apps.chat.settings import Settings
 from mlx_spec.apps.chat.terminal import OutputClosed
 from mlx_spec.errors import SpecError
-from mlx_spec.load import DEMO
+from mlx_spec.hub.catalog import DEMO
 
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /usr/bin is a message
 HELLO = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"

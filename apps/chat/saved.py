@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.chat.storage import typed, write_whole
+from mlx_spec.apps.chat.storage import typed
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.hub.files import write_atomically
 
 FORMAT, VERSION = "mlx_spec conversation", 1
 SUFFIX = ".json"
@@ -51,7 +52,7 @@ def write(file: Path, saved: Saved) -> None:
         "messages": [dict(turn) for turn in saved.turns],
     }
     try:
-        write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
 

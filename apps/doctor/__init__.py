@@ -14,12 +14,12 @@ from mlx_spec.apps.command import ERROR, guarded
 from mlx_spec.apps.doctor.arguments import parser
 from mlx_spec.apps.doctor.checks import Check, all_checks
 from mlx_spec.errors import SpecError
-from mlx_spec.load import LOOKUP
+from mlx_spec.hub.catalog import LOOKUP
 
 if TYPE_CHECKING:
     from mlx_spec.apps.doctor.certificate import Subject
     from mlx_spec.apps.doctor.selftest import SelfTest
-    from mlx_spec.convert.inspect import Checkpoint, ConvertedPair
+    from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
     from mlx_spec.pair import Pair
 
 
@@ -50,12 +50,12 @@ def _run(options: argparse.Namespace) -> int:
 def _tested(options: argparse.Namespace) -> tuple[Subject, SelfTest]:
     from mlx_spec import load
     from mlx_spec.apps.doctor.selftest import LONG, QUICK, self_test
-    from mlx_spec.convert.progress import Progress
+    from mlx_spec.hub.progress import StageProgress
 
     pair = load(options.target, options.drafter)
     tested = _described(pair)
     window = tested.target_is.window if tested.target_is else None
-    return tested, self_test(pair, window, QUICK if options.quick else LONG, Progress(sys.stderr))
+    return tested, self_test(pair, window, QUICK if options.quick else LONG, StageProgress(sys.stderr))
 
 
 def _end(
@@ -92,7 +92,7 @@ def _end(
 def _described(pair: Pair) -> Subject:
     """What target and drafter are, from their headers."""
     from mlx_spec.apps.doctor.certificate import Subject
-    from mlx_spec.convert.inspect import ConvertedPair
+    from mlx_spec.hub.inspect import ConvertedPair
 
     facts = pair.info
     target = _inspected(facts.target)
@@ -106,8 +106,8 @@ def _described(pair: Pair) -> Subject:
     )
 
 
-def _inspected(name: str) -> Checkpoint | ConvertedPair | None:
-    from mlx_spec.convert.inspect import inspect
+def _inspected(name: str) -> CheckpointInfo | ConvertedPair | None:
+    from mlx_spec.hub.inspect import inspect
 
     try:
         return inspect(name)

@@ -14,8 +14,8 @@ from mlx_spec.apps.doctor.checks import Check, device, machine, system
 from mlx_spec.apps.doctor.lossless import Comparison
 from mlx_spec.apps.doctor.selftest import SelfTest
 from mlx_spec.apps.doctor.ties import Gap
-from mlx_spec.convert.inspect import Checkpoint
-from mlx_spec.convert.progress import shown_size
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.inspect import CheckpointInfo
 
 WIDTH, LABEL = 76, 13
 MOST = 3  # divergences shown in full
@@ -28,9 +28,9 @@ class Subject:
 
     target: str  # as it was asked for
     drafters: tuple[str, ...]  # their families
-    target_is: Checkpoint | None  # None: it could not be described
+    target_is: CheckpointInfo | None  # None: it could not be described
     drafter: str | None
-    drafter_is: Checkpoint | None
+    drafter_is: CheckpointInfo | None
 
 
 def certificate(tested: Subject, found: SelfTest, checks: list[Check], now: datetime) -> list[str]:
@@ -87,13 +87,13 @@ def _gap(gap: Gap) -> str:
     return f"logits {gap.logits:.3g} apart, {gap.roundings:.3g} roundings of {gap.scale.dtype}"
 
 
-def _part(name: str, found: Checkpoint | None) -> str:
+def _part(name: str, found: CheckpointInfo | None) -> str:
     """A checkpoint without its place."""
     shown = Path(name).expanduser().name if Path(name).expanduser().exists() else name
     if found is None:
         return shown
     family = found.kind or found.family
-    size = f"{shown_number(found.parameters)} parameters, {shown_size(found.size)}"
+    size = f"{shown_number(found.parameters)} parameters, {human_bytes(found.size)}"
     return f"{shown}, {family}, {size}, {found.precision}"
 
 

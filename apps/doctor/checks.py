@@ -112,7 +112,7 @@ def _extras() -> Iterator[Check]:
 
 def _disk() -> Check:
     from mlx_spec import hub
-    from mlx_spec.convert.cached import cache_folder
+    from mlx_spec.hub.local import cache_folder
 
     free = hub.free_bytes(cache_folder())
     text = f"{free / GB:.1f} GB free where models are kept"
@@ -120,7 +120,7 @@ def _disk() -> Check:
 
 
 def _models() -> Check:
-    from mlx_spec.convert.cached import local_models
+    from mlx_spec.hub.local import local_models
 
     models = local_models()
     shown = [f"{Path(m.name).name if m.origin == 'converted' else m.name} ({m.origin})" for m in models]

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_spec.apps.doctor.scripted import Scripted, Spoiled
 from mlx_spec.apps.doctor.ties import Gap, apart, following, gap
 from mlx_spec.apps.questions import Question
-from mlx_spec.checkpoint import one_line
+from mlx_spec.hub.files import one_line
 from mlx_spec.pair import Pair
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling

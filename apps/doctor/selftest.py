@@ -20,7 +20,7 @@ from mlx_spec.apps.doctor.lossless import (
 from mlx_spec.apps.doctor.ties import Gap, allowed
 from mlx_spec.apps.questions import Question, asked, long_text
 from mlx_spec.apps.turns import Run, Speed, arm, in_turns, speeds
-from mlx_spec.convert.progress import Progress
+from mlx_spec.hub.progress import StageProgress
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics, added
@@ -86,13 +86,13 @@ class SelfTest:
         return bool(self.comparisons) and not self.wrong and not self.blocks_differ
 
 
-def self_test(pair: Pair, window: int | None, effort: Effort, progress: Progress) -> SelfTest:
+def self_test(pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> SelfTest:
     """Test a pair whose target has sliding attention over `window` tokens, or none."""
     return _SelfTest(pair, window, effort, progress).run()
 
 
 class _SelfTest:
-    def __init__(self, pair: Pair, window: int | None, effort: Effort, progress: Progress) -> None:
+    def __init__(self, pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> None:
         self._pair, self._window, self._effort, self._progress = pair, window, effort, progress
         self._started = time.monotonic()
         self._questions = asked(pair.text)[: effort.questions]

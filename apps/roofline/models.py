@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_spec.apps.roofline.arguments import DEMO, Options
-from mlx_spec.checkpoint import read_object
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub import cached
-from mlx_spec.known import drafter_of
-from mlx_spec.load import LOOKUP, MANIFEST
-from mlx_spec.tuning.roofline import Format, Model
-from mlx_spec.tuning.sizes import model_of, requantized
+from mlx_spec.hub.catalog import LOOKUP, MANIFEST, made_for
+from mlx_spec.hub.files import read_object
+from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes, in_format
 
 GROUP_SIZE = 64
 DENSE = 16  # bits
@@ -24,7 +22,7 @@ class Named:
     """A model and what to call it."""
 
     name: str
-    model: Model
+    model: DecodeSizes
     folder: Path | None = None  # None: only its size is known
 
 
@@ -53,21 +51,21 @@ def _target(options: Options) -> tuple[Named, str | None]:
     """The target, and the drafter made for it."""
     if options.target_gb is not None:
         size = 1e9 * options.target_gb
-        model = Model(size, size, _format(BITS if options.bits is None else options.bits))
+        model = DecodeSizes(size, size, _format(BITS if options.bits is None else options.bits))
         return Named(f"{options.target_gb:g} GB", model), None
     name = options.target or DEMO
     path, own = _paths(name)
     folder = _local(path, "--target")
-    model = model_of(folder, options.context)
+    model = decode_sizes(folder, options.context)
     if options.bits is not None:
-        model = requantized(model, _format(options.bits))
+        model = in_format(model, _format(options.bits))
     return Named(name, model, folder), own
 
 
 def _drafter(options: Options, own: str | None, notes: list[str]) -> Named | None:
     if options.drafter_gb is not None:
         size = 1e9 * options.drafter_gb
-        return Named(f"{options.drafter_gb:g} GB", Model(size, size, _format(DENSE)))
+        return Named(f"{options.drafter_gb:g} GB", DecodeSizes(size, size, _format(DENSE)))
     chosen = options.drafter or own
     if chosen in (None, LOOKUP):
         return None
@@ -81,7 +79,7 @@ def _drafter(options: Options, own: str | None, notes: list[str]) -> Named | Non
         notes.append(str(error))
         return None
     name = DEMO if options.target == DEMO and options.drafter is None else str(chosen)
-    return Named(name, model_of(folder, options.context), folder)
+    return Named(name, decode_sizes(folder, options.context), folder)
 
 
 def _paths(target: str) -> tuple[str, str | None]:
@@ -92,7 +90,7 @@ def _paths(target: str) -> tuple[str, str | None]:
         return str(demo.TARGET), str(demo.DRAFTER)
     folder = Path(target).expanduser()
     if not (folder / MANIFEST).is_file():
-        return target, drafter_of(target)
+        return target, made_for(target)
     manifest = read_object(folder / MANIFEST)
     path, own = manifest.get("target", "."), manifest.get("drafter")
     if not isinstance(path, str) or not isinstance(own, str | None):
@@ -111,5 +109,5 @@ def _local(name: str, option: str) -> Path:
     return found
 
 
-def _format(bits: int) -> Format:
-    return Format(bits, None if bits == DENSE else GROUP_SIZE)
+def _format(bits: int) -> WeightFormat:
+    return WeightFormat(bits, None if bits == DENSE else GROUP_SIZE)

@@ -7,11 +7,12 @@ import time
 from dataclasses import dataclass
 
 from mlx_spec.apps.roofline.models import Named
-from mlx_spec.load import NONE, load
+from mlx_spec.hub.catalog import NONE
+from mlx_spec.hub.weights import decode_sizes
+from mlx_spec.load import load
 from mlx_spec.pair import Pair
 from mlx_spec.tuning.bandwidth import Bandwidth, device_memory, device_name, measure
 from mlx_spec.tuning.devices import Chip, find
-from mlx_spec.tuning.sizes import model_of
 
 LOADABLE = 0.5  # share of the memory that weights may take to be loaded for this
 TOKENS, PROMPTS, PROMPT, SKIPPED = (
@@ -53,7 +54,7 @@ def measured(target: Named) -> Present:
     bandwidth = measure(target.model.format)
     if target.folder is None:
         return Present(device_name(), present_chip(), bandwidth, None, None)
-    model = model_of(target.folder, PROMPT + TOKENS // 2)
+    model = decode_sizes(target.folder, PROMPT + TOKENS // 2)
     if model.held > LOADABLE * device_memory():
         note = f"{target.name} is too large to be loaded here: its plain decoding was not measured"
         return Present(device_name(), present_chip(), bandwidth, None, note)

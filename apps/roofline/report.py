@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_spec.apps.roofline.arguments import Options
 from mlx_spec.apps.roofline.models import Models, Named
-from mlx_spec.tuning.roofline import Format, Prediction
+from mlx_spec.hub.weights import WeightFormat
+from mlx_spec.tuning.roofline import Prediction
 
 if TYPE_CHECKING:
     from mlx_spec.apps.roofline.present import Present
@@ -110,7 +111,7 @@ def _described(named: Named) -> str:
     )
 
 
-def _stored(format: Format) -> str:
+def _stored(format: WeightFormat) -> str:
     if format.group_size is None:
         return f"{format.bits}-bit floats"
     mode = "" if format.mode == "affine" else f" {format.mode}"

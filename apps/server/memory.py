@@ -9,13 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec.apps.server.settings import GB, Served
-from mlx_spec.checkpoint import read_config
 from mlx_spec.errors import NotFound
 from mlx_spec.hub import cached
-from mlx_spec.known import mended
+from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
 from mlx_spec.text import Text, read_text
-from mlx_spec.tuning.sizes import model_of
 
 SHARE = 0.75  # of the memory of a machine that does not say how much a GPU may use
 CONTEXT = 8192  # tokens for whose K/V there must be room, if the model takes as many
@@ -79,7 +79,7 @@ def need_of(served: Served) -> Need:
     config = read_config(folders[0])
     longest = (config.get("text_config") or config).get("max_position_embeddings")
     context = min(longest, CONTEXT) if isinstance(longest, int) else CONTEXT
-    models = [model_of(folder, context) for folder in folders]
+    models = [decode_sizes(folder, context) for folder in folders]
     held = sum(int(model.held) for model in models), sum(int(model.kv_held) for model in models)
     return Need(*held, context)
 
@@ -95,7 +95,7 @@ def is_here(served: Served) -> bool:
 def text_of(served: Served) -> Text:
     """The text side of a model: nothing else of it is loaded. Raises NotFound and BadCheckpoint."""
     folder = _folders(served)[0]
-    return read_text(folder, mended(read_config(folder)))
+    return read_text(folder, repair_config(read_config(folder)))
 
 
 def _folders(served: Served) -> list[Path]:

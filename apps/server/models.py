@@ -16,11 +16,11 @@ from mlx_spec import load
 from mlx_spec.apps.server.conversations import Conversations
 from mlx_spec.apps.server.failures import Failure, no_such_model, unavailable
 from mlx_spec.apps.server.grammars import Grammars
-from mlx_spec.apps.server.memory import is_here, machine_bytes, need_of, shown, text_of
+from mlx_spec.apps.server.memory import is_here, machine_bytes, need_of, text_of
 from mlx_spec.apps.server.settings import Served, Settings
 from mlx_spec.apps.server.tools import dialect_of
-from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.pair import Pair
 from mlx_spec.text import Text
 
@@ -175,10 +175,8 @@ class Models:
         need = need_of(served)
         pinned = sum(one.weights for one in self.loaded() if self._served[one.name].pinned)
         if need.total > self.budget - pinned:
-            beside = f", of which models that stay loaded take {shown(pinned)}" if pinned else ""
-            message = (
-                f"model {served.name!r} needs {need} and the server may use {shown(self.budget)}{beside}"
-            )
+            beside = f", of which models that stay loaded take {human_bytes(pinned)}" if pinned else ""
+            message = f"model {served.name!r} needs {need} and the server may use {human_bytes(self.budget)}{beside}"
             raise Failure(503, message, type="server_error", code="insufficient_memory")
         unused = self._unused(busy)
         over = self._weights() + need.total - self.budget

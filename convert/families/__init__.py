@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mlx_spec.checkpoint import shortened
-from mlx_spec.convert.families.deepseek_mtp import DEEPSEEK_MTP
-from mlx_spec.convert.families.dflash import DFLASH
-from mlx_spec.convert.families.eagle3 import EAGLE3
-from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
-from mlx_spec.convert.families.gemma4_assistant import GEMMA4_ASSISTANT
-from mlx_spec.convert.families.glm_mtp import GLM_MTP
-from mlx_spec.convert.families.medusa import MEDUSA
-from mlx_spec.convert.families.pard import PARD
-from mlx_spec.convert.families.peagle import PEAGLE
-from mlx_spec.convert.families.qwen_mtp import QWEN_MTP
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import drafter_kind
+from mlx_spec.hub.files import shortened
 
-__all__ = ["FAMILIES", "Config", "Converted", "Family", "Tensors", "family_of"]
+from .dflash import DFLASH
+from .eagle3 import EAGLE3, PEAGLE
+from .gemma4 import GEMMA4
+from .medusa import MEDUSA
+from .mtp import DEEPSEEK_MTP, GLM_MTP, QWEN_MTP
+from .pard import PARD
+from .table import Converted, Family
 
-# The first that recognises a checkpoint has it: what is built on another family comes before it.
+__all__ = ["FAMILIES", "Converted", "Family", "family_of"]
+
 FAMILIES: tuple[Family, ...] = (
-    GEMMA4_ASSISTANT,
+    GEMMA4,
     PEAGLE,
     EAGLE3,
     DFLASH,
@@ -35,12 +33,15 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(config: Mapping[str, Any], names: Collection[str]) -> Family:
-    """The family of a drafter checkpoint, by its config.json and the names of its tensors.
+    """Return the family of a drafter by its config.json and the names of its tensors.
 
     Raises BadCheckpoint, which names what was found and what is known.
     """
+    kind = drafter_kind(config, names)
     for family in FAMILIES:
-        if family.recognises(config, names):
+        if family.kind is not None and family.kind == kind:
+            return family
+        if family.recognizes is not None and family.recognizes(config, names):
             return family
     found = f"model_type {config.get('model_type')!r} and tensors such as {shortened(sorted(names))}"
     known = ", ".join(family.name for family in FAMILIES)

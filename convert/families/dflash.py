@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): a block of tokens in one pass, over K and V made from the target's layers.
+"""DFlash (arXiv 2602.06036): a block of tokens in one pass over the target's K/V.
 
 Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers, V vocabulary):
     fc.weight [D, nD], hidden_norm.weight [D]     the context feature
@@ -9,28 +9,44 @@ Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mlx_spec.convert.families import blocks
-from mlx_spec.convert.families.conventions import Conventions, config_of
-from mlx_spec.convert.families.eagle3 import TARGETS
-from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
-from mlx_spec.convert.families.fit import check_fit, check_layers, own_config, size
-from mlx_spec.convert.families.table import Row, Sizes, all_but, finished, same, spell, take, under
-from mlx_spec.convert.families.vocabulary import INVERSE, draft_ids
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import DFLASH as KIND
+
+from . import layers
+from .table import (
+    Config,
+    Conventions,
+    Converted,
+    Family,
+    Row,
+    Sizes,
+    Tensors,
+    all_but,
+    check_fit,
+    check_layers,
+    config_of,
+    finished,
+    layer_config,
+    resolve_map,
+    same,
+    size,
+    spell,
+    take,
+    under,
+)
 
 NAME, TITLE = "dflash", "the DFlash drafter"
-PARTS = (  # tensors of its successors, and what those are called
+SUCCESSORS = (  # parts of the names of their tensors, and what they are called
     ("candidate_selector", "DFlash2"),
     ("attention_conv", "DFlash2"),
     ("markov", "DSpark"),
     ("confidence_head", "DSpark"),
     ("prefix_gru", "Domino"),
 )
-SWITCHES = (  # what a runtime needs besides, where a config has it
+SWITCHES = (  # that a runtime needs, if the config has them
     "is_causal",
     "causal",
     "sliding_window_non_causal",
@@ -48,31 +64,20 @@ HEAD = (
 quantizable = all_but("fc.weight")
 
 
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """A config that says so."""
-    named = any("dflash" in str(name).lower() for name in config.get("architectures") or ())
-    return "dflash_config" in config or named or config.get("speculators_model_type") == "dflash"
-
-
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
-    """A DFlash drafter in our form. Raises BadCheckpoint and Mismatch."""
-    for part, successor in PARTS:
+    """Convert a DFlash drafter. Raises BadCheckpoint and Mismatch."""
+    for part, successor in SUCCESSORS:
         if any(part in name for name in tensors):
             raise BadCheckpoint(f"{TITLE} is of the kind {successor} (it has {part}): only DFlash is known")
-    nested = config.get("transformer_layer_config")
-    layer = dict(nested) if isinstance(nested, Mapping) else own_config(config)
+    layer = layer_config(config)
     special = {**config, **(config.get("dflash_config") or {})}
     capture, note = captured(special)
     check_layers(TITLE, capture, target)
     sizes = _sizes(layer, special, len(capture), target)
     source = spell(TITLE, tensors, config, (("model.", ""),))
     taken = take(_rows(layer, sizes), source, sizes)
-    ours, notes = dict(taken.tensors), [note]
-    d2t, t2d = ours.pop("d2t", None), ours.pop("t2d", None)
-    if d2t is not None:
-        ours["draft_ids"], found = draft_ids(TITLE, d2t, t2d, sizes["vocab"])
-        notes.append(found)
-    reasons = {**TARGETS, **({"t2d": INVERSE} if t2d is not None else {})}
+    ours = dict(taken.tensors)
+    notes, reasons = resolve_map(source, ours, sizes["vocab"])
     dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
     conventions = Conventions(hidden="layers", capture=capture, shift=shift, rope="own")
@@ -85,11 +90,14 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         **_block(special, sizes),
     )
     used = taken.used - dropped.keys()
-    return finished(source, Converted(written, ours, used, dropped, quantizable, tuple(notes)))
+    return finished(source, Converted(written, ours, used, dropped, quantizable, (note, *notes)))
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:
-    """The layer outputs that fc reads: z-lab numbers outputs, speculators inputs. Raises BadCheckpoint."""
+    """Return the layer outputs that fc reads, and a note.
+
+    z-lab numbers outputs, speculators inputs. Raises BadCheckpoint if neither list exists.
+    """
     if special.get("target_layer_ids"):
         ids = tuple(special["target_layer_ids"])
         return ids, f"target_layer_ids {list(ids)} are layer outputs"
@@ -106,7 +114,7 @@ def _sizes(layer: Config, special: Config, count: int, target: Config) -> dict[s
     if "num_target_layers" in special:
         check_fit(TITLE, {"num_hidden_layers": size(special, "num_target_layers", TITLE)}, target)
     return {
-        **blocks.attention_sizes(layer, TITLE),
+        **layers.attention_sizes(layer, TITLE),
         "hidden": hidden,
         "inner": size(layer, "intermediate_size", TITLE),
         "fused": count * theirs,
@@ -116,8 +124,8 @@ def _sizes(layer: Config, special: Config, count: int, target: Config) -> dict[s
 
 
 def _rows(layer: Config, sizes: Sizes) -> tuple[Row, ...]:
-    biases = blocks.QKV_BIASES if layer.get("attention_bias") else ()
-    block = (*blocks.NORMS, *blocks.attention(), *blocks.QK_NORMS, *biases, *blocks.dense())
+    biases = layers.QKV_BIASES if layer.get("attention_bias") else ()
+    block = (*layers.NORMS, *layers.attention(), *layers.QK_NORMS, *biases, *layers.dense())
     if biases:
         block = (*block, replace(same("self_attn.o_proj.bias", "hidden"), optional=True))
     table = list(HEAD)
@@ -139,4 +147,4 @@ def _block(special: Config, sizes: Sizes) -> dict[str, Any]:
     return {"block_size": size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
 
 
-DFLASH = Family(NAME, runnable=True, recognises=recognises, convert=convert)
+DFLASH = Family(NAME, convert, KIND)

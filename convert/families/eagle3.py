@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): one layer that reads an embedding and three of the target's layers.
+"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE: read an embedding and target layers.
 
 Read from safetensors of SafeAILab, SpecForge and speculators. Ours (D hidden, T hidden of the target, n
 captured layers, V vocabulary, W <= V draft vocabulary):
@@ -7,28 +7,48 @@ captured layers, V vocabulary, W <= V draft vocabulary):
     layers.0.self_attn.{q,k,v}_proj.weight [.., 2D], o_proj; layers.{i}.* of width D; mlp.*, norms
     norm.weight [D], lm_head.weight [W, D], embed_tokens.weight [V, D]
     draft_ids [W] int32   the target's id of each draft id; sources call it d2t and store offsets
+
+P-EAGLE (arXiv 2602.01469) is an EAGLE-3 of several layers that drafts in one pass. Ours has embed_tokens and
+mask_hidden [nT], the feature of the rows for tokens that are not drafted yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub import catalog
 
-from mlx_spec.convert.families import blocks
-from mlx_spec.convert.families.conventions import Conventions, config_of
-from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
-from mlx_spec.convert.families.fit import check_fit, check_layers, own_config, size, target_size
-from mlx_spec.convert.families.table import Row, Sizes, Source, all_but, finished, same, spell, take, under
-from mlx_spec.convert.families.vocabulary import INVERSE, draft_ids
+from . import layers
+from .table import (
+    Config,
+    Conventions,
+    Converted,
+    Family,
+    Row,
+    Sizes,
+    Tensors,
+    all_but,
+    check_fit,
+    check_layers,
+    config_of,
+    finished,
+    layer_config,
+    resolve_map,
+    same,
+    size,
+    spell,
+    take,
+    target_size,
+    under,
+)
 
-NAME, TITLE = "eagle3", "the EAGLE-3 drafter"
+EAGLE3_TITLE, PEAGLE_TITLE = "the EAGLE-3 drafter", "the P-EAGLE drafter"
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 SPELLINGS = (("model.", ""), ("midlayer.", "layers.0."))
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-VERIFIER = "the target's own"
-TARGETS = {"verifier_norm.weight": VERIFIER, "verifier_lm_head.weight": VERIFIER}
 HEAD = (
     same("fc.weight", "hidden fused"),
     same("norm.weight", "hidden"),
@@ -40,7 +60,7 @@ quantizable = all_but("fc.weight")
 
 @dataclass(frozen=True)
 class Drafter:
-    """What the config.json files say of a drafter of this shape."""
+    """A drafter by its config.json and that of its target."""
 
     title: str
     layer: dict[str, Any]  # config of its layers
@@ -50,32 +70,36 @@ class Drafter:
     sizes: Sizes
 
 
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """A config that says so, or the fusing projection beside a `midlayer` or a map of vocabularies."""
-    if config.get("speculators_model_type") is not None:
-        return bool(config["speculators_model_type"] == NAME)
-    if any("eagle3" in str(name).lower() for name in config.get("architectures") or ()):
-        return True
-    marked = any("midlayer." in name or name.endswith("d2t") for name in names)
-    return marked and any(name in ("fc.weight", "model.fc.weight") for name in names)
+def convert_eagle3(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """Convert an EAGLE-3 drafter. Raises BadCheckpoint and Mismatch."""
+    return _assemble("eagle3", _read(EAGLE3_TITLE, config, target), tensors, target)
 
 
-def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
-    """An EAGLE-3 drafter in our form. Raises BadCheckpoint and Mismatch."""
-    return assemble(NAME, read(TITLE, config, target), tensors, target)
+def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """Convert a P-EAGLE drafter. Raises BadCheckpoint and Mismatch."""
+    drafter = _read(PEAGLE_TITLE, config, target)
+    mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+    if mask is None or not str(mask).isdigit() or int(mask) >= drafter.sizes["vocab"]:
+        raise BadCheckpoint(
+            f"config.json of {PEAGLE_TITLE} has no mask token below its {drafter.sizes['vocab']} tokens "
+            f"({', '.join(MASK_KEYS)}; found {mask!r}): take a complete checkpoint"
+        )
+    axes = next((tensor.ndim for name, tensor in tensors.items() if name.endswith("mask_hidden")), 3)
+    form = " ".join(["one"] * (axes - 1) + ["fused"])
+    row = Row("mask_hidden", "mask_hidden", form, lambda feature, sizes: (feature.reshape(-1),))
+    return _assemble("peagle", drafter, tensors, target, (row,), mask_token_id=int(mask))
 
 
-def read(title: str, config: Config, target: Config) -> Drafter:
-    """What `config` and `target` say. Raises Mismatch where they contradict each other."""
-    nested = config.get("transformer_layer_config")
-    layer = dict(nested) if isinstance(nested, Mapping) else own_config(config)
+def _read(title: str, config: Config, target: Config) -> Drafter:
+    """Read `config` and `target`. Raises Mismatch if they contradict each other."""
+    layer = layer_config(config)
     hidden, vocab = size(layer, "hidden_size", title), size(layer, "vocab_size", title)
     theirs = int(config.get("target_hidden_size") or hidden)
     check_fit(title, {"hidden_size": theirs, "vocab_size": vocab}, target)
-    capture, note = captured(config, target_size(target, "num_hidden_layers"))
+    capture, note = _captured(config, target_size(target, "num_hidden_layers"))
     check_layers(title, capture, target)
     sizes = {
-        **blocks.attention_sizes(layer, title),
+        **layers.attention_sizes(layer, title),
         "hidden": hidden,
         "2hidden": 2 * hidden,
         "inner": size(layer, "intermediate_size", title),
@@ -88,13 +112,13 @@ def read(title: str, config: Config, target: Config) -> Drafter:
     return Drafter(title, layer, config, capture, note, sizes)
 
 
-def captured(config: Config, layers: int) -> tuple[tuple[int, ...], str]:
-    """The layer outputs that fc reads, of a target of `layers`, and how they were found.
+def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
+    """Return the layer outputs that fc reads, of a target of `depth` layers, and a note.
 
     vLLM and speculators number a layer's input, SGLang (`eagle_config`) its output; both default to the
-    inputs of layers 2, L // 2 and L - 3, by which an explicit list is told apart where it can be.
+    inputs of layers 2, L // 2 and L - 3, which tells an explicit list apart.
     """
-    default = (2, layers // 2, layers - 3)
+    default = (2, depth // 2, depth - 3)
     outputs = tuple(index - 1 for index in default)
     nested = config.get("eagle_config")
     inner = nested.get(LAYER_IDS) if isinstance(nested, Mapping) else None
@@ -106,20 +130,20 @@ def captured(config: Config, layers: int) -> tuple[tuple[int, ...], str]:
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"
 
 
-def rows(drafter: Drafter) -> tuple[Row, ...]:
-    """The table of a drafter: what its config says it has."""
+def _rows(drafter: Drafter) -> tuple[Row, ...]:
     top, layer, sizes = drafter.top, drafter.layer, drafter.sizes
     count = int(layer.get("num_hidden_layers") or 1)
-    biases = blocks.QKV_BIASES if layer.get("attention_bias") else ()
-    norms = tuple(replace(row, optional=True) for row in blocks.QK_NORMS)
-    rest = (*blocks.NORMS, *biases, *norms, *blocks.dense())
-    first = (*blocks.attention("2hidden"), same("hidden_norm.weight", "hidden"), *rest)
+    biases = layers.QKV_BIASES if layer.get("attention_bias") else ()
+    norms = tuple(replace(row, optional=True) for row in layers.QK_NORMS)
+    rest = (*layers.NORMS, *biases, *norms, *layers.dense())
+    first = (*layers.attention("2hidden"), same("hidden_norm.weight", "hidden"), *rest)
     table = [*HEAD, *under("layers.0.", "layers.0.", first)]
     for index in range(1, count):
         name = f"layers.{index}."
-        table += under(name, name, (*blocks.attention(), *rest))
+        table += under(name, name, (*layers.attention(), *rest))
     if biases:
-        table += [replace(row, optional=True) for row in _output_biases(count)]
+        rows = [same(f"layers.{index}.self_attn.o_proj.bias", "hidden") for index in range(count)]
+        table += [replace(row, optional=True) for row in rows]
     if top.get("norm_before_fc"):
         table.append(same("input_norm.weight", "fused"))
     if top.get("fc_norm"):
@@ -130,18 +154,17 @@ def rows(drafter: Drafter) -> tuple[Row, ...]:
     return tuple(table)
 
 
-def assemble(
+def _assemble(
     name: str, drafter: Drafter, tensors: Tensors, target: Config, extra: tuple[Row, ...] = (), **fields: Any
 ) -> Converted:
-    """The drafter's tensors by `rows` and `extra`, its maps resolved, its config with `fields`."""
+    """Take the tensors by table and `extra`, and write a config with `fields`."""
     source = spell(drafter.title, tensors, drafter.top, SPELLINGS)
-    taken = take((*rows(drafter), *extra), source, drafter.sizes)
-    ours, notes = dict(taken.tensors), [drafter.note]
-    d2t, t2d = ours.pop("d2t", None), ours.pop("t2d", None)
-    if d2t is not None:
-        ours["draft_ids"], note = draft_ids(drafter.title, d2t, t2d, drafter.sizes["vocab"])
-        notes.append(note)
-    dropped = _dropped(source, drafter, t2d)
+    taken = take((*_rows(drafter), *extra), source, drafter.sizes)
+    ours = dict(taken.tensors)
+    notes, reasons = resolve_map(source, ours, drafter.sizes["vocab"])
+    if not drafter.top.get("norm_before_fc"):
+        reasons["input_norm.weight"] = "norm_before_fc is off in its config.json"
+    dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
     conventions = Conventions(
         hidden="layers",
         capture=drafter.capture,
@@ -161,20 +184,8 @@ def assemble(
         **fields,
     )
     used = taken.used - dropped.keys()
-    return finished(source, Converted(config, ours, used, dropped, quantizable, tuple(notes)))
+    return finished(source, Converted(config, ours, used, dropped, quantizable, (drafter.note, *notes)))
 
 
-def _output_biases(count: int) -> list[Row]:
-    return [same(f"layers.{index}.self_attn.o_proj.bias", "hidden") for index in range(count)]
-
-
-def _dropped(source: Source, drafter: Drafter, t2d: mx.array | None) -> dict[str, str]:
-    reasons = dict(TARGETS)
-    if t2d is not None:
-        reasons["t2d"] = INVERSE
-    if not drafter.top.get("norm_before_fc"):
-        reasons["input_norm.weight"] = "norm_before_fc is off in its config.json"
-    return {source.names[name]: why for name, why in reasons.items() if name in source.names}
-
-
-EAGLE3 = Family(NAME, runnable=True, recognises=recognises, convert=convert)
+EAGLE3 = Family("eagle3", convert_eagle3, catalog.EAGLE3)
+PEAGLE = Family("peagle", convert_peagle, catalog.PEAGLE)

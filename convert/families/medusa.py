@@ -1,4 +1,4 @@
-"""Medusa (arXiv 2401.10774): K heads on the target's last hidden, each a few residual blocks and an LM head.
+"""Medusa (arXiv 2401.10774): K heads that read the target's last hidden.
 
 Read from the reference's names (in safetensors), as part of a target (v1.0), and from vLLM's. Ours (D hidden,
 V vocabulary, head k drafts the k-th token after the next):
@@ -11,12 +11,25 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from mlx_spec.convert.families.conventions import Conventions, config_of
-from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
-from mlx_spec.convert.families.fit import check_fit, target_size
-from mlx_spec.convert.families.heads import TRUNK
-from mlx_spec.convert.families.table import Row, all_but, finished, spell, take
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import MEDUSA as KIND
+
+from .mtp import TRUNK
+from .table import (
+    Config,
+    Conventions,
+    Converted,
+    Family,
+    Row,
+    Tensors,
+    all_but,
+    check_fit,
+    config_of,
+    finished,
+    spell,
+    take,
+    target_size,
+)
 
 NAME, TITLE = "medusa", "the Medusa drafter"
 PREFIXES = (("medusa_heads.", ""), ("medusa_head.", ""))
@@ -29,13 +42,13 @@ COUNT_KEYS = ("medusa_num_heads", "num_heads")
 quantizable = all_but()
 
 
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """Numbered heads of residual blocks."""
+def recognizes(config: Config, names: Collection[str]) -> bool:
+    """Return True for numbered heads of residual blocks, alone or inside a target."""
     return any(REFERENCE.fullmatch(name) or VLLM.fullmatch(name) for name in names)
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
-    """A Medusa drafter in our form. Raises BadCheckpoint and Mismatch."""
+    """Convert a Medusa drafter. Raises BadCheckpoint and Mismatch."""
     source = spell(TITLE, tensors, config, PREFIXES)
     vllm = any(VLLM.fullmatch(name) for name in source.tensors)
     pattern = VLLM if vllm else REFERENCE
@@ -68,7 +81,7 @@ def _rows(head: int, depth: int, *, vllm: bool) -> Iterable[Row]:
 
 
 def _depth(names: Collection[str], *, vllm: bool) -> int:
-    """Residual blocks a head."""
+    """Return the number of residual blocks of a head."""
     pattern = r"blocks\.\d+\.layers\.(\d+)\.weight" if vllm else r"\d+\.(\d+)\.linear\.weight"
     found = filter(None, (re.fullmatch(pattern, name) for name in names))
     return 1 + max((int(match[1]) for match in found), default=0)
@@ -79,4 +92,4 @@ def _notes(config: Config, heads: int) -> tuple[str, ...]:
     return () if said == heads else (f"config.json says {said} heads, the tensors are of {heads}",)
 
 
-MEDUSA = Family(NAME, runnable=True, recognises=recognises, convert=convert)
+MEDUSA = Family(NAME, convert, KIND, recognizes)

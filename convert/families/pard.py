@@ -1,35 +1,45 @@
-"""PARD (arXiv 2504.18583): a small language model that drafts K tokens in one pass over mask tokens.
+"""PARD (arXiv 2504.18583): a small model that drafts in one pass over mask tokens.
 
 Ours: the model's own names, as mlx-lm has them; `layer_config` is the config.json that mlx-lm builds it from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from mlx_spec.convert.families import blocks
-from mlx_spec.convert.families.conventions import Conventions, config_of
-from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
-from mlx_spec.convert.families.fit import OTHER, own_config, size, target_size
-from mlx_spec.convert.families.table import Row, all_but, finished, same, spell, take, under
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.catalog import PARD as KIND
+
+from . import layers
+from .table import (
+    OTHER_DRAFTER,
+    Config,
+    Conventions,
+    Converted,
+    Family,
+    Row,
+    Tensors,
+    all_but,
+    config_of,
+    finished,
+    own_config,
+    same,
+    size,
+    spell,
+    take,
+    target_size,
+    under,
+)
 
 NAME, TITLE, MASK = "pard", "the PARD drafter", "pard_token"
-ATTENTION: dict[str, tuple[Row, ...]] = {  # model_type -> what its attention has besides the projections
+ATTENTION: dict[str, tuple[Row, ...]] = {  # model_type -> tensors of its attention beside the projections
     "llama": (),
-    "qwen2": blocks.QKV_BIASES,
-    "qwen3": blocks.QK_NORMS,
+    "qwen2": layers.QKV_BIASES,
+    "qwen3": layers.QK_NORMS,
 }
 quantizable = all_but()
 
 
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """A language model whose config names a mask token."""
-    return MASK in config and any(name.startswith("model.layers.") for name in names)
-
-
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
-    """A PARD drafter in our form. Raises BadCheckpoint and Mismatch."""
+    """Convert a PARD drafter. Raises BadCheckpoint and Mismatch."""
     kind = str(config.get("model_type"))
     if kind not in ATTENTION:
         raise BadCheckpoint(f"{TITLE} is a {kind} model: known are {', '.join(ATTENTION)}")
@@ -38,9 +48,11 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         raise BadCheckpoint(f"config.json of {TITLE} has {MASK} {mask}, the model knows {vocab} tokens")
     theirs = target_size(target, "vocab_size")
     if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables of one tokenizer differ by their padding
-        raise Mismatch(f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: {OTHER}")
+        raise Mismatch(
+            f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: {OTHER_DRAFTER}"
+        )
     sizes = {
-        **blocks.attention_sizes(config, TITLE),
+        **layers.attention_sizes(config, TITLE),
         "hidden": size(config, "hidden_size", TITLE),
         "inner": size(config, "intermediate_size", TITLE),
         "vocab": vocab,
@@ -55,12 +67,12 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
 
 
 def _rows(config: Config, kind: str, *, tied: bool) -> tuple[Row, ...]:
-    biases = blocks.QKV_BIASES if kind == "llama" and config.get("attention_bias") else ()
-    block = (*blocks.NORMS, *blocks.attention(), *ATTENTION[kind], *biases, *blocks.dense())
+    biases = layers.QKV_BIASES if kind == "llama" and config.get("attention_bias") else ()
+    block = (*layers.NORMS, *layers.attention(), *ATTENTION[kind], *biases, *layers.dense())
     table = [same("model.embed_tokens.weight", "vocab hidden"), same("model.norm.weight", "hidden")]
     for index in range(size(config, "num_hidden_layers", TITLE)):
         table += under(f"model.layers.{index}.", f"model.layers.{index}.", block)
     return (*table, *(() if tied else (same("lm_head.weight", "vocab hidden"),)))
 
 
-PARD = Family(NAME, runnable=True, recognises=recognises, convert=convert)
+PARD = Family(NAME, convert, KIND)

@@ -1,20 +1,27 @@
-"""Name tables: which tensor of a checkpoint becomes which of ours, and of what shape it must be.
+"""Drafter families and name tables: which source tensor becomes which of ours.
 
 A table is a tuple of rows. `take` reads a checkpoint by one: nothing missing, every shape as the configs say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from mlx_spec.checkpoint import shortened
-from mlx_spec.convert.families.family import Converted, Tensors
-from mlx_spec.errors import BadCheckpoint
+from mlx_spec.drafters.recorded import KEY
+from mlx_spec.drafters.weights import required
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.checkpoint import text_config
+from mlx_spec.hub.files import shortened
 
+Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
+Config = Mapping[str, Any]  # of a config.json
+Norm = Literal["post_norm", "pre_norm"]
 Sizes = Mapping[str, int]  # length of an axis by its name in the tables
 Change = Callable[[mx.array, Sizes], tuple[mx.array, ...]]
 
@@ -26,8 +33,51 @@ COMPUTED = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
+class Converted:
+    """A drafter in our form. Every tensor of the source is in `used` or in `dropped`."""
+
+    config: dict[str, Any]  # config.json to write; its model_type is the name of the family
+    tensors: dict[str, mx.array]  # lazy, by our names
+    used: frozenset[str]  # source tensors that went in
+    dropped: Mapping[str, str]  # source tensor -> why it is rightly left out
+    quantizable: Callable[[str], bool]  # by our names
+    notes: tuple[str, ...] = ()  # conventions found, for pair.json
+
+
+@dataclass(frozen=True)
+class Family:
+    """One drafter family."""
+
+    name: str  # our model_type
+    # (tensors, config.json, that of the target). Raises BadCheckpoint and Mismatch.
+    convert: Callable[[Tensors, Config, Config], Converted]
+    kind: str | None = None  # the kind of hub.catalog that it converts
+    # (config.json, names of the tensors), for families that live inside a target
+    recognizes: Callable[[Config, Collection[str]], bool] | None = None
+    runnable: bool = True  # whether mlx_spec.drafters can run it
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How to run a drafter. Published checkpoints differ in all of these.
+
+    Row i belongs to the target's input token x_i, whose logits predict x_{i+1}. A wrong convention costs
+    acceptance without an error.
+    """
+
+    hidden: Norm | Literal["layers", "none"]  # what it reads: after or before the final norm, or of `capture`
+    capture: tuple[int, ...] = ()  # outputs of these layers, from 0 and never negative, in the order of fc
+    chain: Norm | Literal["none"] = "none"  # what its own next step reads instead of the target's hidden
+    fc_order: tuple[str, ...] = ()  # the columns of fc, from the left
+    shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts itself
+    position_offset: int = 0  # added to the positions of the drafted rows
+    norm_offset: int = 0  # added to the norm weights; what checkpoints leave out is folded in already
+    rope: Literal["target", "own", "none"] = "target"  # whose rotary parameters hold
+
+
+@dataclass(frozen=True)
 class Row:
-    """One line of a table. `{e}` in `source` counts the experts, which become the first axis of ours."""
+    """One line of a table. `{e}` numbers the experts, the first axis of ours."""
 
     source: str
     ours: str  # several, blank-separated, where `change` makes several of one
@@ -48,20 +98,20 @@ class Source:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a table took out of a source."""
+    """The tensors that a table took from a source."""
 
     tensors: dict[str, mx.array]  # by our names
     used: frozenset[str]  # by the names of the checkpoint
-    origins: Mapping[str, str]  # ours -> theirs, of those that are one tensor of the checkpoint, unchanged
+    origins: Mapping[str, str]  # our name -> theirs, of tensors taken unchanged
 
 
 def same(name: str, form: str, *, optional: bool = False) -> Row:
-    """A row for a tensor that keeps its name."""
+    """Return a row for a tensor that keeps its name."""
     return Row(name, name, form, optional=optional)
 
 
 def under(source: str, ours: str, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """`rows` with prefixes before both names."""
+    """Return `rows` with prefixes before both names."""
     return tuple(
         replace(row, source=source + row.source, ours=" ".join(ours + name for name in row.ours.split()))
         for row in rows
@@ -71,7 +121,7 @@ def under(source: str, ours: str, rows: Iterable[Row]) -> tuple[Row, ...]:
 def spell(
     title: str, tensors: Tensors, config: Mapping[str, Any], prefixes: Iterable[tuple[str, str]] = ()
 ) -> Source:
-    """`tensors` with each of `prefixes` (theirs, ours) replaced in turn. Raises BadCheckpoint for a clash."""
+    """Replace `prefixes` (theirs, ours) of names. Raises BadCheckpoint for a clash."""
     names: dict[str, str] = {}
     for name in tensors:
         spelled = name
@@ -87,9 +137,9 @@ def spell(
 
 
 def take(rows: Iterable[Row], source: Source, sizes: Sizes) -> Taken:
-    """The tensors of `rows` by our names, unread.
+    """Return the tensors of `rows` by our names, unread.
 
-    Raises BadCheckpoint: tensors that are missing, quantized already, or of another shape than `sizes` says.
+    Raises BadCheckpoint for tensors that are missing, quantized already, or of another shape than in `sizes`.
     """
     rows = tuple(row for row in rows if not row.optional or _sources(row, sizes)[0] in source.tensors)
     wanted = {name: row for row in rows for name in _sources(row, sizes)}
@@ -114,7 +164,7 @@ def take(rows: Iterable[Row], source: Source, sizes: Sizes) -> Taken:
 
 
 def finished(source: Source, converted: Converted) -> Converted:
-    """`converted`, if it accounts for every tensor of `source`. Raises BadCheckpoint for the others."""
+    """Return `converted`. Raises BadCheckpoint for source tensors not accounted for."""
     computed = {old: "computed from config.json" for new, old in source.names.items() if COMPUTED in new}
     dropped = {**computed, **converted.dropped}
     left = sorted(set(source.names.values()) - converted.used - dropped.keys())
@@ -128,7 +178,7 @@ def finished(source: Source, converted: Converted) -> Converted:
 
 
 def all_but(*kept: str) -> Callable[[str], bool]:
-    """A rule for `quantizable`: weights, but no norms and none whose name ends in one of `kept`."""
+    """Return a rule: quantize weights, but no norms and no name that ends in `kept`."""
 
     def quantizable(name: str) -> bool:
         parts = name.split(".")
@@ -144,7 +194,7 @@ def _sources(row: Row, sizes: Sizes) -> list[str]:
 
 
 def _read(source: Source, name: str) -> mx.array:
-    """A tensor; from its 8-bit form where it has one factor a block, as bfloat16."""
+    """Return a tensor; an 8-bit one with a factor a block becomes bfloat16."""
     tensor = source.tensors[name]
     scales = source.tensors.get(name + FP8_SCALE)
     if scales is None:
@@ -199,3 +249,122 @@ def _refuse_shapes(source: Source, wanted: Mapping[str, Row], sizes: Sizes) -> N
 
 def _shape(row: Row, sizes: Sizes) -> tuple[int, ...]:
     return tuple(sizes[axis] for axis in row.form.split())
+
+
+# --- configs
+
+TARGET = "the target's config.json"
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave")
+STORAGE_KEYS = ("quantization", "quantization_config", "vision_config", "audio_config", "auto_map")
+OTHER_DRAFTER = "use the drafter made for this target"
+
+
+def config_of(model_type: str, conventions: Conventions, target: Config, **fields: Any) -> dict[str, Any]:
+    """Return a config.json: family, conventions, the target it fits, and `fields`."""
+    text = text_config(target)
+    fits = {key: text.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    if "model_type" in target:
+        fits["model_type"] = target["model_type"]
+    rope = {key: text[key] for key in ROPE_KEYS if text.get(key) is not None}
+    return {
+        "model_type": model_type,
+        KEY: asdict(conventions),
+        "target": {**fits, "rope": rope},
+        **fields,
+    }
+
+
+def own_config(config: Config) -> dict[str, Any]:
+    """Return the config of a drafter's layers, without the keys of its storage."""
+    return {key: value for key, value in text_config(config).items() if key not in STORAGE_KEYS}
+
+
+def layer_config(config: Config) -> dict[str, Any]:
+    """Return the config of a drafter's layers, nested in the form of speculators or not."""
+    nested = config.get("transformer_layer_config")
+    return dict(nested) if isinstance(nested, Mapping) else own_config(config)
+
+
+def size(config: Config, key: str, title: str) -> int:
+    """Return `config[key]`. Raises BadCheckpoint if it is absent or no integer."""
+    return required(config, key, int, f"config.json of {title}")
+
+
+def target_size(target: Config, key: str) -> int:
+    """Return a size of the target. Raises BadCheckpoint if its config.json lacks it."""
+    return required(text_config(target), key, int, TARGET)
+
+
+def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
+    """Compare sizes with the target's config.json. Raises Mismatch."""
+    for key, value in ours.items():
+        theirs = target_size(target, key)
+        if value != theirs:
+            what = key.replace("_", " ")
+            raise Mismatch(
+                f"{title} is made for a target of {what} {value}, this one has {theirs}: {OTHER_DRAFTER}"
+            )
+
+
+def check_layers(title: str, capture: Iterable[int], target: Config) -> None:
+    """Check that captured layers exist. Raises Mismatch and BadCheckpoint.
+
+    The input of layer 0 counts as output -1 while layer ids are read. It is never recorded: for the target's
+    hooks, and for Python, -1 is the last.
+    """
+    layers = target_size(target, "num_hidden_layers")
+    for index in capture:
+        if index == -1:
+            raise BadCheckpoint(
+                f"{title} reads the embedding of its target (the input of layer 0), and only outputs of "
+                "layers can be captured: use a drafter that reads those"
+            )
+        if not 0 <= index < layers:
+            raise Mismatch(
+                f"{title} reads layer {index} of its target, this one has {layers} layers: {OTHER_DRAFTER}"
+            )
+
+
+# --- reduced vocabularies
+
+INVERSE_MAP = "the inverse of d2t, checked against it"
+Ids = NDArray[np.int64]
+
+
+def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> tuple[mx.array, str]:
+    """Return the target's id of each draft id, int32 [draft vocabulary], and a note.
+
+    Checkpoints store offsets (id + d2t[id], as the reference) and rarely ids. Raises BadCheckpoint if neither
+    reading gives distinct ids that t2d marks, Mismatch for ids outside the target's vocabulary.
+    """
+    stored = np.array(d2t, dtype=np.int64)
+    marked = None if t2d is None else np.flatnonzero(np.array(t2d))
+    for ids, note in ((stored + np.arange(stored.size), "d2t holds offsets"), (stored, "d2t holds ids")):
+        distinct = np.unique(ids)
+        if distinct.size != ids.size or (marked is not None and not np.array_equal(distinct, marked)):
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= vocab_size:
+            raise Mismatch(
+                f"{title} drafts the tokens {lowest} to {highest}, the target knows {vocab_size}: "
+                f"{OTHER_DRAFTER}"
+            )
+        return mx.array(ids.astype(np.int32)), note
+    theirs = "" if marked is None else f", or not the {marked.size} that t2d marks"
+    raise BadCheckpoint(
+        f"{title} has a d2t of {stored.size} entries that names some token twice{theirs}: "
+        "download it again, or take another checkpoint"
+    )
+
+
+def resolve_map(
+    source: Source, tensors: dict[str, mx.array], vocab_size: int
+) -> tuple[list[str], dict[str, str]]:
+    """Replace d2t and t2d in `tensors` by draft_ids. Return notes and drop reasons."""
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    notes = []
+    if d2t is not None:
+        tensors["draft_ids"], note = draft_ids(source.title, d2t, t2d, vocab_size)
+        notes.append(note)
+    reasons = dict.fromkeys(("verifier_norm.weight", "verifier_lm_head.weight"), "the target's own")
+    return notes, {**reasons, **({"t2d": INVERSE_MAP} if t2d is not None else {})}

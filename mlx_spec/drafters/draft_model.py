@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint import AGAIN, check_weights, one_line
 from mlx_spec.drafters.chain import Chain
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.target import LMTarget

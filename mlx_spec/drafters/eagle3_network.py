@@ -14,11 +14,11 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.checkpoint import one_line
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.recorded import POST, WHERE, Recorded, joined, layer_config
 from mlx_spec.drafters.weights import required
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.files import one_line
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, qwen3_5, qwen3_next
 
-from mlx_spec.checkpoint import AGAIN, one_line
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.files import AGAIN, one_line
 
 Config = Mapping[str, Any]
 

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint import check_weights, one_line
 from mlx_spec.drafters.draft_model import BACKLOG, CHUNK, SHORT, Vocabulary, common_prefix
 from mlx_spec.drafters.one_pass import behind, drawn
 from mlx_spec.drafters.recorded import WHERE, Recorded, shift_norms

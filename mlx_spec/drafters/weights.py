@@ -13,8 +13,9 @@ from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from mlx_spec.checkpoint import AGAIN, WEIGHTS, check_weights, shortened
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import WEIGHTS, check_weights
+from mlx_spec.hub.files import AGAIN, shortened
 
 Value = TypeVar("Value")
 QUANTIZABLE = nn.Linear, nn.Embedding, SwitchLinear, MultiLinear

@@ -18,8 +18,8 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from mlx_spec.checkpoint import one_line, read_object
 from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.hub.files import one_line, read_object
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first

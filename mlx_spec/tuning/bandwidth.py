@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_spec.tuning.roofline import Format
+from mlx_spec.hub.weights import WeightFormat
 
 SIZE = 2**28  # bytes of a buffer: more than the last cache of any chip in `devices.py`
 SECONDS = 0.5  # for each of the three figures
@@ -48,7 +48,7 @@ def device_memory() -> int:
     return int(named) if named else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(format: Format, *, size: int = SIZE, seconds: float = SECONDS) -> Bandwidth:
+def measure(format: WeightFormat, *, size: int = SIZE, seconds: float = SECONDS) -> Bandwidth:
     """Measure for three times `seconds` and a warm-up, with weights in `format` for the row.
 
     Affine formats that MLX has a kernel for are measured as such, others as 16- or 32-bit floats.
@@ -71,7 +71,7 @@ def _incremented(buffer: mx.array, passes: int) -> mx.array:
     return buffer
 
 
-def _row_rate(format: Format, size: int, seconds: float) -> float:
+def _row_rate(format: WeightFormat, size: int, seconds: float) -> float:
     build = _quantized if _has_kernel(format) else _dense
     block = build(format, WIDTH)
     mx.eval(block.launch(1))
@@ -81,7 +81,7 @@ def _row_rate(format: Format, size: int, seconds: float) -> float:
     return _rate(matrix.launch, matrix.size, seconds)
 
 
-def _has_kernel(format: Format) -> bool:
+def _has_kernel(format: WeightFormat) -> bool:
     return format.mode == "affine" and format.bits in KERNEL_BITS and format.group_size in KERNEL_GROUPS
 
 
@@ -101,7 +101,7 @@ class _Matrix:
         return [row]
 
 
-def _quantized(format: Format, rows: int) -> _Matrix:
+def _quantized(format: WeightFormat, rows: int) -> _Matrix:
     bits, group_size = format.bits, format.group_size or WIDTH
     words = mx.ones((rows, WIDTH * bits // 32), mx.uint32)
     scales = mx.ones((rows, WIDTH // group_size), mx.bfloat16)
@@ -113,7 +113,7 @@ def _quantized(format: Format, rows: int) -> _Matrix:
     return _Matrix(words.nbytes + 2 * scales.nbytes, product, mx.bfloat16)
 
 
-def _dense(format: Format, rows: int) -> _Matrix:
+def _dense(format: WeightFormat, rows: int) -> _Matrix:
     dtype = mx.float32 if format.bits == 32 else mx.bfloat16
     matrix = mx.ones((rows, WIDTH), dtype)
     mx.eval(matrix)

@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_spec.checkpoint import WEIGHTS, one_line
 from mlx_spec.errors import Mismatch, NotFound, SpecError
-from mlx_spec.tuning.sizes import header
+from mlx_spec.hub.checkpoint import WEIGHTS, header_bytes
+from mlx_spec.hub.files import one_line
 
 FORMAT = 1  # of the files; raised when older ones can no longer be read
 MAX_SIZE = 1_000_000  # bytes; a profile has a few thousand
@@ -137,7 +137,7 @@ def fingerprint(folder: Path) -> str:
     digest.update(config.read_bytes() if config.is_file() else b"")
     for file in sorted(folder.glob(WEIGHTS)):
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(header(file))
+        digest.update(header_bytes(file))
     return digest.hexdigest()[:16]
 
 

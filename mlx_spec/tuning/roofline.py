@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mlx_spec.hub.weights import DecodeSizes, WeightFormat
 from mlx_spec.tuning.devices import Chip
 
 TILE = 5  # rows for which qmv_wide reads the weights once
@@ -34,35 +35,6 @@ MAX_DRAFT_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Format:
-    """How weights are stored."""
-
-    bits: int
-    group_size: int | None = None  # weights that share a scale; None: not quantized
-    mode: str = "affine"  # or a floating-point one: mxfp4, mxfp8, nvfp4
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """Scales included: two of 16 bits a group in affine mode, one of 8 in the others."""
-        if self.group_size is None:
-            return self.bits / 8
-        return self.bits / 8 + (4 if self.mode == "affine" else 1) / self.group_size
-
-
-@dataclass(frozen=True)
-class Model:
-    """What decoding reads and holds of a model, in bytes."""
-
-    read: float  # weights for one token, the experts it goes through included
-    held: float  # all weights
-    format: Format
-    experts: float = 0.0  # the part of `read` that is experts: other ones for every row
-    layers: int | None = None  # None: not known
-    kv_read: float = 0.0  # K/V for one token, at the context in question
-    kv_held: float = 0.0
-
-
-@dataclass(frozen=True)
 class Prediction:
     """What is to be expected of a chip. Nothing in it was measured."""
 
@@ -80,7 +52,7 @@ class Prediction:
         return self.plain * self.speed_up
 
 
-def predict(chip: Chip, target: Model, drafter: Model | None, acceptance: float) -> Prediction:
+def predict(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> Prediction:
     """The best number of draft tokens on a chip and what it brings, the same acceptance at every position.
 
     Without a drafter model drafting costs nothing, as with lookup.
@@ -101,7 +73,7 @@ def predict(chip: Chip, target: Model, drafter: Model | None, acceptance: float)
     )
 
 
-def _longest(chip: Chip, format: Format) -> int:
+def _longest(chip: Chip, format: WeightFormat) -> int:
     """The most draft tokens for which verification can be predicted.
 
     No time of quantized matmul kernels on few rows is published for M1 and M2.
@@ -111,7 +83,9 @@ def _longest(chip: Chip, format: Format) -> int:
     return _matmul_from(chip, format) - 2
 
 
-def speed_up(chip: Chip, target: Model, drafter: Model | None, acceptance: float, k: int) -> float:
+def speed_up(
+    chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float, k: int
+) -> float:
     """Tokens a second of rounds with k draft tokens, over plain decoding.
 
     Leviathan et al., arXiv:2211.17192, but with verification of k + 1 rows at its own cost.
@@ -124,7 +98,7 @@ def tokens(acceptance: float, k: int) -> float:
     return sum(acceptance**position for position in range(k + 1))
 
 
-def round_cost(chip: Chip, target: Model, drafter: Model | None, k: int) -> float:
+def round_cost(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, k: int) -> float:
     """Time of a round with k draft tokens, in plain steps."""
     if k == 0:
         return 1.0
@@ -133,7 +107,7 @@ def round_cost(chip: Chip, target: Model, drafter: Model | None, k: int) -> floa
     return (seconds(chip, target, rows=k + 1) + k * draft) / plain + HOST_SHARE
 
 
-def seconds(chip: Chip, model: Model, rows: int) -> float:
+def seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """A forward pass over `rows` tokens."""
     one = weight_seconds(chip, model, rows=1)
     fixed = FIXED_SHARE * one if model.layers is None else LAYER_SECONDS * model.layers
@@ -141,7 +115,7 @@ def seconds(chip: Chip, model: Model, rows: int) -> float:
     return fixed + weight_seconds(chip, model, rows) + attention
 
 
-def weight_seconds(chip: Chip, model: Model, rows: int) -> float:
+def weight_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """The matrix multiplications of a pass: the staircase that limits speculation."""
     shared = model.read - model.experts
     reading = passes(chip, model.format, rows) * shared / _speed(chip)
@@ -149,7 +123,7 @@ def weight_seconds(chip: Chip, model: Model, rows: int) -> float:
     return max(reading, _arithmetic(chip, model.format, rows) * shared) + rows * model.experts / _speed(chip)
 
 
-def passes(chip: Chip, format: Format, rows: int) -> float:
+def passes(chip: Chip, format: WeightFormat, rows: int) -> float:
     """How often the weights are read for `rows` rows."""
     if rows == 1 or rows >= _matmul_from(chip, format):
         return 1.0
@@ -163,7 +137,7 @@ def _speed(chip: Chip) -> float:
     return chip.sustained * 1e9
 
 
-def _arithmetic(chip: Chip, format: Format, rows: int) -> float:
+def _arithmetic(chip: Chip, format: WeightFormat, rows: int) -> float:
     """Seconds to multiply one byte of weights by `rows` rows."""
     rate, computed = ROW_RATE * chip.alu_tflops, rows
     if rows >= _matmul_from(chip, format):
@@ -172,13 +146,13 @@ def _arithmetic(chip: Chip, format: Format, rows: int) -> float:
     return 2 * computed / format.bytes_per_weight / (rate * 1e12)
 
 
-def _is_wide(chip: Chip, format: Format) -> bool:
+def _is_wide(chip: Chip, format: WeightFormat) -> bool:
     """Whether a few rows go to a kernel that reads the weights once for all of a tile."""
     floating = format.group_size is not None and format.mode != "affine"
     return floating or chip.generation >= WIDE_GENERATION
 
 
-def _matmul_from(chip: Chip, format: Format) -> int:
+def _matmul_from(chip: Chip, format: WeightFormat) -> int:
     """Rows from which MLX takes a matmul kernel, for matrices with a side beyond 4096: most weights."""
     if format.group_size is None:
         return DENSE_WIDE_ROWS + 1 if _is_wide(chip, format) else 2

@@ -33,9 +33,9 @@ from mlx_spec.apps.chat.multiline import is_open, unquoted
 from mlx_spec.apps.chat.origin import COPIED, DRAFTED, FORCED, Origins, legend
 from mlx_spec.apps.chat.saved import Saved
 from mlx_spec.apps.chat.settings import NAMES, Settings, changed, from_values, shown, values
-from mlx_spec.apps.chat.storage import write_whole
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.hub.files import write_atomically
 from mlx_spec.session import Session
 from mlx_spec.text.stream import Span
 
@@ -138,14 +138,14 @@ def test_names_of_files(tmp_path):
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_is_written_is_whole(failure, tmp_path, monkeypatch):
     file = tmp_path / "talk.json"
-    write_whole(file, "before")
+    write_atomically(file, "before")
 
     def fail(_number: int) -> None:
         raise failure
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(type(failure)):
-        write_whole(file, "after")
+        write_atomically(file, "after")
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 

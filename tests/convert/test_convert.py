@@ -15,22 +15,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import synthetic
+from commands import run
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_spec
-from mlx_spec.checkpoint import read_config
 from mlx_spec.convert import texts
-from mlx_spec.convert.command import main
-from mlx_spec.convert.conversion import Request, convert
-from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.source import check_hashes, open_source
-from mlx_spec.convert.target import made_of
+from mlx_spec.convert.target import sources_of
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.gemma4_assistant import AssistantSource, visible
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
-from mlx_spec.model.target import LMTarget
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.target import LMTarget
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")
@@ -48,7 +48,7 @@ def request(pair: str | Path, out: Path, **changes: Any) -> Request:
 
 
 def converted(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
-    return convert(request(pair, out, **changes), Progress(io.StringIO()))
+    return convert(request(pair, out, **changes), StageProgress(io.StringIO()))
 
 
 def refusal(pair: str | Path, out: Path, kind: type[SpecError] = BadCheckpoint, **changes: Any) -> str:
@@ -239,7 +239,7 @@ def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
 def test_without_a_drafter(tmp_path: Path) -> None:
     manifest = converted("12b", tmp_path / "out", drafter="none")
     assert manifest["drafter"] is None and not (tmp_path / "out" / "drafter").exists()
-    assert mlx_spec.load(tmp_path / "out").info.drafter is None
+    assert mlx_spec.load(tmp_path / "out").facts.drafter is None
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
@@ -250,7 +250,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     rope = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5}
     (source / "config.json").write_text(json.dumps({**rope, **made.config}))
     asked = Request(str(source), "auto", out, "none", None, "none", None, False)
-    manifest = convert(asked, Progress(io.StringIO()))
+    manifest = convert(asked, StageProgress(io.StringIO()))
     drafter = manifest["parts"]["drafter"]
     assert drafter["family"].endswith("_mtp") and drafter["runnable"]
     # Copies of the target's tables are in neither; everything else is in one of both.
@@ -262,7 +262,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
         str(source / "model.safetensors"), {k: v for k, v in made.tensors.items() if k not in head}
     )
     with pytest.raises(BadCheckpoint, match="stripped"):
-        convert(replace(asked, out=tmp_path / "other"), Progress(io.StringIO()))
+        convert(replace(asked, out=tmp_path / "other"), StageProgress(io.StringIO()))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_drafters_of_every_family(made: synthetic.Checkpoint, tmp_path: Path) ->
     (source / "config.json").write_text(json.dumps(config))
     drafter = made.write(tmp_path / "drafter")
     asked = Request(str(source), str(drafter), tmp_path / "out", "none", None, "none", None, False)
-    part = convert(asked, Progress(io.StringIO()))["parts"]["drafter"]
+    part = convert(asked, StageProgress(io.StringIO()))["parts"]["drafter"]
     assert part["runnable"]
     assert mlx_spec.load(tmp_path / "out").drafter_names == (part["family"], "lookup")
 
@@ -299,7 +299,7 @@ def test_a_target_has_a_model_type(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="has no model_type: this is no target"):
         convert(
             Request(str(source), "none", tmp_path / "out", "none", None, "none", None, False),
-            Progress(io.StringIO()),
+            StageProgress(io.StringIO()),
         )
 
 
@@ -310,7 +310,7 @@ def test_where_tensors_went(tmp_path: Path) -> None:
     seen = stored(file)
     gate, up = mx.split(seen["x.1"], 2)
     stacked = mx.stack([seen[f"x.{i}"] for i in range(4, 1300)])
-    used = made_of(seen, [seen["x.0"], gate, up, stacked, seen["x.2"].astype(mx.float32)])
+    used = sources_of(seen, [seen["x.0"], gate, up, stacked, seen["x.2"].astype(mx.float32)])
     assert seen.keys() - used == {"x.3"}
 
 
@@ -335,7 +335,7 @@ def test_other_formats(name: str, part: str, copied: Callable[[str], Path], tmp_
 
 def test_unknown_families(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("12b")
-    edit_config(source / "assistant", lambda config: config.update(model_type="my_drafter"))
+    edit_config(source / "assistant", lambda config: config.update(model_type="my_drafter", architectures=[]))
     text = refusal(source, tmp_path / "out")
     assert "my_drafter" in text and "gemma4_assistant" in text
     edit_config(source / "target", lambda config: config.update(model_type="my_model"))
@@ -345,7 +345,7 @@ def test_unknown_families(copied: Callable[[str], Path], tmp_path: Path) -> None
 def test_tensors_missing_and_left_over(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source, out = copied("12b"), tmp_path / "out"
     edit_tensors(source / "assistant", lambda tensors: tensors.update(surprise=mx.zeros((2, 2))))
-    assert "no use for: surprise" in refusal(source, out)
+    assert "surprise" in refusal(source, out)
     edit_tensors(
         source / "assistant", lambda tensors: [tensors.pop("surprise"), tensors.pop("model.norm.weight")]
     )
@@ -393,17 +393,17 @@ def test_hash_of_a_download(tmp_path: Path) -> None:
     (blobs / digest).write_bytes(data)
     source = open_source(str(snapshot))
     assert source.revision == "0" * 40
-    assert check_hashes(source, Progress(io.StringIO())) == {"model.safetensors": digest}
+    assert check_hashes(source, StageProgress(io.StringIO())) == {"model.safetensors": digest}
     (blobs / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(BadCheckpoint, match=f"sha256.*remove .*{digest}"):
-        check_hashes(source, Progress(io.StringIO()))
+        check_hashes(source, StageProgress(io.StringIO()))
 
 
 def test_quantized_already(tmp_path: Path) -> None:
     converted("12b", tmp_path / "first", quantization="4", drafter_bits="4")
     again = {"target": str(tmp_path / "first" / "target"), "drafter": "none", "dtype": None}
     text = refusal("12b", tmp_path / "second", InvalidValue, **again, quantization="8")
-    assert "quantized already (4 bits affine)" in text
+    assert "quantized already (4-bit MLX, groups of 64)" in text
     converted("12b", tmp_path / "second", **again, quantization=None)
     weights = [(tmp_path / run / "target" / "model.safetensors").read_bytes() for run in ("first", "second")]
     assert weights[0] == weights[1]
@@ -433,12 +433,10 @@ def test_existing_folder(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = GOLDEN / "12b", tmp_path / "out"
     arguments = [str(source / "target"), "--drafter", str(source / "assistant"), "-o", str(out)]
-    assert main([*arguments, "-q", "8", "--no-self-test"]) == 0
+    assert run("convert", *arguments, "-q", "8", "--no-self-test") == 0
     shown = capsys.readouterr()
     assert "affine 8 bits" in shown.out and "affine 4 bits" in shown.out and "not run" in shown.out
     assert shown.err.splitlines()[0].startswith("writing the target (")
-    assert main(arguments) == 1
+    assert run("convert", *arguments) == 1
     assert capsys.readouterr().err.startswith(f"mlx-spec: {out} exists already")
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments, "-q", "3"])
-    assert caught.value.code == 2
+    assert run("convert", *arguments, "-q", "3") == 2

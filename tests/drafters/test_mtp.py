@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model
 from one_pass_law import control_excess, drafted_excess
 
 from mlx_spec.convert.source import open_source
-from mlx_spec.convert.target import open_model
+from mlx_spec.convert.target import convert_model
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.mtp import MTPSource
@@ -80,7 +80,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
 @cache
 def model_of(kind: str) -> nn.Module:
     """The target in a golden folder, without its head, in float32."""
-    found = open_model(open_source(str(GOLDEN / kind)), None, "float32")
+    found = convert_model(open_source(str(GOLDEN / kind)), None, "float32")
     with tempfile.TemporaryDirectory() as folder:
         mx.save_safetensors(str(Path(folder) / "model.safetensors"), found.tensors)
         (Path(folder) / "config.json").write_text(json.dumps(found.config))

@@ -23,11 +23,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
 from mlx_spec.apps.described import as_json, description
-from mlx_spec.convert.inspect import inspect
 from mlx_spec.demo import DRAFTER, TARGET
 from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource
 from mlx_spec.drafters.translation import LONGEST, Place, Translation, continuation, encoded, parted, whole
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.inspect import inspect
 from mlx_spec.load import load
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed

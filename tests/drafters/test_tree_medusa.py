@@ -24,8 +24,7 @@ from test_tree_policy import FLAT, PLAIN, STEEP
 from virtual import Curve
 
 from mlx_spec import load
-from mlx_spec.convert.conversion import Request, convert
-from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.engine import generate
@@ -254,7 +253,7 @@ def test_no_more_tokens_than_asked_for(count: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
     target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", False), Progress(io.StringIO()))
+    convert(Request(target, heads, out, "none", None, "none", "float32", False), StageProgress(io.StringIO()))
     return out
 
 

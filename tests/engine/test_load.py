@@ -22,9 +22,10 @@ from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec import hub, known
-from mlx_spec.checkpoint import check_weights
+from mlx_spec import hub
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NotRewindable, SpecError
+from mlx_spec.hub import catalog
+from mlx_spec.hub.checkpoint import check_weights
 from mlx_spec.load import load
 from mlx_spec.types import Reason
 
@@ -423,7 +424,7 @@ def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: P
     ],
 )
 def test_published_pairs(repository: str, drafter: str | None) -> None:
-    assert known.drafter_of(repository) == drafter
+    assert catalog.made_for(repository) == drafter
 
 
 # --- repositories

@@ -12,22 +12,21 @@ from typing import Any
 
 import pytest
 import sparse
-from hub_stand_in import serving
+from commands import run
+from hub_stand_in import ROOT, serving
 
 from mlx_spec.apps import described
-from mlx_spec.apps.models import inspect_main
-from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect
 from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 WEIGHT = {"model.embed_tokens.weight": ("BF16", (64, 32))}
 
 
-def one(folder: Path) -> Checkpoint:
+def one(folder: Path) -> CheckpointInfo:
     """The description of a folder, which must also make lines and JSON."""
     found = inspect(str(folder))
-    assert isinstance(found, Checkpoint)
+    assert isinstance(found, CheckpointInfo)
     assert json.loads(json.dumps(described.as_json(found)))["name"] == str(folder)
     assert all("\n" not in line for line in described.description(found))
     return found
@@ -82,11 +81,8 @@ def test_config_as_transformers_saves_it(tmp_path: Path) -> None:
 
 
 MLX_4 = {"l.weight": ("U32", (64, 8)), "l.scales": ("BF16", (64, 1)), "l.biases": ("BF16", (64, 1))}
-MIXED = MLX_4 | {
-    "head.weight": ("U32", (10, 16)),
-    "head.scales": ("F16", (10, 2)),
-    "head.biases": ("F16", (10, 2)),
-}
+HEAD_8 = {"h.weight": ("U32", (10, 16)), "h.scales": ("F16", (10, 2)), "h.biases": ("F16", (10, 2))}
+MXFP4 = {"l.weight": ("U32", (64, 8)), "l.scales": ("U8", (64, 2))}
 GPTQ = {"l.qweight": ("I32", (8, 64)), "l.scales": ("F16", (1, 64)), "l.qzeros": ("I32", (1, 8))}
 FP8 = {"l.weight": ("F8_E4M3", (128, 64)), "l.weight_scale_inv": ("F32", (1, 1))}
 BLOCKS = {"l.down_proj_blocks": ("U8", (2, 32, 16)), "l.down_proj_scales": ("U8", (2, 32))}
@@ -96,75 +92,42 @@ NVFP4 = {
     "l.weight_scale": ("F8_E4M3", (64, 4)),
     "l.weight_scale_2": ("F32", ()),
 }
+FLOATS = {"l.weight": ("F32", (4, 4)), "l.bias": ("F32", (4,))}
+HALVES = {"l.weight": ("BF16", (9, 9)), "norm.weight": ("F32", (9,)), "map": ("I64", (99,))}
+IN_4 = {"bits": 4, "group_size": 64}
+PACK = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+
+
+def theirs(method: str, **settings: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **settings}}
 
 
 @pytest.mark.parametrize(
     ("settings", "tensors", "precision", "parameters"),
     [
-        ({}, {"l.weight": ("F32", (4, 4)), "l.bias": ("F32", (4,))}, "float32", 20),
+        ({}, FLOATS, "float32", 20),
+        ({}, HALVES, "bfloat16", 90),
+        ({"quantization": IN_4}, MLX_4, "4-bit MLX, groups of 64", 64 * 64),
         (
-            {},
-            {"l.weight": ("BF16", (9, 9)), "norm.weight": ("F32", (9,)), "map": ("I64", (99,))},
-            "bfloat16",
-            90,
-        ),
-        ({"quantization": {"bits": 4, "group_size": 64}}, MLX_4, "4-bit MLX, groups of 64", 64 * 64),
-        (
-            {"quantization": {"bits": 4, "group_size": 64, "head": {"bits": 8, "group_size": 32}}},
-            MIXED,
+            {"quantization": {**IN_4, "h": {"bits": 8, "group_size": 32}}},
+            MLX_4 | HEAD_8,
             "4-bit MLX, groups of 64, some layers 8-bit",
             64 * 64 + 10 * 64,
         ),
         (
             {"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}},
-            {"l.weight": ("U32", (64, 8)), "l.scales": ("U8", (64, 2))},
+            MXFP4,
             "mxfp4 MLX, groups of 32",
-            64 * 64,
-        ),
-        (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}},
-            GPTQ,
-            "GPTQ 4-bit, groups of 64",
             4096,
         ),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, GPTQ, "AWQ 4-bit", 4096),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            FP8,
-            "FP8, blocks of 128x128",
-            128 * 64,
-        ),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, BLOCKS, "MXFP4", 2 * 32 * 32),
-        (
-            {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "format": "pack-quantized",
-                    "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
-                }
-            },
-            PACKED,
-            "compressed-tensors pack-quantized",
-            64 * 64,
-        ),
-        (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-            NVFP4,
-            "ModelOpt NVFP4",
-            64 * 64,
-        ),
-        (
-            {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 8}}},
-            GPTQ,
-            "GPTQ 8-bit",
-            2048,
-        ),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-            NVFP4,
-            "bitsandbytes 4-bit",
-            4096,
-        ),
+        (theirs("gptq", **IN_4), GPTQ, "GPTQ 4-bit, groups of 64", 4096),
+        (theirs("awq", bits=4), GPTQ, "AWQ 4-bit", 4096),
+        (theirs("fp8", weight_block_size=[128, 128]), FP8, "FP8, blocks of 128x128", 128 * 64),
+        (theirs("mxfp4"), BLOCKS, "MXFP4", 2 * 32 * 32),
+        (theirs("compressed-tensors", **PACK), PACKED, "compressed-tensors pack-quantized", 4096),
+        (theirs("modelopt", quant_algo="NVFP4"), NVFP4, "ModelOpt NVFP4", 4096),
+        ({"text_config": theirs("gptq", bits=8)}, GPTQ, "GPTQ 8-bit", 2048),
+        (theirs("bitsandbytes", load_in_4bit=True), NVFP4, "bitsandbytes 4-bit", 4096),
         ({"quantization": "odd", "quantization_config": 3}, {"l.weight": ("F16", (2, 2))}, "float16", 4),
     ],
 )
@@ -193,50 +156,30 @@ def test_assistant_fits_its_target_alone(tmp_path: Path, size: str) -> None:
 
 
 HEADS = {"0.0.linear.weight": ("F16", (64, 64)), "0.1.weight": ("F16", (320, 64))}
-EAGLE = {
-    "fc.weight": ("BF16", (64, 192)),
-    "d2t": ("I64", (32,)),
-    "t2d": ("BOOL", (320,)),
-    "lm_head.weight": ("BF16", (32, 64)),
-}
-CONVERTED_FOR = {"hidden_size": 96, "vocab_size": 99, "num_hidden_layers": 7, "rope": {}}
+EAGLE = {"fc.weight": ("BF16", (64, 192)), "d2t": ("I64", (32,)), "t2d": ("BOOL", (320,))}
+DFLASH = {"fc.weight": ("BF16", (64, 320)), "hidden_norm.weight": ("BF16", (64,))}
+MTP = {"mtp.fc.weight": ("BF16", (64, 128)), "mtp.norm.weight": ("BF16", (64,))}
+MASK = {"mask_hidden": ("BF16", (1, 1, 192))}
+CONVERTED = {"target": {"hidden_size": 96, "vocab_size": 99, "num_hidden_layers": 7, "rope": {}}}
 LAYER = {"model_type": "llama", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 1}
+SMALL = {"draft_vocab_size": 32, "target_hidden_size": 96}
+FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
 
 
 @pytest.mark.parametrize(
     ("config", "tensors", "kind", "needs"),
     [
         (LAYER, EAGLE, "EAGLE-3", (64, 320, None)),
-        (LAYER | {"draft_vocab_size": 32, "target_hidden_size": 96}, WEIGHT, "EAGLE-3", (96, 320, None)),
-        (LAYER, EAGLE | {"mask_hidden": ("BF16", (1, 1, 192))}, "P-EAGLE", (64, 320, None)),
-        (
-            LAYER | {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36},
-            {"fc.weight": ("BF16", (64, 320)), "hidden_norm.weight": ("BF16", (64,))},
-            "DFlash",
-            (64, 320, 36),
-        ),
+        (LAYER | SMALL, WEIGHT, "EAGLE-3", (96, 320, None)),
+        (LAYER, EAGLE | MASK, "P-EAGLE", (64, 320, None)),
+        (LAYER | FLASH, DFLASH, "DFlash", (64, 320, 36)),
         (LAYER | {"pard_token": 319}, WEIGHT, "PARD", (None, None, None)),
         ({"model_type": "llama", "medusa_num_heads": 2}, HEADS, "Medusa", (64, None, None)),
-        (
-            LAYER | {"model_type": "qwen3_5_mtp"},
-            {"fc.weight": ("BF16", (64, 128))},
-            "MTP head",
-            (64, 320, None),
-        ),
-        (
-            LAYER,
-            {"mtp.fc.weight": ("BF16", (64, 128)), "mtp.norm.weight": ("BF16", (64,))},
-            "MTP head",
-            (64, 320, None),
-        ),
-        (
-            {"model_type": "dflash", "target": CONVERTED_FOR, "layer_config": LAYER},
-            WEIGHT,
-            "DFlash",
-            (96, 99, 7),
-        ),
-        ({"model_type": "pard", "target": CONVERTED_FOR}, WEIGHT, "PARD", (96, 99, 7)),
-        ({"model_type": "glm_mtp", "target": CONVERTED_FOR}, WEIGHT, "MTP head", (96, 99, 7)),
+        (LAYER | {"model_type": "qwen3_5_mtp"}, WEIGHT, "MTP head", (64, 320, None)),
+        (LAYER, MTP, "MTP head", (64, 320, None)),
+        ({"model_type": "dflash", "layer_config": LAYER} | CONVERTED, WEIGHT, "DFlash", (96, 99, 7)),
+        ({"model_type": "pard"} | CONVERTED, WEIGHT, "PARD", (96, 99, 7)),
+        ({"model_type": "glm_mtp"} | CONVERTED, WEIGHT, "MTP head", (96, 99, 7)),
         ({"speculators_model_type": "eagle3", "model_type": "x"}, WEIGHT, "EAGLE-3", (None, None, None)),
         (LAYER, WEIGHT, None, None),
     ],
@@ -287,7 +230,7 @@ def test_truncated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = one(folder)
     assert found.problem is not None and f"has {size - 1} bytes, its header promises {size}" in found.problem
     assert found.parameters == 64 * 32
-    assert inspect_main([str(folder)]) == 1
+    assert run("inspect", str(folder)) == 1
     assert f"its header promises {size}" in capsys.readouterr().out
 
 
@@ -360,19 +303,19 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     test = {"result": "passed", "acceptance": 0.61234, "prompts": ["x"]}
     manifest = {"target": "target", "drafter": "drafter", "self_test": test, "format": 9}
     (tmp_path / "pair.json").write_text(json.dumps(manifest))
-    assert inspect_main([str(tmp_path)]) == 0
+    assert run("inspect", str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert "self-test          passed, acceptance 0.612" in out and "Gemma 4 assistant" in out
-    assert inspect_main([str(tmp_path), "--json"]) == 0
+    assert run("inspect", str(tmp_path), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["self_test"] == test and found["drafter"]["needs"]["hidden_size"] == 2560
     shutil.rmtree(tmp_path / "drafter")
-    assert inspect_main([str(tmp_path)]) == 1
+    assert run("inspect", str(tmp_path)) == 1
     assert "no config.json" in capsys.readouterr().out
     (tmp_path / "pair.json").write_text(json.dumps({"target": "target", "drafter": None, "self_test": 3}))
-    assert inspect_main([str(tmp_path)]) == 0
+    assert run("inspect", str(tmp_path)) == 0
     (tmp_path / "pair.json").write_text(json.dumps({"target": 3}))
-    assert inspect_main([str(tmp_path)]) == 1
+    assert run("inspect", str(tmp_path)) == 1
     assert "target must be a path" in capsys.readouterr().out
 
 
@@ -383,8 +326,8 @@ def test_no_mlx_and_no_weights() -> None:
     code = """
 import sys
 sys.modules["mlx"] = sys.modules["mlx_lm"] = None  # an import fails
-from mlx_spec.apps.models import inspect_main
-code = inspect_main(["demo"])
+from mlx_spec.apps.cli import main
+code = main(["inspect", "demo"])
 assert sys.modules["mlx"] is None and "mlx.core" not in sys.modules and "numpy" not in sys.modules
 sys.exit(code)
 """
@@ -409,7 +352,7 @@ def test_huge(tmp_path: Path) -> None:
     start = time.process_time()
     found = inspect(str(folder))
     assert time.process_time() - start < 1
-    assert isinstance(found, Checkpoint) and found.problem is None
+    assert isinstance(found, CheckpointInfo) and found.problem is None
     assert found.parameters == 30_000 * 4096 * 8192 and found.size > 2e12
 
 
@@ -417,11 +360,10 @@ def test_repository_that_is_not_here(tmp_path: Path) -> None:
     folder = sparse.checkpoint(tmp_path / "repo", sparse.gemma4("E2B"), {"a.weight": ("BF16", (4096, 4096))})
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (folder / "own.py").touch()
-    code = "import sys; from mlx_spec.apps.models import inspect_main; sys.exit(inspect_main(sys.argv[1:]))"
 
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def inspected(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-W", "error", "-c", code, *arguments],
+            [sys.executable, "-W", "error", "-m", "mlx_spec", "inspect", *arguments],
             env=hub.variables(tmp_path / "home") | environment,
             cwd=ROOT,
             capture_output=True,
@@ -430,14 +372,14 @@ def test_repository_that_is_not_here(tmp_path: Path) -> None:
         )
 
     with serving({"owner/model": folder}) as hub:
-        done = run("owner/model", "--json")
+        done = inspected("owner/model", "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["parameters"] == 4096 * 4096 and found["size"] > 33e6
         assert (found["family"], found["has_tokenizer"], found["has_template"]) == ("gemma4", True, True)
         assert not (tmp_path / "home" / "hub").exists()
         assert hub.sent < 1e6
-        done = run("owner/model", HF_HUB_OFFLINE="1")
+        done = inspected("owner/model", HF_HUB_OFFLINE="1")
         assert done.returncode == 1 and done.stdout == ""
         assert (
             "HF_HUB_OFFLINE forbids" in done.stderr

@@ -15,10 +15,9 @@ import pytest
 from lossless import GREEDY, emitted
 
 import mlx_spec
-from mlx_spec.convert import measure, texts, walk
-from mlx_spec.convert.conversion import Request, convert
+from mlx_spec.convert import acceptance, measure, texts
+from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.families import family_of
-from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence
@@ -129,12 +128,12 @@ OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it, on few and short texts. Returns its manifest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "GENERATED", 12)
+        patch.setattr(acceptance, "GENERATED", 12)
         patch.setattr(measure, "TEXT_LENGTH", 16)
         patch.setattr(measure, "PROMPTS", texts.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
         asked = Request(str(target), drafter, out, "none", None, "none", "float32", True)
-        return convert(asked, Progress(io.StringIO()))
+        return convert(asked, StageProgress(io.StringIO()))
 
 
 def generate_with(

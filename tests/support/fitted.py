@@ -16,13 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from synthetic import Checkpoint
+from synthetic import Checkpoint, layer_shapes
 
-from mlx_spec.convert.drafter import family_or_model, prepare
-from mlx_spec.convert.quantization import Quantization
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.drafter import convert_drafter, family_or_model
+from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.model.target import LMTarget
+from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Drafter, Features, TargetParts
 
 D, V = 64, 256
@@ -89,7 +88,7 @@ def opened(
     """Converted, written, and loaded; `edit` changes the written config.json."""
     source = open_source(str(made.write(folder / "published")))
     quantization = None if bits is None else Quantization(bits, 32)
-    prepared = prepare(source, family_or_model(source), made.target, quantization, None)
+    prepared = convert_drafter(source, family_or_model(source), made.target, quantization, None)
     edit(prepared.config)
     ours = folder / "converted"
     ours.mkdir()
@@ -105,18 +104,8 @@ def _random(forms: dict[str, list[int]], seed: int, scale: float = 0.2) -> dict[
 
 
 def _layer(prefix: str, width: int, hidden: int) -> dict[str, list[int]]:
-    forms = {
-        "input_layernorm.weight": [hidden],
-        "post_attention_layernorm.weight": [hidden],
-        "self_attn.q_proj.weight": [HEADS * HEAD, width],
-        "self_attn.k_proj.weight": [GROUPS * HEAD, width],
-        "self_attn.v_proj.weight": [GROUPS * HEAD, width],
-        "self_attn.o_proj.weight": [hidden, HEADS * HEAD],
-        "mlp.gate_proj.weight": [INNER, hidden],
-        "mlp.up_proj.weight": [INNER, hidden],
-        "mlp.down_proj.weight": [hidden, INNER],
-    }
-    return {prefix + name: form for name, form in forms.items()}
+    shapes = layer_shapes(width, hidden, HEADS * HEAD, GROUPS * HEAD, INNER)
+    return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def medusa(layers: int, heads: int = 4, hidden: int = D, vocab: int = V) -> Checkpoint:

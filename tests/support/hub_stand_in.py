@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+ROOT = Path(__file__).parents[2]
+E2B, ASSISTANT = "mlx-community/gemma-4-e2b-it-4bit", "google/gemma-4-E2B-it-assistant"
 COMMIT = "0" * 39 + "1"
 
 
@@ -59,7 +61,7 @@ def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
 
 
 def sizes_of_incomplete(folder: Path) -> set[int]:
-    """Bytes of each file that is being fetched into `folder`, while other files there come and go."""
+    """Return the bytes of each file that is being fetched into `folder`, while others there come and go."""
     names = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
     return {os.path.getsize(name) for name in names if name.endswith(".incomplete") and os.path.exists(name)}
 

@@ -90,7 +90,7 @@ def eagle3(layer: str = "midlayer.", prefix: str = "", width: int = 2 * D) -> Ch
         "fc.weight": [D, 3 * D],
         "norm.weight": [D],
         "lm_head.weight": [W, D],
-        **{f"{layer}{name}": form for name, form in _layer(width).items()},
+        **{f"{layer}{name}": form for name, form in layer_shapes(width).items()},
         f"{layer}hidden_norm.weight": [D],
     }
     tensors = {prefix + name: random(name, form) for name, form in forms.items()}
@@ -121,7 +121,7 @@ def speculators_eagle3() -> Checkpoint:
 def peagle() -> Checkpoint:
     """P-EAGLE of two layers over the whole vocabulary."""
     made = eagle3("layers.0.")
-    second = {f"layers.1.{name}": random(name, form) for name, form in _layer(D).items()}
+    second = {f"layers.1.{name}": random(name, form) for name, form in layer_shapes(D).items()}
     own = {"embed_tokens.weight": random("", [V, D]), "lm_head.weight": random("", [V, D])}
     tensors = {**made.tensors, **second, **own, "mask_hidden": random("", [1, 1, 3 * D])}
     tensors |= {"d2t": mx.zeros(V, dtype=mx.int64), "t2d": mx.ones(V, dtype=mx.bool_)}
@@ -133,7 +133,7 @@ def dflash() -> Checkpoint:
     """DFlash of two layers that reads five of the target's."""
     forms = {"fc.weight": [D, 5 * D], "hidden_norm.weight": [D], "norm.weight": [D]}
     for index in range(2):
-        layer = {**_layer(D), "self_attn.q_norm.weight": [HEAD], "self_attn.k_norm.weight": [HEAD]}
+        layer = {**layer_shapes(D), "self_attn.q_norm.weight": [HEAD], "self_attn.k_norm.weight": [HEAD]}
         forms |= {f"layers.{index}.{name}": form for name, form in layer.items()}
     config = {
         **LAYER,
@@ -179,23 +179,25 @@ def pard(kind: str = "qwen3") -> Checkpoint:
     }
     forms = {"model.embed_tokens.weight": [V, D], "model.norm.weight": [D], "lm_head.weight": [V, D]}
     for index in range(2):
-        forms |= {f"model.layers.{index}.{n}": form for n, form in {**_layer(D), **extra[kind]}.items()}
+        forms |= {f"model.layers.{index}.{n}": form for n, form in {**layer_shapes(D), **extra[kind]}.items()}
     config = {**LAYER, "model_type": kind, "num_hidden_layers": 2, "tie_word_embeddings": True}
     config |= {"rope_theta": 1e4, "max_position_embeddings": 64}
     tensors = {name: random(name, form) for name, form in forms.items()}
     return Checkpoint(tensors, {**config, "pard_token": 63, "spd_type": "pard"}, dict(TARGET))
 
 
-def _layer(width: int) -> dict[str, list[int]]:
-    """A decoder layer whose attention reads rows of `width`."""
+def layer_shapes(
+    width: int, hidden: int = D, queries: int = HEADS * HEAD, keys: int = GROUPS * HEAD, inner: int = INNER
+) -> dict[str, list[int]]:
+    """The tensors of a decoder layer whose attention reads rows of `width`."""
     return {
-        "input_layernorm.weight": [D],
-        "post_attention_layernorm.weight": [D],
-        "self_attn.q_proj.weight": [HEADS * HEAD, width],
-        "self_attn.k_proj.weight": [GROUPS * HEAD, width],
-        "self_attn.v_proj.weight": [GROUPS * HEAD, width],
-        "self_attn.o_proj.weight": [D, HEADS * HEAD],
-        "mlp.gate_proj.weight": [INNER, D],
-        "mlp.up_proj.weight": [INNER, D],
-        "mlp.down_proj.weight": [D, INNER],
+        "input_layernorm.weight": [hidden],
+        "post_attention_layernorm.weight": [hidden],
+        "self_attn.q_proj.weight": [queries, width],
+        "self_attn.k_proj.weight": [keys, width],
+        "self_attn.v_proj.weight": [keys, width],
+        "self_attn.o_proj.weight": [hidden, queries],
+        "mlp.gate_proj.weight": [inner, hidden],
+        "mlp.up_proj.weight": [inner, hidden],
+        "mlp.down_proj.weight": [hidden, inner],
     }

@@ -1,4 +1,4 @@
-"""Rows of decoder layers, by the names that mlx-lm gives their parts, so that its layers can hold them.
+"""Table rows of decoder layers, by the names of mlx-lm, whose layers hold them.
 
 Axes in Sizes: hidden; q, kv, o, head (attention); inner (MLP); experts, expert (inner of one), shared.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_spec.convert.families.family import Config
-from mlx_spec.convert.families.fit import head_size, size
-from mlx_spec.convert.families.table import Row, Sizes, Source, same, under
+from .table import Config, Row, Sizes, Source, same, size, under
 
 NORMS = (same("input_layernorm.weight", "hidden"), same("post_attention_layernorm.weight", "hidden"))
 QK_NORMS = (same("self_attn.q_norm.weight", "head"), same("self_attn.k_norm.weight", "head"))
@@ -21,7 +19,7 @@ QKV_BIASES = (
 
 
 def attention(inputs: str = "hidden") -> tuple[Row, ...]:
-    """Grouped-query attention whose q, k and v read rows of `inputs`."""
+    """Return grouped-query attention whose q, k and v read rows of `inputs`."""
     return (
         same("self_attn.q_proj.weight", f"q {inputs}"),
         same("self_attn.k_proj.weight", f"kv {inputs}"),
@@ -31,14 +29,18 @@ def attention(inputs: str = "hidden") -> tuple[Row, ...]:
 
 
 def attention_sizes(config: Config, title: str) -> dict[str, int]:
-    """Axes of `attention`."""
-    head, heads = head_size(config, title), size(config, "num_attention_heads", title)
+    """Return the axes of `attention`."""
+    heads = size(config, "num_attention_heads", title)
+    if config.get("head_dim") is not None:
+        head = size(config, "head_dim", title)
+    else:
+        head = size(config, "hidden_size", title) // heads
     groups = size(config, "num_key_value_heads", title) if "num_key_value_heads" in config else heads
     return {"q": heads * head, "kv": groups * head, "o": heads * head, "head": head}
 
 
 def latent_attention(config: Config) -> tuple[Row, ...]:
-    """Multi-head latent attention (DeepSeek-V2)."""
+    """Return multi-head latent attention (DeepSeek-V2)."""
     query: tuple[Row, ...] = (
         same("self_attn.q_a_proj.weight", "q_rank hidden"),
         same("self_attn.q_a_layernorm.weight", "q_rank"),
@@ -57,7 +59,7 @@ def latent_attention(config: Config) -> tuple[Row, ...]:
 
 
 def latent_sizes(config: Config, title: str) -> dict[str, int]:
-    """Axes of `latent_attention`."""
+    """Return the axes of `latent_attention`."""
     heads, rank = size(config, "num_attention_heads", title), size(config, "kv_lora_rank", title)
     nope, rope = size(config, "qk_nope_head_dim", title), size(config, "qk_rope_head_dim", title)
     value = size(config, "v_head_dim", title)
@@ -74,14 +76,14 @@ def latent_sizes(config: Config, title: str) -> dict[str, int]:
 
 
 def absorb(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
-    """kv_b_proj [heads · (nope + value), rank] as mlx-lm's embed_q [heads, rank, nope] and unembed_out."""
+    """Split kv_b_proj into mlx-lm's embed_q and unembed_out."""
     heads = weight.reshape(sizes["heads"], -1, sizes["kv_rank"])
     keys, values = heads[:, : sizes["nope"]], heads[:, sizes["nope"] :]
     return mx.contiguous(keys.swapaxes(-1, -2)), mx.contiguous(values)
 
 
 def dense(inner: str = "inner", prefix: str = "mlp.") -> tuple[Row, ...]:
-    """A gated MLP of `inner` units."""
+    """Return a gated MLP of `inner` units."""
     return (
         same(f"{prefix}gate_proj.weight", f"{inner} hidden"),
         same(f"{prefix}up_proj.weight", f"{inner} hidden"),
@@ -101,8 +103,8 @@ SEPARATE = (
 )
 
 
-def halves(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
-    """gate_up_proj [experts, 2 · expert, hidden] as gate and up."""
+def split_halves(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
+    """Split gate_up_proj [experts, 2 · expert, hidden] into gate and up."""
     return tuple(mx.split(weight, 2, axis=-2))
 
 
@@ -111,14 +113,14 @@ FUSED = (
         "experts.gate_up_proj",
         "switch_mlp.gate_proj.weight switch_mlp.up_proj.weight",
         "experts 2expert hidden",
-        halves,
+        split_halves,
     ),
     Row("experts.down_proj", "switch_mlp.down_proj.weight", "experts hidden expert"),
 )
 
 
 def experts(source: Source, prefix: str) -> tuple[Row, ...]:
-    """The routed experts below `prefix`, in whichever of the three forms the checkpoint has them."""
+    """Return the routed experts below `prefix`, in the form of the checkpoint."""
     for rows in (STACKED, FUSED):
         if any(prefix + row.source in source.tensors for row in rows):
             return rows
@@ -126,6 +128,6 @@ def experts(source: Source, prefix: str) -> tuple[Row, ...]:
 
 
 def expert_sizes(config: Config, count: str, title: str) -> dict[str, int]:
-    """Axes of `experts`; `count` is the key of their number."""
+    """Return the axes of `experts`. `count` is the key of their number."""
     inner = size(config, "moe_intermediate_size", title)
     return {"experts": size(config, count, title), "expert": inner, "2expert": 2 * inner}

@@ -1,24 +1,24 @@
-"""Gemma 4 assistants. The names are ours already; what remains is the head's copy and the integer ordering.
+"""Gemma 4 assistants, whose names are ours already.
 
 Source: transformers `models/gemma4_assistant`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint import shortened
-from mlx_spec.convert.families.conventions import KEY, Conventions
-from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
 from mlx_spec.drafters.gemma4_assistant import check_fit
 from mlx_spec.drafters.gemma4_network import AssistantConfig
+from mlx_spec.drafters.recorded import KEY
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import ASSISTANT
+from mlx_spec.hub.files import shortened
 
-NAME = "gemma4_assistant"
-MODEL_TYPES = (NAME, "gemma4_unified_assistant")
+from .table import Config, Conventions, Converted, Family, Tensors, finished, spell
+
+NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 TABLE, HEAD, ORDER = "model.embed_tokens.weight", "lm_head.weight", "masked_embedding.token_ordering"
 OUTER = ("pre_projection.weight", "post_projection.weight", "model.norm.weight")
 CENTROIDS = ("masked_embedding.centroids.weight", ORDER)
@@ -35,19 +35,14 @@ OF_LAYER = (
     "post_feedforward_layernorm.weight",
     "layer_scalar",
 )
-# Chained steps read the post-projection's output. All of a round stand at the position of the pending token.
+# Chained steps read the post-projection's output. All of a round are at the position of its first token.
 CONVENTIONS = Conventions(
     hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"), rope="target"
 )
 
 
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """Whether this is an assistant, by its model_type."""
-    return config.get("model_type") in MODEL_TYPES
-
-
 def convert(tensors: Tensors, config: Config, target_config: Config) -> Converted:
-    """The assistant for this target. Raises Mismatch where it was made for another, BadCheckpoint."""
+    """Convert an assistant. Raises BadCheckpoint, Mismatch for another target's."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
     layers = range(len(assistant.layer_types))
@@ -68,11 +63,12 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
         }
     written = {**config, "model_type": NAME, KEY: asdict(CONVENTIONS)}
     head = f"a head of {assistant.num_centroids} centroids" if assistant.num_centroids else "a dense head"
-    return Converted(written, ours, frozenset(needed), dropped, _quantizable, (head,))
+    result = Converted(written, ours, frozenset(needed), dropped, _quantizable, (head,))
+    return finished(spell(TITLE, tensors, config), result)
 
 
 def _integers(order: mx.array) -> mx.array:
-    """Token ids, kept integer. Raises BadCheckpoint for floats."""
+    """Return token ids as int32. Raises BadCheckpoint for floats."""
     if not mx.issubdtype(order.dtype, mx.integer):
         raise BadCheckpoint(
             f"{ORDER} holds {order.dtype} where token ids belong, a cast damaged it: download it again"
@@ -84,4 +80,4 @@ def _quantizable(name: str) -> bool:
     return name.endswith(".weight") and "norm" not in name.rsplit(".", 2)[-2]
 
 
-GEMMA4_ASSISTANT = Family(NAME, runnable=True, recognises=recognises, convert=convert)
+GEMMA4 = Family(NAME, convert, ASSISTANT)

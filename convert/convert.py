@@ -1,0 +1,232 @@
+"""Convert two names to a folder with a pair: the steps of a conversion, in order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.drafters import open_drafter
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
+from mlx_spec.hub.catalog import NONE, made_for
+from mlx_spec.hub.files import sha256
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.load import differing_token
+from mlx_spec.text import has_tokenizer, read_text
+
+from .drafter import convert_drafter, embedded_family, family_or_model
+from .families import Family
+from .measure import PUBLISHED, UNQUANTIZED, Conversion, Plan, Subject
+from .selftest import self_test
+from .source import Source, cast, check_hashes, open_source, parse_quantization
+from .target import ConvertedPart, convert_model, explain_left_out
+from .write import (
+    DRAFTER,
+    NOT_RUN,
+    TARGET,
+    Part,
+    WrittenFile,
+    check_space,
+    new_folder,
+    refuse_existing,
+    write_manifest,
+    write_tensors,
+    write_text,
+)
+
+AUTO = "auto"
+DEFAULT_BITS = "4"  # of a target that is not quantized yet
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to convert, and how."""
+
+    target: str  # a folder or a repository
+    drafter: str  # the same, "auto" or "none"
+    out: Path
+    quantization: str | None  # bits, a mode or "none"; None for 4 bits, or as it is if it is quantized
+    group_size: int | None
+    drafter_bits: str  # or "none"
+    dtype: str | None  # None as in the sources
+    self_test: bool
+
+
+def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
+    """Convert a pair into the new folder `request.out`. Return its pair.json.
+
+    Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
+    """
+    refuse_existing(request.out.expanduser())
+    plan = _make_plan(request, progress)
+    with new_folder(request.out) as folder:
+        target, drafter = _write(plan, folder, progress, allow_unknown=not request.self_test)
+        found: Mapping[str, Any] = NOT_RUN
+        if request.self_test:
+            found = _self_test(plan, folder, progress)
+        progress.end()
+        return write_manifest(folder, target, drafter, request.dtype, found)
+
+
+def _make_plan(request: Request, progress: StageProgress) -> Plan:
+    choice = request.quantization
+    if choice is not None:
+        parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
+    target = open_source(request.target)
+    if "model_type" not in target.config:
+        raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
+    if choice is None:
+        done = {"quantization", "quantization_config"} & target.config.keys()
+        choice = NONE if done else DEFAULT_BITS
+    own = parse_quantization(choice, request.group_size)
+    drafter, family = _find_drafter(request.drafter, target)
+    size = own.group_size if own and own.mode == "affine" else None
+    hashes = {TARGET: check_hashes(target, progress)}
+    if drafter is not None and drafter is not target:
+        hashes[DRAFTER] = check_hashes(drafter, progress)
+    return Plan(
+        target,
+        Conversion(request.dtype, own),
+        drafter,
+        family,
+        Conversion(request.dtype, parse_quantization(request.drafter_bits, size)),
+        hashes,
+    )
+
+
+def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | None]:
+    """Return the drafter's source and its family, None for a language model.
+
+    Raises InvalidValue, and Mismatch for a language model of another vocabulary.
+    """
+    if name == NONE:
+        return None, None
+    chosen = made_for(target.name) if name == AUTO else name
+    if chosen is None:
+        family = embedded_family(target)
+        if family is None:
+            raise InvalidValue(
+                f"no drafter is known for {target.name} and it has no draft heads of its own: give --drafter "
+                "with a repository or a folder, or --drafter none"
+            )
+        return target, family
+    drafter = open_source(chosen)
+    found = family_or_model(drafter)
+    if found is None:
+        _check_tokens(drafter, target)
+    return drafter, found
+
+
+def _check_tokens(drafter: Source, target: Source) -> None:
+    """Raise Mismatch unless a draft model has the vocabulary of the target."""
+    if not has_tokenizer(target.folder):
+        return
+    text = read_text(target.folder, target.config)
+    difference = differing_token(drafter.folder, target.folder, text)
+    if difference is not None:
+        raise Mismatch(
+            f"{difference}: such a draft model is not converted, it drafts by way of its text; convert the "
+            f"target with --drafter none, then give {drafter.name} beside it as the drafter"
+        )
+
+
+def _write(
+    plan: Plan, folder: Path, progress: StageProgress, *, allow_unknown: bool
+) -> tuple[Part, Part | None]:
+    """Write both parts and check that the drafter can be opened."""
+    own = plan.target_conversion
+    target = convert_model(plan.target, own.quantization, own.dtype)
+    drafter, needed = None, _size(target.tensors)
+    unused = target.names - target.used
+    if plan.drafter is not None:
+        own = plan.drafter_conversion
+        drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, own.quantization, own.dtype)
+        needed += 3 * _size(drafter.tensors)  # the self-test writes it twice more
+        if plan.is_embedded:
+            unused -= drafter.used
+            drafter = replace(drafter, dropped={})  # it is the target's
+    check_space(folder, needed)
+    left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
+    written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), folder, progress)
+    if drafter is None or plan.drafter is None:
+        return written, None
+    written_drafter = _write_part(plan, DRAFTER, plan.drafter, drafter, folder, progress)
+    if drafter.runnable:
+        open_drafter(folder / DRAFTER, drafter.config, plan.target.config)
+    return written, written_drafter
+
+
+def _write_part(
+    plan: Plan, role: str, source: Source, part: ConvertedPart, folder: Path, progress: StageProgress
+) -> Part:
+    count = len(part.tensors)
+    tokenizer = None if role == DRAFTER and plan.is_embedded else source
+    files = _write_folder(folder / role, tokenizer, part.config, part.tensors, progress)
+    return Part(
+        source.name,
+        source.revision,
+        plan.hashes.get(role, {}),
+        part.family,
+        part.runnable,
+        part.config.get("quantization"),
+        count,
+        part.dropped,
+        part.unquantized,
+        part.notes,
+        tuple(files),
+    )
+
+
+def _write_folder(
+    folder: Path,
+    source: Source | None,
+    config: Mapping[str, Any],
+    tensors: dict[str, mx.array],
+    progress: StageProgress,
+) -> list[WrittenFile]:
+    """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
+    folder.mkdir()
+    progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
+    limit = mx.set_cache_limit(0)  # freed memory goes back at once
+    try:
+        files = write_tensors(folder, tensors, progress)
+    finally:
+        mx.set_cache_limit(limit)
+    files.append(write_text(folder / "config.json", json.dumps(config, indent=2) + "\n"))
+    for file in source.side_files() if source else []:
+        copy = Path(shutil.copyfile(file, folder / file.name))
+        files.append(WrittenFile(copy.name, copy.stat().st_size, sha256(copy)))
+    return files
+
+
+def _self_test(plan: Plan, folder: Path, progress: StageProgress) -> dict[str, Any]:
+    subject = Subject(**vars(plan), folder=folder)
+    if plan.drafter is not None and plan.drafter_conversion.changes:
+        _write_references(subject, plan.drafter, progress)
+    found = self_test(subject, progress)
+    for name in (UNQUANTIZED, PUBLISHED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return found
+
+
+def _write_references(subject: Subject, source: Source, progress: StageProgress) -> None:
+    """Write the drafters that the test compares with, for the time of the test."""
+    conversion, family = subject.drafter_conversion, subject.family
+    if family is not None and not family.runnable:
+        return
+    if conversion.quantization is not None:
+        prepared = convert_drafter(source, family, subject.target.config, None, conversion.dtype)
+        _write_folder(subject.unquantized_folder, None, prepared.config, prepared.tensors, progress)
+    dtype = conversion.reference_dtype(source)
+    if dtype is not None:
+        tensors = {name: cast(array, dtype) for name, array in source.tensors().items()}
+        _write_folder(subject.folder / PUBLISHED, None, source.config, tensors, progress)
+
+
+def _size(tensors: Mapping[str, mx.array]) -> int:
+    return sum(array.nbytes for array in tensors.values())

@@ -1,0 +1,194 @@
+"""Read config.json and the headers of safetensors, and never tensor data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.files import AGAIN, read_object, shortened
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
+OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+# Keys under which configs keep the language model; the second is our own, for drafters.
+TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")
+
+
+class TensorInfo(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str  # as safetensors writes it: "BF16"
+    shape: tuple[int, ...]
+    begin: int  # bytes from the end of the header
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes in its file."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Headers:
+    """The headers of all weight files of a folder."""
+
+    tensors: Mapping[str, TensorInfo]  # of the files whose header can be read
+    size: int  # bytes of the weight files
+    problem: str | None  # the first missing or damaged file, None if the checkpoint is complete
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a checkpoint, which has a `model_type`.
+
+    Raises NotFound if there is none, BadCheckpoint if it is malformed or asks for code of its own.
+    """
+    config = read_published(folder)
+    if not isinstance(config.get("model_type"), str):
+        raise BadCheckpoint(f"{folder / 'config.json'} has no model_type: {AGAIN}")
+    return config
+
+
+def read_published(folder: Path) -> dict[str, Any]:
+    """Return a config.json that may lack `model_type`. Raises as `read_config`."""
+    if not (folder / "config.json").is_file():
+        raise NotFound(
+            f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
+        )
+    config = read_object(folder / "config.json")
+    if config.get("model_file") is not None:
+        raise BadCheckpoint(
+            f"{folder} needs its own code ({config['model_file']}), which is never run: "
+            "use a checkpoint of a model that mlx-lm knows"
+        )
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the part of a config.json that describes the language model."""
+    found = (config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping) and config[key])
+    return dict(next(found, config))
+
+
+def integer(config: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the first integer among the values of `keys`, None if there is none."""
+    found = (config.get(key) for key in keys)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+def check_weights(folder: Path) -> int:
+    """Return the bytes of the weights. Raises BadCheckpoint unless they are complete."""
+    headers = read_headers(folder)
+    if headers.problem is not None:
+        raise BadCheckpoint(headers.problem)
+    return headers.size
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if config.json and all weight files exist, whole or not."""
+    try:
+        names = indexed_files(folder)
+    except BadCheckpoint:
+        return False
+    present = all((folder / name).is_file() for name in names)
+    return (folder / "config.json").is_file() and present and any(folder.glob(WEIGHTS))
+
+
+def read_headers(folder: Path) -> Headers:
+    """Read the headers of all weight files. Damage becomes `problem`, not an error."""
+    tensors: dict[str, TensorInfo] = {}
+    size = 0
+    problems = list(_missing_files(folder))
+    for file in sorted(folder.glob(WEIGHTS)):
+        try:
+            size += (stored := file.stat().st_size)
+            header = header_bytes(file)
+            found = parse_header(file, header)
+        except BadCheckpoint as error:
+            problems.append(str(error))
+            continue
+        except OSError as error:
+            problems.append(f"{file} cannot be read ({error.strerror})")
+            continue
+        tensors |= found
+        promised = 8 + len(header) + max((tensor.end for tensor in found.values()), default=0)
+        if stored != promised:
+            problems.append(f"{file} has {stored} bytes, its header promises {promised}: {AGAIN}")
+    return Headers(tensors, size, next(iter(problems), None))
+
+
+def header_bytes(file: Path) -> bytes:
+    """Return the JSON header of a safetensors file. Raises BadCheckpoint and OSError."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if start.startswith(b"version "):
+            raise BadCheckpoint(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull`")
+        if len(start) < 8 or not 0 < length <= MAX_HEADER:
+            raise BadCheckpoint(f"{file} is not a safetensors file: {AGAIN}")
+        header = stream.read(length)
+    if len(header) < length:
+        raise BadCheckpoint(
+            f"{file} ends after {8 + len(header)} bytes, inside its header of {length}: {AGAIN}"
+        )
+    return header
+
+
+def parse_header(file: Path, header: bytes) -> dict[str, TensorInfo]:
+    """Return the tensors that the header of `file` lists. Raises BadCheckpoint."""
+    try:
+        return {
+            name: TensorInfo(
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                *map(int, entry["data_offsets"]),
+            )
+            for name, entry in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} has a damaged header: {AGAIN}") from error
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """Return the weight files that the index lists. Raises BadCheckpoint."""
+    return sorted({str(name) for name in indexed_tensors(folder).values()})
+
+
+def indexed_tensors(folder: Path) -> Mapping[str, Any]:
+    """Return tensor -> file of the index, empty without an index. Raises BadCheckpoint."""
+    if not (folder / INDEX).is_file():
+        return {}
+    weight_map = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise BadCheckpoint(f"{folder / INDEX} has no weight_map: {AGAIN}")
+    return weight_map
+
+
+def _missing_files(folder: Path) -> Iterator[str]:
+    try:
+        missing = [name for name in indexed_files(folder) if not (folder / name).is_file()]
+    except BadCheckpoint as error:
+        yield str(error)
+        return
+    if missing:
+        yield f"{folder} lacks {shortened(missing)}, which {INDEX} lists: {AGAIN}"
+    if any(folder.glob(WEIGHTS)):
+        return
+    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
+    if others:
+        yield (
+            f"{folder} holds {shortened(others)} but no {WEIGHTS}, and nothing else is read: "
+            "get a copy in that format"
+        )
+    yield f"{folder} holds no weights ({WEIGHTS}): {AGAIN}"

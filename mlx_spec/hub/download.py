@@ -1,0 +1,264 @@
+"""Turn a name into a folder: a path, or a repository in the cache or on the Hub.
+
+huggingface_hub downloads, by hf_xet where a repository has it. Weights are checked against the SHA-256 that
+the Hub publishes. A large file that is interrupted begins again; files that are complete are kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
+from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS, has_weights
+from mlx_spec.hub.files import human_bytes, one_line, sha256, shortened
+
+# What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
+# patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
+PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
+SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
+MARGIN = 1.05  # of the size of a download, for the file system
+SHA256_LENGTH = 64  # hexadecimal digits
+HEX = re.compile("[0-9a-f]+")
+SHARD = re.compile(r"-\d+-of-(?P<count>\d+)\.safetensors$")
+
+
+class NoSpace(SpecError):
+    """A disk that is too full for a download or a conversion."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository."""
+
+    name: str
+    size: int  # bytes
+    blob: str  # name among the blobs of the cache: the SHA-256 of a large file
+
+
+@dataclass(frozen=True)
+class Download:
+    """The files of a repository that a checkpoint needs, and their place in the cache."""
+
+    name: str
+    revision: str | None  # as requested
+    commit: str
+    folder: Path  # of this repository in the cache
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def missing(self) -> int:
+        """Return the bytes of the files that are not in the cache now."""
+        return sum(file.size for file in self.files if not self.blob(file).exists())
+
+    def blob(self, file: RemoteFile) -> Path:
+        """Return the place of the content of `file`."""
+        return self.folder / "blobs" / file.blob
+
+
+def find(name: str, *, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint; download it if necessary.
+
+    A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line
+    on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise NotFound(f"{name} is a file: give the folder that holds it")
+    found = cached(name, revision=revision)
+    if found is None:
+        download = plan(name, revision=revision)
+        print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
+        found = fetch(download)
+    return found
+
+
+def cached(name: str, *, revision: str | None = None) -> Path | None:
+    """Return the complete snapshot of a repository in the cache, None if there is none.
+
+    Raises NotFound for a name that no repository can have.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if name.count("/") != 1:
+        raise _no_repository(name)
+    try:
+        folder = Path(
+            snapshot_download(name, revision=revision, allow_patterns=PATTERNS, local_files_only=True)
+        )
+    except HFValidationError as error:
+        raise _no_repository(name) from error
+    except LocalEntryNotFoundError:  # IncompleteSnapshotError is one
+        return None
+    return folder if has_weights(folder) and _has_all_shards(folder) else None
+
+
+def plan(name: str, *, revision: str | None = None) -> Download:
+    """Ask the Hub which files to download; download nothing.
+
+    Raises NotFound, and BadCheckpoint for a repository without safetensors.
+    """
+    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub.file_download import repo_folder_name
+
+    if constants.is_offline_mode():
+        raise NotFound(
+            f"{name} is not complete in the local cache and HF_HUB_OFFLINE forbids to download it: "
+            "unset it, or give the path of a folder"
+        )
+    try:
+        info = HfApi().model_info(
+            name, revision=revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+        )
+    except errors.HFValidationError as error:
+        raise _no_repository(name) from error
+    except Exception as error:  # the errors of the Hub and of its HTTP library
+        raise NotFound(explain(name, error)) from error
+    siblings = info.siblings or []
+    _check_format(name, [file.rfilename for file in siblings])
+    files = []
+    for file in siblings:
+        if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS):
+            blob = file.lfs.sha256 if file.lfs else file.blob_id or ""
+            # The name becomes a path: only hexadecimal digits may go in.
+            blob = blob if HEX.fullmatch(blob) else "unknown"
+            files.append(RemoteFile(file.rfilename, file.size or 0, blob))
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    return Download(name, revision, info.sha or "", folder, tuple(files))
+
+
+def fetch(download: Download) -> Path:
+    """Download the files of a plan and return their folder.
+
+    Raises NotFound, BadCheckpoint for damaged files, or NoSpace before anything is written.
+    """
+    check_space(download.name, download.missing, download.folder)
+    try:
+        return _fetch(download)
+    except SpecError:
+        raise
+    except Exception as error:  # the errors of the Hub, of its HTTP library and of the disk
+        if isinstance(error, OSError) and error.errno is not None:
+            raise _cannot_write(download, error) from error
+        raise NotFound(explain(download.name, error)) from error
+
+
+def _fetch(download: Download) -> Path:
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    name, revision = download.name, download.revision
+    weights = [file for file in download.files if fnmatch(file.name, WEIGHTS)]
+    new = [file for file in weights if not download.blob(file).exists()]
+    snapshot = partial(
+        snapshot_download, name, revision=revision, allow_patterns=PATTERNS, tqdm_class=_silent_bar()
+    )
+    snapshot(ignore_patterns=[WEIGHTS])
+    for file in new:
+        # In this thread, not in snapshot_download's: Ctrl-C then stops at once and removes the partial file.
+        hf_hub_download(name, file.name, revision=download.commit)
+        _check_hash(download, file)
+        for left in (download.folder / "blobs").glob(f"{file.blob}*.incomplete"):  # by killed processes
+            left.unlink(missing_ok=True)
+    return Path(snapshot())
+
+
+def _silent_bar() -> type[Any]:
+    """Return a bar that shows nothing; huggingface_hub switches its own on again."""
+    from huggingface_hub.utils import tqdm
+
+    base = tqdm.__mro__[1]
+    return type("SilentBar", (base,), {"__init__": partialmethod(base.__init__, disable=True)})
+
+
+def _check_hash(download: Download, file: RemoteFile) -> None:
+    """Compare a file with the Hub's SHA-256. Deletes a wrong one, raises BadCheckpoint."""
+    blob = download.blob(file)
+    if len(file.blob) != SHA256_LENGTH or not blob.exists():
+        return
+    found = sha256(blob)
+    if found != file.blob:
+        blob.unlink()
+        raise BadCheckpoint(
+            f"{file.name} of {download.name} arrived with the SHA-256 {found} instead of {file.blob} and "
+            "was deleted: download it again"
+        )
+
+
+def check_space(name: str, missing: int, place: Path) -> None:
+    """Raise NoSpace unless `missing` bytes fit on the disk of `place` and some stay free."""
+    free, needed = free_bytes(place), int(missing * MARGIN) + SPARE_BYTES
+    if missing and free < needed:
+        raise NoSpace(
+            f"{name} needs {needed / 1e9:.1f} GB on the disk of {place}, {free / 1e9:.1f} GB are free: "
+            "make room there, or set HF_HOME to a folder on another disk"
+        )
+
+
+def free_bytes(place: Path) -> int:
+    """Return the free bytes of the disk that holds `place`, which need not exist yet."""
+    existing = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
+    return shutil.disk_usage(existing).free
+
+
+def explain(name: str, error: BaseException) -> str:
+    """Return one line for an error of the Hub about repository `name`."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{name}"
+    if isinstance(error, errors.GatedRepoError):  # first: it also is a RepositoryNotFoundError
+        return f"{name} is gated: accept the licence at {page}, then run `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"there is no repository {page}: check its name, or run `hf auth login` if it is private"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{page} has no such revision: {one_line(error)}"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return f"{name} is not in the local cache and {page} cannot be reached: check the network"
+    return (
+        f"{page} cannot be downloaded ({type(error).__name__}: {one_line(error)}): check the network and run "
+        "it again, complete files are kept"
+    )
+
+
+def _cannot_write(download: Download, error: OSError) -> SpecError:
+    problem = f"{download.name} cannot be written to {download.folder} ({error.strerror})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace(f"{problem}: make room there and run it again, complete files are kept")
+    return NotFound(f"{problem}: make it writable, or set HF_HOME to another folder")
+
+
+def _has_all_shards(folder: Path) -> bool:
+    """Return True if no weight file is a dead link and all numbered ones exist."""
+    files = list(folder.glob(WEIGHTS))
+    numbered = [match for file in files if (match := SHARD.search(file.name))]
+    return all(file.is_file() for file in files) and all(
+        len(numbered) >= int(match["count"]) for match in numbered
+    )
+
+
+def _no_repository(name: str) -> NotFound:
+    return NotFound(f"there is no folder {name}, and a repository on Hugging Face is named owner/name")
+
+
+def _check_format(name: str, files: list[str]) -> None:
+    """Raise BadCheckpoint for a repository without safetensors."""
+    others = [file for file in files if any(fnmatch(file, pattern) for pattern in OTHER_WEIGHTS)]
+    if others and not any(fnmatch(file, WEIGHTS) for file in files):
+        raise BadCheckpoint(
+            f"https://huggingface.co/{name} holds {shortened(others)} but no {WEIGHTS}, the only format "
+            "that is downloaded: use a repository that has it"
+        )

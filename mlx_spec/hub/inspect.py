@@ -1,0 +1,375 @@
+"""Say what a checkpoint is and which drafter fits it, without loading it."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
+from mlx_spec.hub import catalog
+from mlx_spec.hub.catalog import (
+    DEMO,
+    DRAFTERS,
+    MADE_FOR,
+    MANIFEST,
+    MEDUSA_TENSOR,
+    SHAPES,
+    TargetShape,
+    drafter_kind,
+    is_mtp,
+    made_for,
+    repair_config,
+)
+from mlx_spec.hub.checkpoint import (
+    INDEX,
+    WEIGHTS,
+    Headers,
+    TensorInfo,
+    indexed_tensors,
+    integer,
+    read_headers,
+    read_published,
+    text_config,
+)
+from mlx_spec.hub.download import cached, explain, plan
+from mlx_spec.hub.files import read_object, shortened
+from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+MAX_REQUESTS = 8  # headers requested from the Hub at the same time
+# Keys under which configs promise prediction layers.
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+SHAPE_WORDS = {
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary",
+    "layers": "layers",
+    "window": "sliding window",
+    "kv_heads": "K/V heads",
+    "head_dim": "head dimension",
+    "global_kv_heads": "K/V heads of full attention",
+    "global_head_dim": "head dimension of full attention",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One target or drafter. Values are None if config.json lacks them."""
+
+    name: str
+    family: str  # model_type
+    kind: str | None  # of a drafter, None for a target
+    parameters: int
+    size: int  # bytes of the weights
+    precision: str
+    layers: int | None
+    layer_types: Mapping[str, int]  # attention type -> layers, empty if all are the same
+    hidden_size: int | None
+    heads: int | None
+    kv_heads: int | None
+    global_kv_heads: int | None  # of full layers, where they differ
+    head_dim: int | None
+    global_head_dim: int | None
+    vocab_size: int | None
+    window: int | None  # tokens
+    context: int | None  # tokens
+    has_tokenizer: bool
+    has_template: bool
+    prediction_layers: int  # that config.json promises inside a target
+    prediction_tensors: int  # that exist
+    needs: TargetShape | None  # of a drafter: what it asks of its target
+    offers: TargetShape = field(repr=False)  # its shape as a target
+    goes_with: tuple[str, ...]  # published targets of a drafter, published drafters of a target
+    problem: str | None
+
+    @property
+    def speculative_heads(self) -> str:
+        """Return whether a target's own prediction layers are "present", "stripped" or "none"."""
+        if self.prediction_tensors:
+            return "present"
+        return "stripped" if self.prediction_layers else "none"
+
+
+@dataclass(frozen=True)
+class ConvertedPair:
+    """A folder with a pair.json."""
+
+    name: str
+    target: CheckpointInfo | None  # None if it cannot be read, see `problem`
+    drafter: CheckpointInfo | None
+    self_test: Mapping[str, Any]
+    problem: str | None
+    retokenized: bool = False  # True if the drafter has other tokens, so that its text is encoded again
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the weights of both."""
+        return sum(part.size for part in (self.target, self.drafter) if part)
+
+
+def inspect(name: str) -> CheckpointInfo | ConvertedPair:
+    """Describe a folder, a converted pair, "demo", or a repository.
+
+    Of a repository that is not in the cache, only config.json and the headers are fetched. Raises NotFound
+    or BadCheckpoint.
+    """
+    if name == DEMO:
+        from mlx_spec import demo
+
+        target, drafter = inspect_checkpoint(demo.TARGET, DEMO), inspect_checkpoint(demo.DRAFTER, DEMO)
+        return ConvertedPair(DEMO, target, drafter, {}, target.problem or drafter.problem)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return inspect_folder(folder, name)
+    if folder.exists():
+        raise NotFound(f"{name} is a file: give the folder that holds it")
+    snapshot = cached(name)
+    return inspect_checkpoint(snapshot, name) if snapshot else _inspect_remote(name)
+
+
+def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
+    """Describe a checkpoint or a converted pair. Raises NotFound or BadCheckpoint."""
+    if not (folder / MANIFEST).is_file():
+        return inspect_checkpoint(folder, name)
+    manifest = read_object(folder / MANIFEST)
+    target, target_problem = _inspect_part(folder, manifest.get("target", "."), "target")
+    place = manifest.get("drafter")
+    drafter, drafter_problem = _inspect_part(folder, place, "drafter") if place is not None else (None, None)
+    problem = target_problem or drafter_problem
+    if not problem and target and drafter and drafter.needs:
+        unfit = misfits(drafter.needs, target.offers)
+        problem = f"the drafter expects {', '.join(unfit)} of the target" if unfit else None
+    test = manifest.get("self_test")
+    is_model = not problem and drafter is not None and drafter.kind is None
+    retokenized = is_model and _tokens_differ(folder, manifest)
+    return ConvertedPair(name, target, drafter, test if isinstance(test, dict) else {}, problem, retokenized)
+
+
+def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
+    """Describe the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
+    config, headers = read_published(folder), read_headers(folder)
+    problem = headers.problem or _inconsistency(folder, headers.tensors)
+    headers = dataclasses.replace(headers, problem=problem)
+    names = {file.name for file in folder.iterdir()}
+    has_template = _holds_template(folder / "tokenizer_config.json") or "chat_template.json" in names
+    return _describe(name, config, headers, names, has_template=has_template)
+
+
+def misfits(needs: TargetShape, has: TargetShape) -> list[str]:
+    """Return where a target is not what a drafter needs, empty if it fits."""
+    pairs = zip(dataclasses.asdict(needs).items(), dataclasses.asdict(has).values(), strict=True)
+    return [
+        f"{SHAPE_WORDS[key]} {need} instead of {found}"
+        for (key, need), found in pairs
+        if need not in (None, found)
+    ]
+
+
+def _inspect_remote(name: str) -> CheckpointInfo:
+    """Describe a repository by its config.json and headers; keep nothing."""
+    from huggingface_hub import HfApi
+
+    try:
+        download = plan(name)
+    except NotFound as error:
+        if "local cache" in str(error):
+            raise NotFound(f"{error}; `mlx-spec pull {name}` fetches it") from error
+        raise
+    weights = [file for file in download.files if fnmatch(file.name, WEIGHTS)]
+    names = {file.name for file in download.files}
+    api = HfApi()
+
+    def tensors_of(file: str) -> dict[str, TensorInfo]:
+        found = api.parse_safetensors_file_metadata(name, file, revision=download.commit).tensors
+        return {key: TensorInfo(t.dtype, tuple(t.shape), *t.data_offsets) for key, t in found.items()}
+
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            for wanted in {"config.json", "tokenizer_config.json"} & names:
+                api.hf_hub_download(name, wanted, revision=download.commit, local_dir=place)
+            with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+                parts = list(pool.map(tensors_of, [file.name for file in weights]))
+        except Exception as error:  # the errors of the Hub and of its HTTP library
+            raise NotFound(explain(name, error)) from error
+        config = read_published(Path(place))
+        has_template = _holds_template(Path(place) / "tokenizer_config.json")
+    tensors = {key: tensor for part in parts for key, tensor in part.items()}
+    problem = None if weights else f"{name} holds no weights ({WEIGHTS})"
+    headers = Headers(tensors, sum(file.size for file in weights), problem)
+    return _describe(name, config, headers, names, has_template=has_template)
+
+
+def _describe(
+    name: str, published: Config, headers: Headers, files: set[str], *, has_template: bool
+) -> CheckpointInfo:
+    """Describe a checkpoint. Raises BadCheckpoint for a config.json that makes no sense."""
+    try:
+        config = repair_config(published)
+    except (AttributeError, TypeError) as error:
+        raise BadCheckpoint(f"config.json of {name} is malformed ({error}): download it again") from error
+    text, tensors = text_config(config), headers.tensors
+    kind, shape = drafter_kind(config, tensors), _target_shape(config)
+    if kind is None and "model_type" not in config:
+        raise BadCheckpoint(f"config.json of {name} has no model_type: download it again")
+    types = text.get("layer_types")
+    promised = max(integer(text, *PREDICTION_LAYERS) or 0, integer(config, *PREDICTION_LAYERS) or 0)
+    heads = sum(is_mtp(tensor) or MEDUSA_TENSOR.match(tensor) is not None for tensor in tensors)
+    return CheckpointInfo(
+        name=name,
+        family=str(config.get("model_type", "unnamed")),
+        kind=kind,
+        parameters=count_parameters(tensors, config),
+        size=headers.size,
+        precision=precision(tensors, config),
+        layers=shape.layers,
+        layer_types=_count_types(types) if isinstance(types, list) else {},
+        hidden_size=shape.hidden_size,
+        heads=integer(text, "num_attention_heads"),
+        kv_heads=shape.kv_heads,
+        global_kv_heads=shape.global_kv_heads if shape.global_kv_heads != shape.kv_heads else None,
+        head_dim=shape.head_dim,
+        global_head_dim=shape.global_head_dim if shape.global_head_dim != shape.head_dim else None,
+        vocab_size=shape.vocab_size,
+        window=shape.window,
+        context=integer(text, "max_position_embeddings"),
+        has_tokenizer=not files.isdisjoint(TOKENIZERS),
+        has_template=has_template or any(fnmatch(file, "*.jinja") for file in files),
+        prediction_layers=0 if kind else promised,
+        prediction_tensors=0 if kind else heads,
+        needs=_needed_shape(kind, config, tensors) if kind else None,
+        offers=shape,
+        goes_with=_targets_of(name, kind, config, tensors) if kind else _drafters_of(name, shape),
+        problem=headers.problem,
+    )
+
+
+def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInfo | None, str | None]:
+    """Return one half of a pair, and why it cannot be used, if so."""
+    if not isinstance(place, str):
+        return None, f"{folder / MANIFEST}: {role} must be a path relative to it"
+    try:
+        found = inspect_checkpoint(folder / place, str(folder / place))
+    except SpecError as error:
+        return None, str(error)
+    return found, found.problem
+
+
+def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
+    from mlx_spec.load import differing_token
+    from mlx_spec.text import read_text
+
+    target = folder / manifest.get("target", ".")
+    try:
+        text = read_text(target, read_object(target / "config.json"))
+        return differing_token(folder / manifest["drafter"], target, text) is not None
+    except SpecError:
+        return False
+
+
+def _inconsistency(folder: Path, tensors: Tensors) -> str | None:
+    """Return what is wrong in complete files: odd sizes or missing tensors."""
+    odd = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.dtype in BITS and tensor.nbytes * 8 != tensor.size * BITS[tensor.dtype]
+    ]
+    if odd:
+        return f"{folder} has tensors of another size than their shape: {shortened(odd)}"
+    absent = sorted(indexed_tensors(folder).keys() - tensors.keys())
+    return f"{folder / INDEX} lists {shortened(absent)}, which no file holds" if absent else None
+
+
+def _holds_template(file: Path) -> bool:
+    try:
+        return bool(read_object(file).get("chat_template"))
+    except SpecError:
+        return False
+
+
+def _count_types(types: list[Any]) -> dict[str, int]:
+    counts = Counter(str(kind).removesuffix("_attention") for kind in types)
+    return dict(counts) if len(counts) > 1 else {}
+
+
+def _target_shape(config: Config) -> TargetShape:
+    """Return what a target with this config.json offers to a drafter."""
+    text = text_config(config)
+    heads = integer(text, "num_attention_heads")
+    kv_heads = integer(text, "num_key_value_heads") or heads
+    hidden, head_dim = integer(text, "hidden_size"), integer(text, "head_dim")
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    return TargetShape(
+        hidden,
+        integer(text, "vocab_size") or integer(config, "vocab_size"),
+        integer(text, "num_hidden_layers"),
+        integer(text, "sliding_window") if text.get("use_sliding_window") is not False else None,
+        kv_heads,
+        head_dim,
+        integer(text, "num_global_key_value_heads") or kv_heads,
+        integer(text, "global_head_dim") or head_dim,
+    )
+
+
+def _needed_shape(kind: str, config: Config, tensors: Tensors) -> TargetShape:
+    """Return what a drafter of this kind asks of its target."""
+    converted = config.get("target")  # our converter records what it converted for
+    if kind != catalog.ASSISTANT and isinstance(converted, Mapping):
+        keys = ("hidden_size", "vocab_size", "num_hidden_layers")
+        return TargetShape(*(integer(converted, key) for key in keys))
+    own = _target_shape(config)
+    vocab = _axis(tensors, "t2d", 0) or own.vocab_size
+    if kind == catalog.ASSISTANT:
+        hidden = integer(config, "backbone_hidden_size")
+        return dataclasses.replace(own, hidden_size=hidden, layers=None)
+    if kind in (catalog.EAGLE3, catalog.PEAGLE):
+        fused = (_axis(tensors, "fc.weight", 1) or 0) // 3  # [D, 3 D of the target]
+        return TargetShape(integer(config, "target_hidden_size") or fused or own.hidden_size, vocab)
+    if kind == catalog.DFLASH:
+        return TargetShape(own.hidden_size, vocab, integer(config, "num_target_layers"))
+    if kind == catalog.MEDUSA:
+        head = next((name for name in tensors if MEDUSA_TENSOR.match(name)), "")
+        return TargetShape(_axis(tensors, head, 1) or own.hidden_size, own.vocab_size)
+    if kind == catalog.PARD:  # it needs the same tokenizer, which no shape tells
+        return TargetShape()
+    return TargetShape(own.hidden_size, vocab)
+
+
+def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
+    """Return the length of an axis of a vector or matrix, None if there is none."""
+    found = tensors.get(name)
+    return found.shape[axis] if found and axis < len(found.shape) <= 2 else None
+
+
+def _targets_of(name: str, kind: str, config: Config, tensors: Tensors) -> tuple[str, ...]:
+    """Return the published targets of a drafter, by name, config.json and shape."""
+    found = [MADE_FOR[name]] if name in MADE_FOR else []
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
+    named = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    named = named or config.get("base_model_name_or_path")
+    if isinstance(named, str) and named:
+        found.append(named)
+    if kind in (catalog.ASSISTANT, catalog.DFLASH, catalog.EAGLE3, catalog.PEAGLE):
+        needs = _needed_shape(kind, config, tensors)
+        found += [
+            MADE_FOR[DRAFTERS[base]]
+            for base, shape in SHAPES.items()
+            if needs.hidden_size and not misfits(needs, shape)
+        ]
+    return tuple(dict.fromkeys(found))
+
+
+def _drafters_of(name: str, shape: TargetShape) -> tuple[str, ...]:
+    """Return the published drafters of a target, by name and shape."""
+    own = made_for(name)
+    made = [drafter for drafter, target in MADE_FOR.items() if target == name]
+    same = [DRAFTERS[base] for base, known in SHAPES.items() if known == shape]
+    return tuple(dict.fromkeys([*([own] if own else []), *made, *same]))

@@ -1,0 +1,300 @@
+"""List and remove models: the bundled pair, converted pairs, the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mlx_spec import demo
+from mlx_spec.errors import NotFound, SpecError
+from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
+from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS
+from mlx_spec.hub.download import cached
+from mlx_spec.hub.files import one_line, read_object, shortened
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
+
+PREFIX = "models--"  # of the folder of a repository in the cache
+REPOSITORY_FOLDER = re.compile(PREFIX + r"\w((?!--)[\w.-])*--\w((?!--)[\w.-])*")
+STRAY = (".DS_Store",)  # the Finder leaves them in every folder that it shows
+
+
+class NotOurs(SpecError):
+    """Something that `mlx-spec rm` does not remove."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A target, drafter or pair on this disk, complete or not."""
+
+    name: str  # what `load` takes: "demo", a path or a repository
+    origin: Literal["bundled", "converted", "cached"]
+    folder: Path
+    size: int  # bytes on the disk
+    last_used: float  # seconds since the epoch
+    found: CheckpointInfo | ConvertedPair | None = field(repr=False)  # None if it cannot be read
+    problem: str | None  # why it cannot be loaded as it is
+
+    @property
+    def is_drafter(self) -> bool:
+        """Return True for a drafter alone."""
+        return isinstance(self.found, CheckpointInfo) and self.found.kind is not None
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What `mlx-spec rm` will remove."""
+
+    name: str
+    folder: Path
+    size: int  # bytes that it frees
+    parts: tuple[Path, ...] | None  # the halves of a pair, None for a repository in the cache
+
+    def carry_out(self) -> None:
+        """Remove it. Raises NotOurs if the disk does not allow it."""
+        if self.parts is None:
+            _remove_repository(self.name, self.folder)
+        else:
+            _remove_pair(self.folder, self.parts)
+
+
+def default_folder() -> Path:
+    """Return the folder of converted pairs."""
+    from platformdirs import user_data_path
+
+    return user_data_path("mlx_spec") / "models"
+
+
+def cache_folder() -> Path:
+    """Return the Hugging Face cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
+    """List the bundled pair, the pairs in `folders` and the default folder, and the cache."""
+    places = dict.fromkeys([*folders, default_folder()])
+    pairs = [pair for place in places for pair in _pairs_in(place)]
+    repositories = [model for folder in _folders_in(cache_folder()) if (model := _repository(folder))]
+    return [_bundled(), *pairs, *repositories]
+
+
+def partners(model: LocalModel, models: Iterable[LocalModel]) -> list[str]:
+    """Return the drafters among `models` for a target, or the targets for a drafter."""
+    own = model.found
+    if not isinstance(own, CheckpointInfo):
+        return []
+    others = [other for other in models if isinstance(other.found, CheckpointInfo) and other != model]
+    if own.kind is None:
+        return [other.name for other in others if _go_together(model, other)]
+    return [other.name for other in others if _go_together(other, model)]
+
+
+def plan_removal(name: str) -> Removal:
+    """Find the folder, the pair or the cached repository to remove; remove nothing.
+
+    Raises NotFound, NotOurs, and BadCheckpoint for a pair.json that cannot be read.
+    """
+    if name == DEMO:
+        raise NotOurs("demo is part of mlx_spec: uninstall the package to remove it")
+    folder = Path(name).expanduser()
+    if not (folder.exists() or folder.is_symlink()) and "/" not in name:
+        folder = default_folder() / name
+    if folder.exists() or folder.is_symlink():
+        return _plan_pair(name, folder)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _plan_repository(name)
+    raise NotFound(f"there is no {name} to remove: `mlx-spec models` lists what there is")
+
+
+# --- listing
+
+
+def _bundled() -> LocalModel:
+    folder = demo.TARGET.parent
+    try:
+        found = inspect(DEMO)
+    except SpecError as error:
+        return LocalModel(DEMO, "bundled", folder, 0, 0.0, None, str(error))
+    return LocalModel(DEMO, "bundled", folder, found.size, _last_used(demo.TARGET), found, found.problem)
+
+
+def _pairs_in(folder: Path) -> list[LocalModel]:
+    """List `folder` if it is a pair, or the pairs directly in it."""
+    places = [folder] if (folder / MANIFEST).is_file() else _folders_in(folder)
+    pairs = [place for place in places if (place / MANIFEST).is_file() and not place.name.startswith(".")]
+    return [_pair(place) for place in pairs]
+
+
+def _pair(folder: Path) -> LocalModel:
+    size, used = _size(folder), _last_used(folder)
+    try:
+        found = inspect_folder(folder, str(folder))
+    except SpecError as error:
+        return LocalModel(str(folder), "converted", folder, size, used, None, str(error))
+    return LocalModel(str(folder), "converted", folder, size, used, found, found.problem)
+
+
+def _repository(folder: Path) -> LocalModel | None:
+    """Return the target or drafter in a folder of the cache, None for anything else."""
+    if not REPOSITORY_FOLDER.fullmatch(folder.name):
+        return None
+    name = folder.name.removeprefix(PREFIX).replace("--", "/")
+    try:
+        whole = cached(name)
+        place = whole or _snapshot(folder)
+        if place is None or not (place / "config.json").is_file():
+            return None
+        if "model_type" not in read_object(place / "config.json"):
+            return None
+        found = inspect_folder(place, name)
+    except (SpecError, OSError, ValueError) as error:
+        return LocalModel(name, "cached", folder, _size(folder), 0.0, None, one_line(error))
+    if not isinstance(found, CheckpointInfo) or not (found.kind or mlx_lm_module(found.family)):
+        return None
+    if not whole and _is_other_format(place):
+        return None
+    problem = found.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
+    return LocalModel(name, "cached", folder, _size(folder), _last_used(place), found, problem)
+
+
+def _snapshot(folder: Path) -> Path | None:
+    """Return the snapshot of the main branch, or the newest one."""
+    main = folder / "refs" / "main"
+    if main.is_file():
+        place = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
+        if place.is_dir():
+            return place
+    return max(_folders_in(folder / "snapshots"), key=lambda place: place.stat().st_mtime, default=None)
+
+
+def _is_other_format(snapshot: Path) -> bool:
+    """Return True for complete weights of a format that is never read."""
+    if any(snapshot.glob(WEIGHTS)) or any(snapshot.parent.parent.glob("blobs/*.incomplete")):
+        return False
+    return any(file for pattern in OTHER_WEIGHTS for file in snapshot.glob(pattern))
+
+
+def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
+    head, tail = target.found, drafter.found
+    assert isinstance(head, CheckpointInfo) and isinstance(tail, CheckpointInfo)
+    if head.kind is not None:
+        return False
+    if suggested_drafter(target.name) == drafter.name or drafter.name in head.goes_with:
+        return True
+    if tail.needs in (None, TargetShape()):  # these go by the tokenizer, which shapes do not tell
+        return False
+    return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head.offers)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders in `folder`, by name, and none if it cannot be read."""
+    try:
+        return sorted(place for place in folder.iterdir() if place.is_dir())
+    except OSError:
+        return []
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in `folder`, links not followed."""
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process may remove it meanwhile
+            size += file.lstat().st_size if file.is_file() and not file.is_symlink() else 0
+    return size
+
+
+def _last_used(folder: Path) -> float:
+    """Return when the checkpoint was last read or written."""
+    times = [0.0]
+    for file in (*folder.glob(WEIGHTS), folder / "target" / "config.json", folder / "config.json"):
+        if file.is_file():
+            times += [file.stat().st_atime, file.stat().st_mtime]
+    return max(times)
+
+
+# --- removal
+
+
+def _plan_pair(name: str, folder: Path) -> Removal:
+    if folder.is_symlink():
+        raise NotOurs(
+            f"{folder} is a link, which is not followed: remove the folder {folder.resolve()} by name"
+        )
+    place = folder.resolve()
+    if place.is_relative_to(demo.TARGET.parent.resolve()):
+        raise NotOurs(f"{folder} is part of mlx_spec: uninstall the package to remove it")
+    if not (place / MANIFEST).is_file():
+        raise NotOurs(f"{folder} holds no {MANIFEST}, so it is no converted pair: remove it by hand")
+    parts = _parts(place)
+    return Removal(name, place, sum(map(_size, parts)), tuple(parts))
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the halves of a pair. Raises NotOurs for anything else in the folder."""
+    manifest = read_object(folder / MANIFEST)
+    named = [manifest.get(role) for role in ("target", "drafter")]
+    parts = [folder / part for part in named if isinstance(part, str)]
+    strange = [
+        part
+        for part in parts
+        if part.parent != folder or part.name in ("", "..") or part.is_symlink() or part == folder
+    ]
+    expected = {*STRAY, MANIFEST, *(part.name for part in parts)}
+    strange += [entry for entry in sorted(folder.iterdir()) if entry.name not in expected]
+    if strange or not parts:
+        what = shortened([str(part) for part in strange]) or "no target"
+        raise NotOurs(f"{folder} has {what} beside a converted pair: remove it by hand")
+    return [part for part in parts if part.is_dir()]
+
+
+def _remove_pair(folder: Path, parts: Iterable[Path]) -> None:
+    # pair.json goes last: what an interruption leaves is still known as ours.
+    try:
+        for part in parts:
+            shutil.rmtree(part)
+        for name in (*STRAY, MANIFEST):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError as error:
+        raise NotOurs(f"{folder} cannot be removed ({error.strerror}): change its permissions") from error
+
+
+def _plan_repository(name: str) -> Removal:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise NotFound(
+            f"{name} is neither a folder nor a repository: `mlx-spec models` lists both"
+        ) from error
+    folder = cache_folder() / (PREFIX + name.replace("/", "--"))
+    if folder.is_symlink():
+        raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
+    if not folder.is_dir():
+        raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
+    return Removal(name, folder, _size(folder), None)
+
+
+def _remove_repository(name: str, folder: Path) -> None:
+    from huggingface_hub import scan_cache_dir
+
+    cache = scan_cache_dir()
+    repositories = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name]
+    # Copies of a repository on the Hub share its commits: huggingface_hub must not look at any other.
+    cache = dataclasses.replace(cache, repos=frozenset(repositories))
+    commits = [revision.commit_hash for repo in repositories for revision in repo.revisions]
+    if commits:
+        cache.delete_revisions(*commits).execute()
+    else:  # never complete, or too odd for huggingface_hub
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        raise NotOurs(f"{folder} cannot be removed: change its permissions")

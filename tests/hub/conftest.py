@@ -1,0 +1,58 @@
+"""A Hub with three repositories, an empty cache, and commands in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+import sparse
+from hub_stand_in import ASSISTANT, E2B, ROOT, Hub, serving
+from huggingface_hub import constants
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with a target, its drafter and a drafter of another target; other names do not exist."""
+    folder = tmp_path / "served"
+    norm = {"norm.weight": ("BF16", (9,))}
+    table = {"model.embed_tokens.weight": ("BF16", (1000, 100))}
+    target = sparse.checkpoint(folder / "target", sparse.gemma4("E2B"), table)
+    (target / "pytorch_model.bin").write_bytes(b"x")
+    (target / "own.py").touch()
+    repositories = {
+        E2B: target,
+        ASSISTANT: sparse.checkpoint(folder / "drafter", sparse.gemma4_assistant("E2B"), norm),
+        "owner/other": sparse.checkpoint(folder / "other", sparse.gemma4_assistant("31B"), norm),
+        "owner/copy": target,
+    }
+    with serving(repositories) as found:
+        yield found
+
+
+@pytest.fixture
+def cache(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache and an empty folder of pairs, which processes started by `start` use, too."""
+    folder = tmp_path / "home" / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "ENDPOINT", served.url)
+    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(platformdirs, "user_data_path", lambda name: tmp_path / "data" / name)
+    return folder
+
+
+@pytest.fixture
+def start(served: Hub, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Start a command of mlx-spec in a process of its own."""
+
+    def start(*arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+        command = [sys.executable, "-W", "error", "-m", "mlx_spec", *arguments]
+        return subprocess.Popen(command, env=served.variables(tmp_path / "home"), cwd=ROOT, **pipes)
+
+    return start

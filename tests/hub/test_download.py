@@ -1,0 +1,228 @@
+"""`mlx-spec pull` and `hub.find`: downloads, refusals, interruptions, with a small Hub on this machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from commands import run
+from hub_stand_in import ASSISTANT, COMMIT, E2B, ROOT, Hub
+from huggingface_hub import constants
+
+from mlx_spec import hub
+from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.checkpoint import check_weights
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def partials(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.incomplete"))
+
+
+def test_pull(served: Hub, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", "gemma-4-e2b") == 0
+    out, err = capsys.readouterr()
+    assert out == f"mlx-spec chat --target {E2B}\n"
+    assert f"{E2B}: 0.2 MB to fetch, " in err and f"fetching {ASSISTANT}" in err and "\r" not in err
+    folder = hub.cached(E2B)
+    assert folder is not None and not list(folder.glob("*.py")) + list(folder.glob("*.bin"))
+    assert check_weights(folder) > 200_000 and partials(cache) == []
+    # it is all there: nobody is asked
+    served.asked.clear()
+    assert run("pull", "gemma-4-e2b:4bit") == 0
+    out, err = capsys.readouterr()
+    assert served.asked == [] and out == f"mlx-spec chat --target {E2B}\n" and f"{E2B} is here" in err
+
+
+def test_pull_without_a_drafter(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", E2B, "--drafter", "none") == 0
+    assert capsys.readouterr().out == f"mlx-spec chat --target {E2B} --drafter none\n"
+    assert hub.cached(E2B) and not hub.cached(ASSISTANT)
+
+
+def test_pull_a_revision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", "owner/copy", "--drafter", ASSISTANT, "--revision", COMMIT) == 0
+    out = capsys.readouterr().out
+    assert f"models--owner--copy/snapshots/{COMMIT} --drafter {ASSISTANT}" in out
+    assert run("pull", "owner/copy", "--revision", "none") == 1
+    assert "has no such revision" in capsys.readouterr().err
+
+
+def test_pull_a_drafter_of_another_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", E2B, "--drafter", "owner/other") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "owner/other does not fit" in err and "hidden size 5376 instead of 1536" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemma-4-e2x", "is no known model: there are gemma-4-e2b"),
+        ("nothing", "is no known model: there are gemma-4-12b"),
+        ("owner/gated", "owner/gated is gated: accept the licence at"),
+        ("owner/nothing", "there is no repository https://huggingface.co/owner/nothing"),
+        ("owner/torn", "owner/torn cannot be downloaded"),
+        ("a/b/c", "is no known model"),
+        (str(ROOT), "is on this disk already"),
+    ],
+)
+def test_pull_refuses(name: str, message: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", name) == 1
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+    assert not cache.exists()
+
+
+def test_pull_pickles(served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    (served.repositories["owner/copy"] / "model.safetensors").unlink()
+    assert run("pull", "owner/copy") == 1
+    assert "holds pytorch_model.bin but no model*.safetensors" in capsys.readouterr().err
+
+
+def test_pull_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert run("pull", E2B) == 1
+    err = capsys.readouterr().err
+    assert f"{E2B} cannot be downloaded" in err and "check the network" in err and err.count("\n") == 1
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run("pull", E2B) == 1
+    assert "HF_HUB_OFFLINE forbids" in capsys.readouterr().err
+
+
+def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hub.find(E2B)
+    names = {file.name for file in folder.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    out, err = capsys.readouterr()
+    assert err == f"Fetching {E2B} (0.2 MB)\n" and out == ""
+    # once it is there, nobody is asked
+    served.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.find(E2B) == hub.find(str(folder)) == folder and served.asked == []
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(NotFound, match="not complete in the local cache and HF_HUB_OFFLINE"):
+        hub.find(E2B)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert hub.find(E2B) == folder and check_weights(folder) > 200_000
+    for name in ("nowhere", "owner/mo--del", "a/b/c"):
+        with pytest.raises(
+            NotFound, match=f"there is no folder {name}, and a repository .* is named owner/name"
+        ):
+            hub.find(name)
+
+
+# --- the disk
+
+
+def test_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1_000_000_000))
+    assert run("pull", E2B) == 1
+    err = capsys.readouterr().err
+    assert f"{E2B} and {ASSISTANT} needs 1.0 GB on the disk of" in err and "1.0 GB are free" in err
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "advice"),
+    [
+        (errno.ENOSPC, hub.NoSpace, "make room there and run it again, complete files are kept"),
+        (errno.EROFS, NotFound, "make it writable, or set HF_HOME to another folder"),
+    ],
+)
+def test_disk_that_cannot_be_written(
+    number: int, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(kind, match=f"cannot be written to .*{os.strerror(number)}.*{advice}"):
+        hub.find(E2B)
+
+
+def test_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_000_000_000))
+    hub.check_space("owner/model", 900_000_000, Path("/tmp/hub"))
+    with pytest.raises(hub.NoSpace, match=r"owner/model needs 2.3 GB on the disk of .*, 2.0 GB are free"):
+        hub.check_space("owner/model", 1_200_000_000, Path("/tmp/hub"))
+    hub.check_space("owner/model", 0, Path("/tmp/hub"))
+
+
+# --- interruptions
+
+
+def test_connection_that_breaks(served: Hub) -> None:
+    """huggingface_hub goes on where the connection broke."""
+    served.cut_after, served.cuts = 50_000, 1
+    assert check_weights(hub.find(E2B)) > 200_000
+    assert served.cuts == 0
+
+
+def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    served.cut_after, served.cuts = 0, 100
+    with pytest.raises(NotFound, match="check the network and run it again, complete files are kept"):
+        hub.find(E2B)
+    assert sum("safetensors" in path for path in served.asked) < 20 and partials(cache) == []
+
+
+def test_ctrl_c(
+    served: Hub,
+    cache: Path,
+    start: Callable[..., subprocess.Popen[bytes]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served.breaks.clear()
+    served.cut_after, served.cuts = 60_000, 1
+    process = start("pull", "gemma-4-e2b")
+    deadline = time.monotonic() + 30
+    while served.cuts and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert served.cuts == 0 and process.poll() is None
+    before = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - before < 2  # although the connection stands still
+    assert process.returncode == 130 and out == b""
+    assert b"`mlx-spec pull gemma-4-e2b` goes on from there" in err and b"Traceback" not in err
+    assert run("models") == 0
+    assert f"incomplete: `mlx-spec pull {E2B}` fetches the rest" in capsys.readouterr().out
+    served.breaks.set()
+    assert run("pull", "gemma-4-e2b") == 0 and partials(cache) == []
+
+
+def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
+    large = next(file for file in hub.plan(E2B).files if file.name == "model.safetensors")
+    stale = hub.plan(E2B).blob(large).with_name(f"{large.blob}.0badcafe.incomplete")
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(bytes(1000))
+    assert check_weights(hub.find(E2B)) > 200_000 and partials(cache) == []
+
+
+def test_content_with_another_hash(served: Hub, cache: Path) -> None:
+    whole = (served.repositories[E2B] / "model.safetensors").read_bytes()
+    served.swapped = b"x" * len(whole)
+    digest = hashlib.sha256(whole).hexdigest()
+    with pytest.raises(BadCheckpoint, match=f"instead of {digest} and was deleted"):
+        hub.find(E2B)
+    assert not list(cache.rglob(digest)) and hub.cached(E2B) is None
+    served.swapped = None
+    assert check_weights(hub.find(E2B)) > 200_000
+
+
+def test_hash_that_is_a_path(served: Hub, tmp_path: Path) -> None:
+    served.sha256 = "../../../../outside"
+    assert all(file.blob.isalnum() for file in hub.plan(E2B).files)
+    assert check_weights(hub.find(E2B)) > 200_000
+    assert not list(tmp_path.glob("outside*"))

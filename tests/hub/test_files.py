@@ -1,0 +1,52 @@
+"""Atomic writes, and words for sizes and errors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import text_config
+from mlx_spec.hub.files import human_bytes, one_line, read_object, shortened, write_atomically
+
+
+def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.json"
+    write_atomically(file, "old")
+    write_atomically(file, "ä new")
+    assert file.read_text(encoding="utf-8") == "ä new" and file.stat().st_mode & 0o777 == 0o600
+
+    def fail(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(file, "lost")
+    assert file.read_text(encoding="utf-8") == "ä new" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
+        read_object(tmp_path / "config.json")
+
+
+def test_words() -> None:
+    assert [human_bytes(size) for size in (0, 81_600, 99_000_000, 3_600_000_000)] == [
+        "0.0 MB",
+        "0.1 MB",
+        "99.0 MB",
+        "3.6 GB",
+    ]
+    assert shortened(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more" and shortened(["a"]) == "a"
+    assert one_line(ValueError("two\n  lines")) == "two lines" and len(one_line(ValueError("x" * 999))) == 300
+    assert one_line(ValueError()) == "ValueError"
+
+
+def test_text_config() -> None:
+    nested = {"text_config": {"hidden_size": 1}, "hidden_size": 2}
+    assert text_config(nested) == {"hidden_size": 1} and text_config({"hidden_size": 2}) == {"hidden_size": 2}
+    assert text_config({"text_config": {}, "a": 1}) == {"text_config": {}, "a": 1}

@@ -1,0 +1,267 @@
+"""The models on a disk: listed and removed. The Hub is a small one on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sparse
+from commands import run
+from hub_stand_in import ASSISTANT, E2B, ROOT
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_spec import hub
+from mlx_spec.hub import catalog
+from mlx_spec.hub.local import plan_removal
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def repository(cache: Path, name: str) -> Path:
+    return cache / ("models--" + name.replace("/", "--"))
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    assert run("models", *arguments, "--json") == 0
+    return {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+
+
+def pair(folder: Path) -> Path:
+    """A converted pair."""
+    sparse.checkpoint(folder / "target", sparse.gemma4("E2B"), {"a.weight": ("BF16", (1000, 10))})
+    sparse.checkpoint(folder / "drafter", sparse.gemma4_assistant("E2B"), {"b.weight": ("BF16", (5,))})
+    manifest = {"target": "target", "drafter": "drafter", "self_test": {"result": "passed"}}
+    (folder / "pair.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", "gemma-4-e2b") == 0 and run("pull", "owner/other") == 0
+    pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
+    pair(tmp_path / "elsewhere" / "yours")
+    capsys.readouterr()
+    found = listed(capsys, str(tmp_path / "elsewhere"))
+    assert [entry["origin"] for entry in found.values()] == [
+        "bundled",
+        "converted",
+        "converted",
+        *["cached"] * 3,
+    ]
+    assert found[E2B]["partners"] == [ASSISTANT] and found[ASSISTANT]["partners"] == [E2B]
+    assert found["owner/other"]["partners"] == []
+    assert all(entry["problem"] is None for entry in found.values())
+    assert 200_000 < found[E2B]["size"] < 210_000
+    assert run("models", str(tmp_path / "elsewhere")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[0].startswith("demo ")
+    line = next(line for line in lines if line.startswith(E2B))
+    assert "cached     0.2 MB" in line and line.endswith(f"gemma4 100.0 k, bfloat16 · goes with {ASSISTANT}")
+    assert sum("self-test: passed" in line for line in lines) == 2
+    assert run("models", str(tmp_path / "nowhere")) == 1
+
+
+def test_list_of_nothing(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(listed(capsys)) == ["demo"] and not cache.exists()
+    cache.parent.mkdir()
+    cache.write_text("a file where a folder belongs")
+    assert list(listed(capsys)) == ["demo"]
+
+
+def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (E2B, ASSISTANT, "owner/other", "owner/copy"):
+        hub.find(name)
+    # not ours
+    (cache / "models--a--file").write_text("x")
+    (cache / "version.txt").write_text("1")
+    for name in (
+        "datasets--a--b",
+        "models--legacy",
+        "models--a--empty",
+        "models--a--b--c",
+        "models--o--",
+        "x",
+    ):
+        (cache / name).mkdir()
+    for name, content in {
+        "bert": {"model_type": "bert"},
+        "none": {},
+        "path": {"model_type": "../llama"},
+    }.items():
+        place = cache / f"models--a--{name}" / "snapshots" / "1"
+        sparse.checkpoint(place, content, {"a.weight": ("F16", (2, 2))})
+    only_pickles = cache / "models--a--pickles" / "snapshots" / "1"
+    sparse.checkpoint(only_pickles, sparse.QWEN3, {})
+    (only_pickles / "model.safetensors").rename(only_pickles / "pytorch_model.bin")
+    # broken
+    missing = cache / "models--a--linked" / "snapshots" / "1"
+    sparse.checkpoint(missing, sparse.QWEN3, {})
+    (missing / "model.safetensors").unlink()
+    (missing / "model.safetensors").symlink_to("nowhere")
+    (missing.parent.parent / "refs").mkdir()
+    (missing.parent.parent / "refs" / "main").write_text("1")
+    next(repository(cache, ASSISTANT).glob("snapshots/*/model.safetensors")).resolve().unlink()
+    (repository(cache, "owner/other") / "refs" / "main").write_text("f" * 40)
+    config = next(repository(cache, "owner/copy").glob("snapshots/*/config.json"))
+    config.unlink()
+    config.write_text("{")
+    shards = cache / "models--a--shards" / "snapshots" / "1"
+    sparse.checkpoint(shards, sparse.QWEN3, {"a.weight": ("F16", (2, 2))})
+    (shards / "model.safetensors").rename(shards / "model-00001-of-00002.safetensors")
+    (cache / "models--a--shards" / "refs").mkdir()
+    (cache / "models--a--shards" / "refs" / "main").write_text("1")
+    loop = cache / "models--a--loop"
+    loop.symlink_to(loop)
+    found = listed(capsys)
+    assert set(found) == {"demo", E2B, ASSISTANT, "owner/other", "owner/copy", "a/shards", "a/linked"}
+    assert found[E2B]["problem"] is None
+    for name in (ASSISTANT, "owner/other", "a/shards", "a/linked"):
+        assert found[name]["problem"] == f"incomplete: `mlx-spec pull {name}` fetches the rest"
+    assert "config.json is not valid JSON" in found["owner/copy"]["problem"]
+    assert run("models") == 0
+
+
+def test_broken_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "data" / "mlx_spec" / "models"
+    (pair(folder / "a") / "pair.json").write_text("no")
+    shutil.rmtree(pair(folder / "b") / "drafter")
+    pair(folder / ".c.partial-17")
+    pair(folder / "d" / "too deep")
+    found = listed(capsys)
+    assert set(found) == {"demo", str(folder / "a"), str(folder / "b")}
+    assert "is not valid JSON" in found[str(folder / "a")]["problem"]
+    assert "no config.json" in found[str(folder / "b")]["problem"]
+
+
+def test_model_types_of_mlx_lm() -> None:
+    assert MODEL_REMAPPING == catalog.REMAPPED
+    assert catalog.mlx_lm_module("kimi_k2") == "deepseek_v3"
+    assert catalog.mlx_lm_module("../llama") is None and catalog.mlx_lm_module("bert") is None
+
+
+# --- rm
+
+
+def test_remove_a_repository(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy of the repository has the same commit: it must stay."""
+    hub.find(E2B)
+    hub.find("owner/copy")
+    assert run("rm", E2B) == 1
+    assert "add --yes" in capsys.readouterr().err and hub.cached(E2B)
+    assert run("rm", "gemma-4-e2b", "--yes") == 0
+    err = capsys.readouterr().err
+    assert "0.2 MB are free again" in err and f"`mlx-spec rm {ASSISTANT}` removes that" in err
+    assert not repository(cache, E2B).exists() and hub.cached("owner/copy")
+    assert run("rm", E2B, "--yes") == 1
+    assert f"{E2B} is not in the cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["snapshots", "refs/main", "snapshots/*/config.json"])
+def test_remove_what_the_hub_cannot_read(cache: Path, damage: str) -> None:
+    hub.find(E2B)
+    place = next(repository(cache, E2B).glob(damage))
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.resolve().unlink()
+    assert run("rm", E2B, "--yes") == 0
+    assert not repository(cache, E2B).exists()
+
+
+def test_remove_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "data" / "mlx_spec" / "models"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (pair(folder / "mine") / ".DS_Store").touch()
+    (folder / "mine" / "target" / "link").symlink_to(outside)
+    shutil.rmtree(pair(folder / "half") / "drafter")
+    assert run("rm", "mine", "--yes") == 0 and run("rm", str(folder / "half"), "--yes") == 0
+    assert list(folder.iterdir()) == [] and (outside / "kept").exists()
+    assert run("rm", "mine", "--yes") == 1
+    assert "there is no mine to remove" in capsys.readouterr().err
+
+
+def test_remove_refuses(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(name: object) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert run("rm", str(name), "--yes") == 1
+        out, err = capsys.readouterr()
+        assert sorted(tmp_path.rglob("*")) == before and out == "" and err.count("\n") == 1
+        return err
+
+    mine = pair(tmp_path / "mine")
+    assert "uninstall the package" in refused("demo")
+    assert "uninstall the package" in refused(ROOT / "mlx_spec" / "demo")
+    assert "uninstall the package" in refused(ROOT / "mlx_spec" / "demo" / "target")
+    assert "holds no pair.json" in refused(mine / "target")
+    assert "holds no pair.json" in refused(tmp_path)
+    assert "holds no pair.json" in refused(mine / "pair.json")
+    (tmp_path / "link").symlink_to(mine)
+    assert "is a link, which is not followed" in refused(tmp_path / "link")
+    (mine / "notes.txt").touch()
+    assert "notes.txt beside a converted pair" in refused(mine)
+    (mine / "notes.txt").unlink()
+    (mine / "drafter").rename(tmp_path / "real")
+    (mine / "drafter").symlink_to(tmp_path / "real")
+    assert "drafter beside a converted pair" in refused(mine)
+    for target in (".", "..", "../real", str(tmp_path / "real"), "target/../../real", ""):
+        (mine / "pair.json").write_text(json.dumps({"target": target}))
+        assert "beside a converted pair" in refused(mine)
+    (mine / "pair.json").write_text("{}")
+    assert "beside a converted pair" in refused(mine)
+    repository(cache, "owner/linked").parent.mkdir(parents=True)
+    repository(cache, "owner/linked").symlink_to(tmp_path / "real")
+    assert "is a link, which is not followed" in refused("owner/linked")
+    for name in ("owner/..", "../mine/none", "owner/nothing", "a/b/c", "/none", ".../x"):
+        assert name in refused(name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "removed"), [(b"n\n", False), (b"\n", False), (b"\x04", False), (b"y\n", True)]
+)
+def test_remove_asks(
+    cache: Path, start: Callable[..., subprocess.Popen[bytes]], answer: bytes, removed: bool
+) -> None:
+    hub.find(ASSISTANT)
+    ours, theirs = pty.openpty()
+    process = start("rm", ASSISTANT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while b"[y/N]" not in shown:
+        shown += os.read(ours, 1000)
+    os.write(ours, answer)
+    assert process.wait(timeout=30) == (0 if removed else 1)
+    os.close(ours)
+    assert repository(cache, ASSISTANT).exists() != removed
+
+
+def test_removal_says_what_it_frees(cache: Path) -> None:
+    hub.find(E2B)
+    (repository(cache, E2B) / "blobs" / "x.incomplete").write_bytes(bytes(1000))
+    removal = plan_removal(E2B)
+    blobs = sum(file.stat().st_size for file in (repository(cache, E2B) / "blobs").iterdir())
+    assert blobs <= removal.size < blobs + 2000
+
+
+# --- the catalog
+
+
+def test_aliases() -> None:
+    found = catalog.aliases()
+    assert found["gemma-4-e2b"] == catalog.RepositoryPair(E2B, ASSISTANT)
+    assert catalog.resolve("Gemma-4-31B-it:8bit").target == "mlx-community/gemma-4-31b-it-8bit"
+    assert catalog.resolve("gemma-4-12b-bf16").target == "google/gemma-4-12B-it"
+    for ready in found.values():
+        assert ready.target.count("/") == 1 and ready.drafter is not None
+        own = catalog.made_for(ready.target)
+        assert own is None or own == ready.drafter
+        assert ("gemma" in ready.target) == (own is not None)
+    assert set(catalog.SHAPES) == set(catalog.DRAFTERS)
+    assert catalog.suggested_drafter("mlx-community/qwen3-14b-4bit") == "mlx-community/Qwen3-0.6B-4bit"
