@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.tuning import profile
-from mlx_spec.tuning.bandwidth import device_name
+from mlx_spec.device import device_name
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Drafter, DraftLengthPolicy, Reason, Target

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mlx_spec.apps.described import shown_number
+from mlx_spec.apps.models import shown_number
 from mlx_spec.apps.doctor import packages
 from mlx_spec.apps.doctor.checks import Check, device, machine, system
 from mlx_spec.apps.doctor.lossless import Comparison

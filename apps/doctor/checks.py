@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_spec.apps.doctor import packages
-from mlx_spec.backend import NoBackend, require_backend
+from mlx_spec.device import NoBackend, require_backend
 
 SCARCE = 5e9  # free bytes; a small target and its drafter take about as much
 GB = 1e9
@@ -60,7 +60,7 @@ def _chip() -> str:
         require_backend()
     except NoBackend:
         return platform.processor() or platform.machine()
-    from mlx_spec.tuning.bandwidth import device_name
+    from mlx_spec.device import device_name
 
     return device_name()
 
@@ -132,7 +132,7 @@ def _models() -> Check:
 
 def _profiles() -> Check:
     from mlx_spec.tuning import profile
-    from mlx_spec.tuning.bandwidth import device_name
+    from mlx_spec.device import device_name
 
     found = [_measured_on(file) for file in sorted(profile.folder().glob("*.json"))]
     ours = found.count((device_name(), packages.version("mlx")))

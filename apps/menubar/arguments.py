@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from mlx_spec.apps.command import Parser
-from mlx_spec.apps.menubar.client import Address
-from mlx_spec.apps.menubar.control import Plan
-from mlx_spec.apps.menubar.state import Choice
-from mlx_spec.apps.menubar.supervisor import Wish
-from mlx_spec.apps.server.arguments import parse as parse_server
+from typer import Context, Option
+
+from .. import command
+from ..command import BadOptions, flag
+from ..server.arguments import parse as parse_server
+from .client import Address
+from .control import Plan
+from .state import Choice
+from .supervisor import Wish
+
+INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
 
 
 @dataclass(frozen=True)
 class Options:
-    """A command line."""
+    """The options of the menu, and the server that it keeps running."""
 
     plan: Plan
     installs: bool = False
@@ -24,35 +30,39 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Options from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
-    given, passed = parser().parse_known_args(arguments)
-    return Options(_plan(passed), given.install_login_item, given.remove_login_item)
-
-
-def parser() -> Parser:
-    """The options, but for those of the server. Parsing raises SystemExit when they make no sense."""
-    parser = Parser(
+    """Return the options of a command line. Raises SystemExit with status 2 if one is wrong."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    passed = tuple(word for word in words if word not in (INSTALL, REMOVE))
+    choice, rest = command.parse(
+        options,
         "menubar",
-        "Keep the local endpoint running, with a menu that says how it is. "
-        "Options of `mlx-spec serve` are passed on.",
-        usage="%(prog)s [options] [options of mlx-spec serve]",
+        words,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        options_metavar="[OPTIONS] [OPTIONS of mlx-spec serve]",
     )
-    login = parser.add_mutually_exclusive_group()
-    login.add_argument("--install-login-item", action="store_true", help="start it now and at every login")
-    login.add_argument("--remove-login-item", action="store_true", help="start it at login no longer")
-    return parser
-
-
-def _plan(passed: list[str]) -> Plan:
     settings = parse_server(passed)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--target", "--drafter", "--port"):
-        parser.add_argument(option)
-    chosen, rest = parser.parse_known_args(passed)
-    named = any(word.split("=")[0] == "--model" for word in rest)
-    return Plan(
-        Wish(Address(settings.host, settings.port), settings.api_key, tuple(rest)),
-        Choice(chosen.target, chosen.drafter),
-        fixed=named and chosen.target is None,
-        passed=tuple(passed),
+    is_named = any(word.split("=")[0] == "--model" for word in rest)
+    plan = Plan(
+        Wish(Address(settings.host, settings.port), settings.api_key, rest),
+        choice,
+        fixed=is_named and choice.target is None,
+        passed=passed,
     )
+    return Options(plan, installs=INSTALL in words, removes=REMOVE in words)
+
+
+def options(
+    context: Context,
+    install_login_item: Annotated[bool, flag(INSTALL, "start it now and at every login")] = False,
+    remove_login_item: Annotated[bool, flag(REMOVE, "start it at login no longer")] = False,
+    target: Annotated[str | None, Option(hidden=True)] = None,
+    drafter: Annotated[str | None, Option(hidden=True)] = None,
+    port: Annotated[str | None, Option(hidden=True)] = None,
+) -> tuple[Choice, tuple[str, ...]]:
+    """Keep the local endpoint running, with a menu that shows its state.
+
+    Options of `mlx-spec serve` are passed on.
+    """
+    if install_login_item and remove_login_item:
+        raise BadOptions(f"{INSTALL} and {REMOVE}: give one of them")
+    return Choice(target, drafter), tuple(context.args)

@@ -11,7 +11,6 @@ from typing import Any
 
 from mlx_spec.checkpoint import AGAIN, MAX_HEADER, WEIGHTS, check_weights, read_config
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.tuning.roofline import Format, Model
 
 # Parts of tensor names, between dots.
 UNREAD = frozenset(  # not run while text is decoded
@@ -30,6 +29,35 @@ LAYERS = ("num_hidden_layers",)
 KV_HEADS = ("num_key_value_heads", "num_attention_heads")
 KV_BYTES = 2
 DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored."""
+
+    bits: int
+    group_size: int | None = None  # weights that share a scale; None: not quantized
+    mode: str = "affine"  # or a floating-point one: mxfp4, mxfp8, nvfp4
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Scales included: two of 16 bits a group in affine mode, one of 8 in the others."""
+        if self.group_size is None:
+            return self.bits / 8
+        return self.bits / 8 + (4 if self.mode == "affine" else 1) / self.group_size
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decoding reads and holds of a model, in bytes."""
+
+    read: float  # weights for one token, the experts it goes through included
+    held: float  # all weights
+    format: Format
+    experts: float = 0.0  # the part of `read` that is experts: other ones for every row
+    layers: int | None = None  # None: not known
+    kv_read: float = 0.0  # K/V for one token, at the context in question
+    kv_held: float = 0.0
 
 
 @dataclass(frozen=True)

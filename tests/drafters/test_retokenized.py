@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
-from mlx_spec.apps.described import as_json, description
+from mlx_spec.apps.models import as_json, description
 from mlx_spec.convert.inspect import inspect
 from mlx_spec.demo import DRAFTER, TARGET
 from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource

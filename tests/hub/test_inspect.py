@@ -14,7 +14,7 @@ import pytest
 import sparse
 from hub_stand_in import serving
 
-from mlx_spec.apps import described
+from mlx_spec.apps import models
 from mlx_spec.apps.models import inspect_main
 from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect
 from mlx_spec.errors import BadCheckpoint, NotFound
@@ -28,8 +28,8 @@ def one(folder: Path) -> Checkpoint:
     """The description of a folder, which must also make lines and JSON."""
     found = inspect(str(folder))
     assert isinstance(found, Checkpoint)
-    assert json.loads(json.dumps(described.as_json(found)))["name"] == str(folder)
-    assert all("\n" not in line for line in described.description(found))
+    assert json.loads(json.dumps(models.as_json(found)))["name"] == str(folder)
+    assert all("\n" not in line for line in models.description(found))
     return found
 
 
@@ -272,7 +272,7 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
     tensors = WEIGHT | {tensor: ("BF16", (2, 2))}
     found = one(sparse.checkpoint(tmp_path / "target", sparse.QWEN3 | config, tensors))
     assert (found.kind, found.speculative_heads) == (None, state)
-    assert any(state in line for line in described.description(found) if "own draft heads" in line)
+    assert any(state in line for line in models.description(found) if "own draft heads" in line)
 
 
 # --- what is damaged
