@@ -287,10 +287,18 @@ def measure(format: Format, nbytes: int = PROBE_BYTES, seconds: float = PROBE_SE
     """Return the GB/s of this device for the sum of a buffer, and for a row times a matrix as in decoding."""
     import mlx.core as mx
 
-    bits, group = min(format.bits, 8), format.group_size or GROUP
     buffer = mx.ones((nbytes // 4,), mx.float32)
-    weights = mx.ones((8 * nbytes // (WIDTH * bits), WIDTH * bits // 32), mx.uint32)
-    scales = mx.ones((weights.shape[0], WIDTH // group), mx.bfloat16)
+    if format.group_size is None:
+        weights = [mx.ones((nbytes // (2 * WIDTH), WIDTH), mx.bfloat16)]
+    else:
+        words = WIDTH * format.bits // 32
+        weights = [mx.ones((nbytes // (4 * words), words), mx.uint32)]
+        weights += 2 * [mx.ones((weights[0].shape[0], WIDTH // format.group_size), mx.bfloat16)]
+
+    def product(row: mx.array) -> mx.array:
+        if format.group_size is None:
+            return row @ weights[0].T
+        return mx.quantized_matmul(row, *weights, group_size=format.group_size, bits=format.bits)
 
     def sums() -> list[mx.array]:
         return [mx.sum(buffer) for _ in range(PASSES)]
@@ -298,7 +306,7 @@ def measure(format: Format, nbytes: int = PROBE_BYTES, seconds: float = PROBE_SE
     def products() -> list[mx.array]:
         row = mx.zeros((1, WIDTH), mx.bfloat16)
         for _ in range(PASSES):  # each waits for the one before it
-            row = mx.quantized_matmul(row, weights, scales, scales, group_size=group, bits=bits)[:, :WIDTH]
+            row = product(row)[:, :WIDTH]
         return [row]
 
     def rate(work: Callable[[], list[mx.array]], size: int) -> float:
@@ -310,8 +318,8 @@ def measure(format: Format, nbytes: int = PROBE_BYTES, seconds: float = PROBE_SE
             times.append(time.perf_counter() - start)
         return PASSES * size / statistics.median(times) / 1e9
 
-    mx.eval(buffer, weights, scales)
-    return rate(sums, buffer.nbytes), rate(products, weights.nbytes + 2 * scales.nbytes)
+    mx.eval(buffer, *weights)
+    return rate(sums, buffer.nbytes), rate(products, sum(array.nbytes for array in weights))
 
 
 # --- the report
