@@ -87,7 +87,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed from the end of the prompt."""
+        """Return the speed from the end of the prompt."""
         return len(self.tokens) / self.seconds
 
 

@@ -390,7 +390,7 @@ def _remove(name: str, *, asks: bool) -> int:
     removal.carry_out()
     _note(f"removed, {shown_size(removal.size)} are free again")
     if alias and alias.drafter:
-        _note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes it")
+        _note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
     return 0
 
 

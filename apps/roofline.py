@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,8 +47,8 @@ HOST_SHARE = 0.05  # of a plain step, for the host's part of a round: 3 to 6 % (
 FUSED_ROWS, UNFUSED = 8, 2.5  # beyond 8 rows attention takes 2.3 to 2.8 times as long (mlx#3826)
 MAX_DRAFT_TOKENS = 16
 DENSE, GROUP = 16, 64  # bits of a weight that is not quantized; weights that share a scale
-PROBE_BYTES, PROBE_SECONDS = 2**28, 1.0  # a buffer beyond all caches; how long each rate is measured
-PASSES, WIDTH = 8, 4096  # passes handed over at once; numbers in a row of the matrix
+PROBE_BYTES, PROBE_SECONDS = 2**28, 1.0  # a buffer beyond all caches; how long it is read
+PASSES = 8  # reads of the buffer that are handed over at once
 LENGTHS = (1, 2, 3, 4, 6, 8)  # draft tokens of the columns
 HEAD = ("chip (GPU cores)", "GB/s", "ceiling", "plain", *(f"k={k}" for k in LENGTHS), "best tokens/s")
 DEMO = "demo"
@@ -67,12 +67,12 @@ class Chip:
 
     @property
     def generation(self) -> int:
-        """1 for M1, 5 for M5."""
+        """Return 1 for M1, 5 for M5."""
         return int(self.name[1])
 
     @property
     def sustained(self) -> float:
-        """The bandwidth in bytes/s that reading weights reaches."""
+        """Return the bytes/s with which weights are read."""
         tier = self.name if self.name in SUSTAINED else self.name.partition(" ")[2]
         return SUSTAINED[tier] * self.bandwidth * 1e9
 
@@ -212,11 +212,8 @@ def weight_seconds(chip: Chip, model: Model, rows: int) -> float:
         rate = MATRIX_RATE * chip.matrix_tflops if chip.matrix_tflops else MATMUL_RATE * chip.alu_tflops
         computed = MATMUL_TILE * math.ceil(rows / MATMUL_TILE)
     arithmetic = 2 * computed / model.format.bytes_per_weight / (rate * 1e12) * shared
-    # gather_qmv has no wide form: every row reads its experts alone.
-    return (
-        max(weight_reads(chip, model.format, rows) * shared / speed, arithmetic)
-        + rows * model.experts / speed
-    )
+    reading = weight_reads(chip, model.format, rows) * shared / speed
+    return max(reading, arithmetic) + rows * model.experts / speed  # gather_qmv reads experts row by row
 
 
 def weight_reads(chip: Chip, format: Format, rows: int) -> float:
@@ -264,7 +261,7 @@ def _models(options: Options) -> tuple[str, Model, str, Model | None]:
     try:
         if drafter_path is not None:
             drafter = model_of(_local(drafter_path, "drafter"), options.context)
-            return name, target, options.drafter or name, drafter
+            return name, target, options.drafter or (DEMO if name == DEMO else drafter_path), drafter
     except NotFound:
         if options.drafter is not None:
             raise
@@ -283,43 +280,18 @@ def _local(name: str, option: str) -> Path:
     return found
 
 
-def measure(format: Format, nbytes: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> tuple[float, float]:
-    """Return the GB/s of this device for the sum of a buffer, and for a row times a matrix as in decoding."""
+def measure(nbytes: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> float:
+    """Return the GB/s with which this device sums a buffer of `nbytes`."""
     import mlx.core as mx
 
     buffer = mx.ones((nbytes // 4,), mx.float32)
-    if format.group_size is None:
-        weights = [mx.ones((nbytes // (2 * WIDTH), WIDTH), mx.bfloat16)]
-    else:
-        words = WIDTH * format.bits // 32
-        weights = [mx.ones((nbytes // (4 * words), words), mx.uint32)]
-        weights += 2 * [mx.ones((weights[0].shape[0], WIDTH // format.group_size), mx.bfloat16)]
-
-    def product(row: mx.array) -> mx.array:
-        if format.group_size is None:
-            return row @ weights[0].T
-        return mx.quantized_matmul(row, *weights, group_size=format.group_size, bits=format.bits)
-
-    def sums() -> list[mx.array]:
-        return [mx.sum(buffer) for _ in range(PASSES)]
-
-    def products() -> list[mx.array]:
-        row = mx.zeros((1, WIDTH), mx.bfloat16)
-        for _ in range(PASSES):  # each waits for the one before it
-            row = product(row)[:, :WIDTH]
-        return [row]
-
-    def rate(work: Callable[[], list[mx.array]], size: int) -> float:
-        mx.eval(work())
-        times: list[float] = []
-        while len(times) < 3 or sum(times) < seconds:
-            start = time.perf_counter()
-            mx.eval(work())
-            times.append(time.perf_counter() - start)
-        return PASSES * size / statistics.median(times) / 1e9
-
-    mx.eval(buffer, *weights)
-    return rate(sums, buffer.nbytes), rate(products, sum(array.nbytes for array in weights))
+    mx.eval(buffer)
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < seconds:
+        start = time.perf_counter()
+        mx.eval([mx.sum(buffer) for _ in range(PASSES)])
+        times.append(time.perf_counter() - start)
+    return PASSES * nbytes / statistics.median(times) / 1e9
 
 
 # --- the report
@@ -329,15 +301,7 @@ def _run(options: Options) -> int:
     target_name, target, drafter_name, drafter = _models(options)
     chips = [chip for name in options.chip or [] for chip in chips_named(name)] or CHIPS
     predicted = [_predict(chip, target, drafter, options.acceptance) for chip in dict.fromkeys(chips)]
-    measured: dict[str, Any] | None = None
-    try:
-        require_backend()
-        if not options.chip or set(chips_named(device_name())) & set(chips):
-            read, row = measure(target.format)
-            measured = {"device": device_name(), "read": read, "row": row}
-    except NoBackend as error:
-        if not options.chip:
-            print(f"mlx-spec: nothing was measured: {error}", file=sys.stderr)
+    measured = _measure(options, chips)
     if options.json:
         report = {
             "target": {"name": target_name, **dataclasses.asdict(target)},
@@ -353,19 +317,26 @@ def _run(options: Options) -> int:
         f"target {target_name}: {_describe(target)}",
         f"drafter {drafter_name}{f': {_describe(drafter)}' if drafter else ''}",
         f"acceptance {options.acceptance:g} at every position, context {options.context} tokens",
-        *(
-            ["K/V is not counted: a size does not include it"]
-            if options.target_gb and options.context
-            else []
-        ),
         "",
-        "predicted, from nominal bandwidth: plain tokens/s, and the gain over it with k draft tokens",
+        "predicted from nominal bandwidth: plain tokens/s, and the gain over it with k draft tokens",
         *table([HEAD, *map(_row, predicted)], right=range(1, len(HEAD))),
     )
     if measured:
-        rates = f"memory read {measured['read']:.1f} GB/s, weights by one row {measured['row']:.1f} GB/s"
-        show("", f"measured on {measured['device']}: {rates}")
+        show("", f"measured on {measured['device']}: memory read {measured['bandwidth']:.1f} GB/s")
     return 0
+
+
+def _measure(options: Options, chips: Sequence[Chip]) -> dict[str, Any] | None:
+    """Return the bandwidth of this device, None if other chips were asked for or there is no MLX."""
+    try:
+        require_backend()
+    except NoBackend as error:
+        if not options.chip:
+            print(f"mlx-spec: nothing was measured: {error}", file=sys.stderr)
+        return None
+    if options.chip and not set(chips_named(device_name())) & set(chips):
+        return None
+    return {"device": device_name(), "bandwidth": measure()}
 
 
 def _predict(chip: Chip, target: Model, drafter: Model | None, acceptance: float) -> dict[str, Any]:
@@ -373,9 +344,7 @@ def _predict(chip: Chip, target: Model, drafter: Model | None, acceptance: float
     plain = 1 / pass_seconds(chip, target, 1)
     return {
         "chip": dataclasses.asdict(chip),
-        "ceiling": chip.bandwidth
-        * 1e9
-        / (target.read + target.kv_read),  # plain tokens/s, all time spent reading
+        "ceiling": 1e9 * chip.bandwidth / (target.read + target.kv_read),  # plain, if all time were reading
         "plain": plain,
         "gains": found,  # by draft tokens from 0
         "num_draft_tokens": found.index(max(found)),  # 0 if speculation does not pay
@@ -393,10 +362,6 @@ def _row(found: dict[str, Any]) -> list[str]:
 
 
 def _describe(model: Model) -> str:
-    format = model.format
-    stored = f"{format.bits}-bit floats"
-    if format.group_size is not None:
-        stored = f"{format.bits}-bit {format.mode} in groups of {format.group_size}"
-    layers = f", {model.layers} layers" if model.layers else ""
-    cache = f" and {model.kv_read / 1e6:.2f} MB of K/V" if model.kv_read else ""
-    return f"a token reads {model.read / 1e6:.2f} MB of weights ({stored}{layers}){cache}"
+    cache = f" and {model.kv_read / 1e6:.2f} MB of K/V" if model.kv_read else ", K/V not counted"
+    bits = 8 * model.format.bytes_per_weight
+    return f"a token reads {model.read / 1e6:.2f} MB of weights ({bits:.3g} bits each){cache}"

@@ -72,7 +72,7 @@ class Gap:
 
     @property
     def roundings(self) -> float:
-        """The distance in units of the type."""
+        """Return the distance in units of the type."""
         return self.logits / self.rounding
 
     def within(self, allowed: float) -> bool:
@@ -213,27 +213,27 @@ class SelfTest:
 
     @property
     def allowed(self) -> float:
-        """The roundings up to which another token is a near-tie."""
+        """Return the roundings up to which another token is a near-tie."""
         return allowed_roundings(self.noise)
 
     @property
     def wrong(self) -> list[Comparison]:
-        """The comparisons with a defect."""
+        """Return the comparisons with a defect."""
         return [each for each in self.comparisons if each.is_wrong(self.allowed)]
 
     @property
     def near_ties(self) -> list[Comparison]:
-        """The comparisons with another token that rounding explains."""
+        """Return the comparisons with another token that rounding explains."""
         return [c for c in self.comparisons if c.divergence is not None and not c.is_wrong(self.allowed)]
 
     @property
     def blocks_differ(self) -> bool:
-        """True if passes over several rows give other logits than one row at a time, without a rollback."""
+        """Return True if passes over several rows give other logits than single rows."""
         return self.noise is not None and not self.noise.within(self.noise.limit)
 
     @property
     def passed(self) -> bool:
-        """True if something was tested and nothing is wrong."""
+        """Return True if something was tested and nothing is wrong."""
         return bool(self.comparisons) and not self.wrong and not self.blocks_differ
 
 

@@ -98,12 +98,12 @@ class Options:
 
     @property
     def history(self) -> bool:
-        """True if what is typed is kept."""
+        """Return True if what is typed is kept."""
         return not self.no_history
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """The fields of `Sampling` that were given."""
+        """Return the fields of `Sampling` that were given."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed")
         return {name: value for name in names if (value := vars(self)[name]) is not None}
 
