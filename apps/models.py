@@ -13,19 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from mlx_spec import hub
+from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
+from mlx_spec.convert.catalogue import Shape, ready, resolve
+from mlx_spec.convert.fitting import misfits
+from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect, inspect_folder
+from mlx_spec.convert.progress import shown_size
+from mlx_spec.convert.removal import plan_removal
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
+from mlx_spec.known import drafter_of
+from mlx_spec.load import DEMO
 
 from .command import ERROR, INTERRUPTED, Json, flag, guarded, parse, show, table
-
-if TYPE_CHECKING:
-    from mlx_spec.convert.cached import LocalModel
-    from mlx_spec.convert.catalogue import Shape
-    from mlx_spec.convert.inspect import Checkpoint, ConvertedPair
-    from mlx_spec.hub import Download
 
 AUTO, NONE = "auto", "none"
 
@@ -75,8 +78,6 @@ def inspect_main(arguments: Sequence[str] | None = None) -> int:
     options = parse(Inspect, "inspect", arguments)
 
     def run() -> int:
-        from mlx_spec.convert.inspect import inspect
-
         found = inspect(options.name)
         show(*([json.dumps(as_json(found), indent=2)] if options.json else description(found)))
         return ERROR if found.problem else 0
@@ -107,9 +108,6 @@ def rm_main(arguments: Sequence[str] | None = None) -> int:
 
 def description(found: Checkpoint | ConvertedPair) -> list[str]:
     """Return the lines that `mlx-spec inspect` prints."""
-    from mlx_spec.convert.inspect import Checkpoint
-    from mlx_spec.load import DEMO
-
     if isinstance(found, Checkpoint):
         return [found.name, *_facts(_checkpoint(found) | {"problem": found.problem})]
     tokens = "differ: what the drafter writes is encoded again" if found.retokenized else None
@@ -122,8 +120,6 @@ def description(found: Checkpoint | ConvertedPair) -> list[str]:
 
 def as_json(found: Checkpoint | ConvertedPair | None) -> dict[str, Any] | None:
     """Return all that is known of a checkpoint, under the names of the library."""
-    from mlx_spec.convert.inspect import ConvertedPair
-
     if found is None:
         return None
     if isinstance(found, ConvertedPair):
@@ -139,8 +135,6 @@ def as_json(found: Checkpoint | ConvertedPair | None) -> dict[str, Any] | None:
 
 def summary(model: LocalModel, partners: list[str]) -> str:
     """Return one line about a model of the list."""
-    from mlx_spec.convert.inspect import ConvertedPair
-
     found = model.found
     if found is None:
         return model.problem or "cannot be read"
@@ -164,19 +158,18 @@ def shown_number(value: int) -> str:
     return str(value)
 
 
-def _checkpoint(found: Checkpoint) -> dict[str, str | None]:
-    from mlx_spec.convert.progress import shown_size
-
-    facts: dict[str, str | None] = {
+def _checkpoint(found: Checkpoint) -> dict[str, object]:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
+    facts: dict[str, object] = {
         "family": f"{found.kind} ({found.family})" if found.kind else found.family,
         "parameters": shown_number(found.parameters),
         "weights": f"{shown_size(found.size)}, {found.precision}",
-        "layers": _layers(found),
-        "hidden size": _text(found.hidden_size),
+        "layers": f"{found.layers} ({kinds})" if found.layers and kinds else found.layers,
+        "hidden size": found.hidden_size,
         "heads": _heads(found),
-        "vocabulary": _text(found.vocab_size),
-        "window": _text(found.window),
-        "context": _text(found.context),
+        "vocabulary": found.vocab_size,
+        "window": found.window,
+        "context": found.context,
         "tokenizer": "yes" if found.has_tokenizer else "no",
         "chat template": "yes" if found.has_template else "no",
     }
@@ -190,11 +183,6 @@ def _checkpoint(found: Checkpoint) -> dict[str, str | None]:
     elif found.speculative_heads == "stripped":
         own = "stripped: config.json promises them, no tensor of theirs is here"
     return facts | {"own draft heads": own, "drafters": ", ".join(found.goes_with)}
-
-
-def _layers(found: Checkpoint) -> str | None:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
-    return f"{found.layers} ({kinds})" if found.layers is not None and kinds else _text(found.layers)
 
 
 def _heads(found: Checkpoint) -> str | None:
@@ -234,21 +222,14 @@ def _short(found: Checkpoint) -> str:
     return f"{found.kind or found.family}{size}, {found.precision}"
 
 
-def _facts(facts: Mapping[str, str | None], indent: int = 2) -> list[str]:
+def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
     return [f"{'':{indent}}{name:<19}{value}" for name, value in facts.items() if value]
-
-
-def _text(value: int | None) -> str | None:
-    return None if value is None else str(value)
 
 
 # --- models, pull, rm
 
 
 def _list(folders: Sequence[Path], as_objects: bool) -> int:
-    from mlx_spec.convert.cached import local_models, partners
-    from mlx_spec.convert.progress import shown_size
-
     for folder in folders:
         if not folder.is_dir():
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
@@ -269,27 +250,17 @@ def _list(folders: Sequence[Path], as_objects: bool) -> int:
         ]
         show(json.dumps(entries, indent=2))
         return 0
-    show(
-        *table(
-            [
-                (model.name, model.origin, shown_size(model.size), summary(model, partners(model, models)))
-                for model in models
-            ]
-        )
-    )
+    rows = [(m.name, m.origin, shown_size(m.size), summary(m, partners(m, models))) for m in models]
+    show(*table(rows))
     return 0
 
 
 def _pull(name: str, drafter: str, revision: str | None) -> int:
-    from mlx_spec import hub
-    from mlx_spec.convert.cached import cache_folder
-    from mlx_spec.convert.catalogue import resolve
-
     if Path(name).expanduser().exists():
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
-    ready = resolve(name)
-    chosen = {AUTO: ready.drafter, NONE: None}.get(drafter, drafter)
-    wanted = [(ready.target, revision), *([(chosen, None)] if chosen else [])]
+    pair = resolve(name)
+    chosen = {AUTO: pair.drafter, NONE: None}.get(drafter, drafter)
+    wanted = [(pair.target, revision), *([(chosen, None)] if chosen else [])]
     folders = {repo: hub.cached(repo, revision=rev) for repo, rev in wanted}
     plans = [hub.plan(repo, revision=rev) for repo, rev in wanted if folders[repo] is None]
     hub.check_space(" and ".join(p.name for p in plans), sum(p.missing for p in plans), cache_folder())
@@ -302,8 +273,8 @@ def _pull(name: str, drafter: str, revision: str | None) -> int:
         for plan in plans:
             folders[plan.name] = _fetch(plan)
     if chosen:
-        _check_fit(ready.target, chosen, folders)
-    target = str(folders[ready.target]) if revision else ready.target
+        _check_fit(pair.target, chosen, folders)
+    target = str(folders[pair.target]) if revision else pair.target
     show(_chat_command(target, chosen))
     return 0
 
@@ -323,37 +294,21 @@ def _leave_on_interrupt(message: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _fetch(plan: Download) -> Path:
-    """Download with a progress line on stderr."""
-    from mlx_spec import hub
-    from mlx_spec.convert.cached import cache_folder
-    from mlx_spec.convert.progress import Progress, shown_size
-
+def _fetch(plan: hub.Download) -> Path:
     here = plan.total - plan.missing
     kept = f", {shown_size(here)} are here" if here else ""
     free = shown_size(hub.free_bytes(cache_folder()))
-    progress = Progress(sys.stderr)
-    progress.note(f"{plan.name}: {shown_size(plan.missing)} to fetch{kept}, {free} free")
-    progress.stage(f"fetching {plan.name}", size=plan.missing)
-
-    def advance(now: int, _: int) -> None:
-        nonlocal here
-        progress.advance(now - here)
-        here = now
-
-    folder = hub.fetch(plan, advance)
-    progress.end()
-    return folder
+    _note(f"{plan.name}: {shown_size(plan.missing)} to fetch{kept}, {free} free")
+    _note(f"fetching {plan.name}")
+    return hub.fetch(plan, lambda here, total: None)
 
 
 def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:
     """Raise Mismatch if the drafter was made for another target."""
-    from mlx_spec.convert.contents import of_folder
-    from mlx_spec.convert.fitting import misfits
-    from mlx_spec.convert.inspect import describe
-
-    head, tail = (describe(repo, of_folder(folders[repo] or Path())) for repo in (target, drafter))
-    unfit = misfits(tail.needs, head.offers) if tail.needs else []
+    head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
+    if not isinstance(head, Checkpoint) or not isinstance(tail, Checkpoint) or not tail.needs:
+        return
+    unfit = misfits(tail.needs, head.offers)
     if unfit:
         raise Mismatch(
             f"both are here, but {drafter} does not fit {target}, it expects {', '.join(unfit)}: "
@@ -362,8 +317,6 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
 
 
 def _chat_command(target: str, drafter: str | None) -> str:
-    from mlx_spec.known import drafter_of
-
     words = ["mlx-spec", "chat", "--target", target]
     if drafter != drafter_of(target):
         words += ["--drafter", drafter or NONE]
@@ -371,11 +324,6 @@ def _chat_command(target: str, drafter: str | None) -> str:
 
 
 def _remove(name: str, *, asks: bool) -> int:
-    from mlx_spec.convert.cached import default_folder
-    from mlx_spec.convert.catalogue import ready
-    from mlx_spec.convert.progress import shown_size
-    from mlx_spec.convert.removal import plan_removal
-
     is_folder = Path(name).exists() or (default_folder() / name).exists()
     alias = None if is_folder else ready(name)
     removal = plan_removal(alias.target if alias else name)
