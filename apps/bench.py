@@ -16,11 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
-
 from mlx_spec.device import device_name, require_backend
 
-from .command import Json, KvBits, guarded, model_option, parse, show, table
+from .command import MODEL, Json, KvBits, guarded, option, parse, show, table
 
 if TYPE_CHECKING:
     from mlx_spec.pair import Pair
@@ -47,13 +45,14 @@ class Options:
     affects them alike.
     """
 
-    target: Annotated[str, model_option("pair to measure", "the bundled demo")] = "demo"
-    drafter: Annotated[str | None, model_option("model that drafts", "the one made for the target")] = None
+    target: Annotated[str, option(value=MODEL, help="pair to measure", default="the bundled demo")] = "demo"
+    drafter: Annotated[
+        str | None, option(value=MODEL, help="model that drafts", default="the one made for the target")
+    ] = None
     kv_bits: KvBits = None
-    tokens: Annotated[int, Option(min=16, metavar="N", help="of an answer at most")] = 128
+    tokens: Annotated[int, option(value="N", help="of an answer at most", min=16)] = 128
     repeats: Annotated[
-        int,
-        Option(min=1, metavar="N", help="how often all questions are asked, after one round that warms up"),
+        int, option(value="N", help="how often all questions are asked, after one round that warms up", min=1)
     ] = 3
     json: Json = False
 

@@ -23,6 +23,7 @@ STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupt
 PIPE_COLUMNS = 10_000  # width of a table that no terminal shows: rows are not wrapped
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
+MODEL = "REPO_OR_FOLDER"  # the value of --target and --drafter
 T = TypeVar("T")
 
 
@@ -30,9 +31,24 @@ class BadOptions(typer.TyperException):
     """Options that make no sense together; the text says what to give instead."""
 
 
+def option(
+    *names: str,
+    help: str,
+    value: str | None = None,
+    default: str | None = None,
+    panel: str | None = None,
+    **settings: Any,
+) -> Any:
+    """Declare an option that takes a value; `default` is shown instead of the default value."""
+    shown = True if default is None else default
+    return typer.Option(
+        *names, metavar=value, help=help, show_default=shown, rich_help_panel=panel, **settings
+    )
+
+
 def flag(name: str, help: str, panel: str | None = None, **settings: Any) -> Any:
     """Declare an option without a value."""
-    return typer.Option(name, metavar=" ", help=help, rich_help_panel=panel, **settings)
+    return option(name, value=" ", help=help, panel=panel, **settings)
 
 
 def _show_version(wanted: bool) -> bool:
@@ -48,12 +64,7 @@ Version = Annotated[
 
 
 Json = Annotated[bool, flag("--json", "print one JSON object")]
-KvBits = Annotated[Literal[4, 8] | None, typer.Option(help="quantize the KV cache", show_default="do not")]
-
-
-def model_option(help: str, default: str, panel: str | None = None) -> Any:
-    """Declare the option of a target or a drafter; `default` says what is used without it."""
-    return typer.Option(metavar="REPO_OR_FOLDER", help=help, show_default=default, rich_help_panel=panel)
+KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
 
 
 def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | None, **settings: Any) -> T:

@@ -22,7 +22,7 @@ from mlx_spec import __version__
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
 
-from .command import ERROR, Json, flag, guarded, model_option, parse, show
+from .command import ERROR, MODEL, Json, flag, guarded, option, parse, show
 
 if TYPE_CHECKING:
     from mlx_spec.convert.inspect import Checkpoint
@@ -47,10 +47,14 @@ class Options:
     certificate to paste into an issue. The exit status is 1 when something is wrong.
     """
 
-    target: Annotated[str, model_option("pair to test", "the bundled demo")] = "demo"
+    target: Annotated[str, option(value=MODEL, help="pair to test", default="the bundled demo")] = "demo"
     drafter: Annotated[
         str | None,
-        model_option('model that drafts, or "lookup" or "none"', "the one made for the target"),
+        option(
+            value=MODEL,
+            help='model that drafts, or "lookup" or "none"',
+            default="the one made for the target",
+        ),
     ] = None
     quick: Annotated[bool, flag("--quick", "test for at most 15 seconds")] = False
     json: Json = False

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument
 
 from mlx_spec import hub
 from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
@@ -28,7 +28,7 @@ from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.known import drafter_of
 from mlx_spec.load import DEMO
 
-from .command import ERROR, INTERRUPTED, Json, flag, guarded, parse, show, table
+from .command import ERROR, INTERRUPTED, Json, flag, guarded, option, parse, show, table
 
 AUTO, NONE = "auto", "none"
 
@@ -58,10 +58,9 @@ class Pull:
     name: Annotated[
         str, Argument(metavar="ALIAS_OR_REPO", help="such as gemma-4-e2b, gemma-4-e2b:8bit, owner/name")
     ]
-    drafter: Annotated[str, Option(metavar="{auto,none,REPO}", help="the drafter to fetch with it")] = AUTO
+    drafter: Annotated[str, option(value="{auto,none,REPO}", help="the drafter to fetch with it")] = AUTO
     revision: Annotated[
-        str | None,
-        Option(metavar="REV", help="branch, tag or commit of the target", show_default="main"),
+        str | None, option(value="REV", help="branch, tag or commit of the target", default="main")
     ] = None
 
 

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer import Option
 
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import NotFound
 
-from .command import BadOptions, Json, above_zero, guarded, model_option, parse, show, table
+from .command import MODEL, BadOptions, Json, above_zero, guarded, option, parse, show, table
 
 if TYPE_CHECKING:
     from mlx_spec.tuning.sizes import Format, Model
@@ -122,7 +121,7 @@ def _check_chips(names: list[str] | None) -> list[str] | None:
 
 Gigabytes = Annotated[
     float | None,
-    Option(metavar="GB", callback=above_zero, help="or the size of its weights", rich_help_panel=MODELS),
+    option(value="GB", help="or the size of its weights", panel=MODELS, callback=above_zero),
 ]
 
 
@@ -132,28 +131,30 @@ class Options:
 
     chip: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME", callback=_check_chips, help='only this chip, such as "M4 Pro"; may be repeated'
-        ),
+        option(value="NAME", help='only this chip, such as "M4 Pro"; may be repeated', callback=_check_chips),
     ] = None
     acceptance: Annotated[
-        float,
-        Option(min=0, max=1, metavar="A", help="how often a draft token is accepted after accepted ones"),
+        float, option(value="A", help="how often a draft token is accepted after accepted ones", min=0, max=1)
     ] = 0.8
-    context: Annotated[int, Option(min=0, metavar="N", help="tokens of context")] = 1024
+    context: Annotated[int, option(value="N", help="tokens of context", min=0)] = 1024
     json: Json = False
-    target: Annotated[str | None, model_option("model that answers", "the bundled demo", MODELS)] = None
+    target: Annotated[
+        str | None, option(value=MODEL, help="model that answers", default="the bundled demo", panel=MODELS)
+    ] = None
     target_gb: Gigabytes = None
     drafter: Annotated[
         str | None,
-        model_option('model that drafts; "lookup" is free', "the one made for the target", MODELS),
+        option(
+            value=MODEL,
+            help='model that drafts; "lookup" is free',
+            default="the one made for the target",
+            panel=MODELS,
+        ),
     ] = None
     drafter_gb: Gigabytes = None
     bits: Annotated[
         Literal[2, 3, 4, 5, 6, 8, 16] | None,
-        Option(
-            help="of a target's weight; 16 is not quantized", show_default="as stored; 4 with --target-gb"
-        ),
+        option(help="of a target's weight; 16 is not quantized", default="as stored; 4 with --target-gb"),
     ] = None
 
     def __post_init__(self) -> None:

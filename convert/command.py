@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Argument
 
-from mlx_spec.apps.command import ERROR, INTERRUPTED, flag, parse
+from mlx_spec.apps.command import ERROR, INTERRUPTED, flag, option, parse
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
 
@@ -25,32 +25,30 @@ class Options:
     The pair is tested before it gets its name.
     """
 
-    target: Annotated[
-        str, Argument(metavar="TARGET", help="a folder or a repository on Hugging Face", show_default=False)
-    ]
-    out: Annotated[str, Option("--out", "-o", metavar="OUT", help="the folder to create")]
+    target: Annotated[str, Argument(metavar="TARGET", help="a folder or a repository on Hugging Face")]
+    out: Annotated[str, option("--out", "-o", value="OUT", help="the folder to create")]
     drafter: Annotated[
         str,
-        Option(
-            metavar="REPO|auto|none",
+        option(
+            value="REPO|auto|none",
             help="a folder or a repository; auto: the one published for TARGET, or the draft heads inside it",
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["4", "5", "6", "8", "mxfp4", "nvfp4", "none"] | None,
-        Option(
+        option(
             "-q",
             help="bits of the target, or a mode",
-            show_default="4, and none where TARGET is quantized already",
+            default="4, and none where TARGET is quantized already",
         ),
     ] = None
-    group_size: Annotated[
-        int | None, Option(metavar="N", help="weights that share a scale", show_default="64")
-    ] = None
-    drafter_bits: Annotated[Literal["4", "8", "none"], Option(help="of the drafter")] = "4"
+    group_size: Annotated[int | None, option(value="N", help="weights that share a scale", default="64")] = (
+        None
+    )
+    drafter_bits: Annotated[Literal["4", "8", "none"], option(help="of the drafter")] = "4"
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        Option(help="of what is not quantized", show_default="as in the sources"),
+        option(help="of what is not quantized", default="as in the sources"),
     ] = None
     no_self_test: Annotated[
         bool, flag("--no-self-test", "write the pair without the test; it is recorded")

@@ -20,7 +20,9 @@ def require_backend() -> None:
         if platform.system() == "Darwin":
             way = "pip install mlx, with a native Python on Apple silicon"
         else:
-            way = "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"
+            way = (
+                "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"
+            )
         raise NoBackend(f"no MLX backend ({' '.join(str(error).split())}): {way}") from error
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from typer import Option
-
 from .. import command
-from ..command import Version, flag, model_option
+from ..command import MODEL, Version, flag, option
 
 MAX_TOKENS = 2048
 OUTPUT, MODELS, SAMPLING = "Output", "Models", "Sampling (at temperature 0 the others have no effect)"
@@ -22,10 +20,10 @@ class Options:
 
     prompt: Annotated[
         str | None,
-        Option("--prompt", "-p", metavar="TEXT", help="answer TEXT and exit; piped text is appended"),
+        option("--prompt", "-p", value="TEXT", help="answer TEXT and exit; piped text is appended"),
     ] = None
-    system: Annotated[str | None, Option(metavar="TEXT", help="system prompt")] = None
-    max_tokens: Annotated[int, Option(min=1, metavar="N", help="longest answer, thinking included")] = (
+    system: Annotated[str | None, option(value="TEXT", help="system prompt")] = None
+    max_tokens: Annotated[int, option(value="N", help="longest answer, thinking included", min=1)] = (
         MAX_TOKENS
     )
     think: Annotated[bool, flag("--think", "let the model think first, if it is made for that")] = False
@@ -40,61 +38,55 @@ class Options:
         bool, flag("--json", "with -p or piped text: print one JSON object with timings", OUTPUT)
     ] = False
     trace: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="write one JSON line a round to FILE", rich_help_panel=OUTPUT),
+        Path | None, option(value="FILE", help="write one JSON line a round to FILE", panel=OUTPUT)
     ] = None
     no_history: Annotated[bool, flag("--no-history", "neither read nor keep what was typed", OUTPUT)] = False
 
     target: Annotated[
         str | None,
-        model_option(
-            "model that answers: Hugging Face name or folder",
-            "the pair used last, or else demo, the small bundled one",
-            MODELS,
+        option(
+            value=MODEL,
+            help="model that answers: Hugging Face name or folder",
+            default="the pair used last, or else demo, the small bundled one",
+            panel=MODELS,
         ),
     ] = None
     drafter: Annotated[
         str | None,
-        model_option(
-            'model that drafts; "lookup" copies from the text so far, "none" is plain decoding',
-            "the one made for the target, if there is one",
-            MODELS,
+        option(
+            value=MODEL,
+            help='model that drafts; "lookup" copies from the text so far, "none" is plain decoding',
+            default="the one made for the target, if there is one",
+            panel=MODELS,
         ),
     ] = None
     num_draft_tokens: Annotated[
         int | None,
-        Option(
-            min=0,
-            metavar="K",
+        option(
+            value="K",
             help="draft tokens in each round; 0 is no speculation",
-            show_default="what pays",
-            rich_help_panel=MODELS,
+            default="what pays",
+            panel=MODELS,
+            min=0,
         ),
     ] = None
     kv_bits: Annotated[
-        Literal[4, 8] | None,
-        Option(help="quantize the KV cache", show_default="do not", rich_help_panel=MODELS),
+        Literal[4, 8] | None, option(help="quantize the KV cache", default="do not", panel=MODELS)
     ] = None
 
     temperature: Annotated[
-        float | None,
-        Option(metavar="T", help="0, the default, is greedy decoding", rich_help_panel=SAMPLING),
+        float | None, option(value="T", help="0, the default, is greedy decoding", panel=SAMPLING)
     ] = None
     top_p: Annotated[
-        float | None,
-        Option(metavar="P", help="most likely tokens that reach P together", rich_help_panel=SAMPLING),
+        float | None, option(value="P", help="most likely tokens that reach P together", panel=SAMPLING)
     ] = None
     top_k: Annotated[
-        int | None,
-        Option(min=0, metavar="N", help="the N most likely tokens; 0 is all", rich_help_panel=SAMPLING),
+        int | None, option(value="N", help="the N most likely tokens; 0 is all", panel=SAMPLING, min=0)
     ] = None
     min_p: Annotated[
-        float | None,
-        Option(metavar="P", help="tokens P times as likely as the best, or more", rich_help_panel=SAMPLING),
+        float | None, option(value="P", help="tokens P times as likely as the best, or more", panel=SAMPLING)
     ] = None
-    seed: Annotated[
-        int | None, Option(metavar="N", help="same seed, same text", rich_help_panel=SAMPLING)
-    ] = None
+    seed: Annotated[int | None, option(value="N", help="same seed, same text", panel=SAMPLING)] = None
 
     @property
     def history(self) -> bool:

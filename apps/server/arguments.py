@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from typer import Option
-
 from .. import command
-from ..command import BadOptions, Version, above_zero, model_option
+from ..command import MODEL, BadOptions, Version, above_zero, option
 from .settings import GB, Limits, Served, Settings, is_loopback
 
 DEMO = "demo"
 LIMITS = Limits()
-MODEL, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
-MODELS, NETWORK, SIZES = (
-    "Models (the first is loaded at once, the others when asked for)",
-    "Network",
-    "Limits",
-)
+NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
+MODELS = "Models (the first is loaded at once, the others when asked for)"
+NETWORK, SIZES = "Network", "Limits"
 
 
 @dataclass(frozen=True)
@@ -32,116 +27,98 @@ class Options:
 
     target: Annotated[
         str | None,
-        model_option("model that answers: Hugging Face name or folder", "the small bundled demo", MODELS),
+        option(
+            value=MODEL,
+            help="model that answers: Hugging Face name or folder",
+            default="the small bundled demo",
+            panel=MODELS,
+        ),
     ] = None
     drafter: Annotated[
         str | None,
-        model_option(
-            'model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding',
-            "the one made for the target, if there is one",
-            MODELS,
+        option(
+            value=MODEL,
+            help='model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding',
+            default="the one made for the target, if there is one",
+            panel=MODELS,
         ),
     ] = None
     model: Annotated[
         list[str] | None,
-        Option(
-            metavar=MODEL,
-            help="one more model and the name it goes by; may be repeated",
-            rich_help_panel=MODELS,
-        ),
+        option(value=NAMED, help="one more model and the name it goes by; may be repeated", panel=MODELS),
     ] = None
-    alias: Annotated[
-        list[str] | None, Option(metavar=ALIAS, help="another name of a model", rich_help_panel=MODELS)
-    ] = None
+    alias: Annotated[list[str] | None, option(value=ALIAS, help="another name of a model", panel=MODELS)] = (
+        None
+    )
     pin: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="never unload this model once it is loaded", rich_help_panel=MODELS),
+        list[str] | None, option(value="NAME", help="never unload this model once it is loaded", panel=MODELS)
     ] = None
     num_draft_tokens: Annotated[
         int | None,
-        Option(
-            min=0,
-            metavar="K",
+        option(
+            value="K",
             help="draft tokens in each round; 0 is no speculation",
-            show_default="what pays",
-            rich_help_panel=MODELS,
+            default="what pays",
+            panel=MODELS,
+            min=0,
         ),
     ] = None
     kv_bits: Annotated[
-        Literal[4, 8] | None,
-        Option(help="quantize the KV cache", show_default="do not", rich_help_panel=MODELS),
+        Literal[4, 8] | None, option(help="quantize the KV cache", default="do not", panel=MODELS)
     ] = None
 
     host: Annotated[
         str,
-        Option(
-            metavar="HOST",
-            help="address to listen on; the default is this machine only",
-            rich_help_panel=NETWORK,
-        ),
+        option(value="HOST", help="address to listen on; the default is this machine only", panel=NETWORK),
     ] = Settings.host
-    port: Annotated[int, Option(min=0, max=65535, metavar="N", help="0 is any", rich_help_panel=NETWORK)] = (
-        Settings.port
-    )
+    port: Annotated[int, option(value="N", help="0 is any", panel=NETWORK, min=0, max=65535)] = Settings.port
     api_key: Annotated[
-        str | None, Option(metavar="KEY", help="refuse requests without this key", rich_help_panel=NETWORK)
+        str | None, option(value="KEY", help="refuse requests without this key", panel=NETWORK)
     ] = None
     api_key_file: Annotated[
-        Path | None, Option(metavar="FILE", help="the same, read from a file", rich_help_panel=NETWORK)
+        Path | None, option(value="FILE", help="the same, read from a file", panel=NETWORK)
     ] = None
     allow_host: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME",
-            help="another name under which the server may be addressed",
-            rich_help_panel=NETWORK,
-        ),
+        option(value="NAME", help="another name under which the server may be addressed", panel=NETWORK),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        Option(
-            metavar="ORIGIN",
+        option(
+            value="ORIGIN",
             help="web pages that may use the server, such as http://localhost:3000",
-            show_default="only its own",
-            rich_help_panel=NETWORK,
+            default="only its own",
+            panel=NETWORK,
         ),
     ] = None
     log_file: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="log requests: path, status, seconds", rich_help_panel=NETWORK),
+        Path | None, option(value="FILE", help="log requests: path, status, seconds", panel=NETWORK)
     ] = None
 
     memory: Annotated[
         float | None,
-        Option(
-            metavar="GB",
-            callback=above_zero,
-            help="for weights and caches",
-            show_default="what fits",
-            rich_help_panel=SIZES,
+        option(
+            value="GB", help="for weights and caches", default="what fits", panel=SIZES, callback=above_zero
         ),
     ] = None
     idle: Annotated[
         float | None,
-        Option(
-            metavar="SECONDS",
-            callback=above_zero,
+        option(
+            value="SECONDS",
             help="unload a model after that long",
-            show_default="never",
-            rich_help_panel=SIZES,
+            default="never",
+            panel=SIZES,
+            callback=above_zero,
         ),
     ] = None
-    max_waiting: Annotated[
-        int, Option(min=0, metavar="N", help="requests in the queue", rich_help_panel=SIZES)
-    ] = LIMITS.waiting
-    max_running: Annotated[
-        int, Option(min=1, metavar="N", help="requests that take turns", rich_help_panel=SIZES)
-    ] = LIMITS.running
+    max_waiting: Annotated[int, option(value="N", help="requests in the queue", panel=SIZES, min=0)] = (
+        LIMITS.waiting
+    )
+    max_running: Annotated[int, option(value="N", help="requests that take turns", panel=SIZES, min=1)] = (
+        LIMITS.running
+    )
     conversations: Annotated[
-        int,
-        Option(
-            min=1, metavar="N", help="conversations kept with their caches, per model", rich_help_panel=SIZES
-        ),
+        int, option(value="N", help="conversations kept with their caches, per model", panel=SIZES, min=1)
     ] = Settings.conversations
 
     def settings(self) -> Settings:
@@ -168,7 +145,7 @@ class Options:
         )
 
     def _models(self) -> tuple[Served, ...]:
-        named = [_split("--model", text, MODEL) for text in self.model or []]
+        named = [_split("--model", text, NAMED) for text in self.model or []]
         if named and self.drafter is not None and self.target is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
         found: list[tuple[str, str, str | None]] = []
