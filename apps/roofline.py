@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,7 +47,8 @@ FUSED_ROWS, UNFUSED = 8, 2.5  # beyond 8 rows attention takes 2.3 to 2.8 times a
 MAX_DRAFT_TOKENS = 16
 DENSE, GROUP = 16, 64  # bits of a weight that is not quantized; weights that share a scale
 PROBE_BYTES, PROBE_SECONDS = 2**28, 1.0  # a buffer beyond all caches; how long it is read
-PASSES = 8  # reads of the buffer that are handed over at once
+PASSES, WIDTH = 8, 4096  # passes handed over at once; numbers in a row of the matrix
+KERNEL_BITS, KERNEL_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of affine weights
 LENGTHS = (1, 2, 3, 4, 6, 8)  # draft tokens of the columns
 HEAD = ("chip (GPU cores)", "GB/s", "ceiling", "plain", *(f"k={k}" for k in LENGTHS), "best tokens/s")
 DEMO = "demo"
@@ -281,18 +282,51 @@ def _local(name: str, option: str) -> Path:
     return found
 
 
-def measure(nbytes: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> float:
-    """Return the GB/s with which this device sums a buffer of `nbytes`."""
+@dataclass(frozen=True)
+class Bandwidth:
+    """Measured GB/s of this device, medians."""
+
+    read: float  # sum of a buffer
+    row: float  # one row times a matrix, as in plain decoding
+
+
+def measure(format: Format, *, size: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> Bandwidth:
+    """Measure how fast this device reads `size` bytes, and weights in `format`, else in bfloat16."""
     import mlx.core as mx
 
-    buffer = mx.ones((nbytes // 4,), mx.float32)
-    mx.eval(buffer)
-    times: list[float] = []
-    while len(times) < 5 or sum(times) < seconds:
-        start = time.perf_counter()
-        mx.eval([mx.sum(buffer) for _ in range(PASSES)])
-        times.append(time.perf_counter() - start)
-    return PASSES * nbytes / statistics.median(times) / 1e9
+    bits, group = format.bits, format.group_size
+    buffer = mx.ones((size // 4,), mx.float32)
+    if format.mode == "affine" and bits in KERNEL_BITS and group in KERNEL_GROUPS:
+        words = mx.ones((8 * size // (WIDTH * bits), WIDTH * bits // 32), mx.uint32)
+        scales = mx.ones((words.shape[0], WIDTH // group), mx.bfloat16)
+        matrix = [words, scales, scales]
+
+        def product(row: mx.array) -> mx.array:
+            return mx.quantized_matmul(row, words, scales, scales, group_size=group, bits=bits)
+    else:
+        matrix = [mx.ones((size // (2 * WIDTH), WIDTH), mx.bfloat16)]
+
+        def product(row: mx.array) -> mx.array:
+            return row @ matrix[0].T
+
+    def rate(work: Callable[[], list[mx.array]], nbytes: int) -> float:
+        mx.eval(work())
+        times: list[float] = []
+        while len(times) < 3 or sum(times) < seconds:
+            start = time.perf_counter()
+            mx.eval(work())
+            times.append(time.perf_counter() - start)
+        return PASSES * nbytes / statistics.median(times) / 1e9
+
+    def products() -> list[mx.array]:
+        row = zeros = mx.zeros((1, WIDTH), mx.bfloat16)
+        for _ in range(PASSES):  # each waits for the one before it
+            row = zeros + product(row)[:, :1]
+        return [row]
+
+    mx.eval(buffer, *matrix)
+    read = rate(lambda: [mx.sum(buffer) for _ in range(PASSES)], buffer.nbytes)
+    return Bandwidth(read, rate(products, sum(array.nbytes for array in matrix)))
 
 
 # --- the report
@@ -302,7 +336,7 @@ def _run(options: Options) -> int:
     target_name, target, drafter_name, drafter = _models(options)
     chips = [chip for name in options.chip or [] for chip in chips_named(name)] or CHIPS
     predicted = [_predict(chip, target, drafter, options.acceptance) for chip in dict.fromkeys(chips)]
-    measured = _measure(options, chips)
+    measured = _measure(options, chips, target.format)
     if options.json:
         report = {
             "target": {"name": target_name, **dataclasses.asdict(target)},
@@ -323,11 +357,12 @@ def _run(options: Options) -> int:
         *table([HEAD, *map(_row, predicted)], right=range(1, len(HEAD))),
     )
     if measured:
-        show("", f"measured on {measured['device']}: memory read {measured['bandwidth']:.1f} GB/s")
+        rates = f"memory read {measured['read']:.1f} GB/s, weights by one row {measured['row']:.1f} GB/s"
+        show("", f"measured on {measured['device']}: {rates}")
     return 0
 
 
-def _measure(options: Options, chips: Sequence[Chip]) -> dict[str, Any] | None:
+def _measure(options: Options, chips: Sequence[Chip], format: Format) -> dict[str, Any] | None:
     """Return the bandwidth of this device, None if other chips were asked for or there is no MLX."""
     try:
         require_backend()
@@ -337,7 +372,7 @@ def _measure(options: Options, chips: Sequence[Chip]) -> dict[str, Any] | None:
         return None
     if options.chip and not set(chips_named(device_name())) & set(chips):
         return None
-    return {"device": device_name(), "bandwidth": measure()}
+    return {"device": device_name(), **dataclasses.asdict(measure(format))}
 
 
 def _predict(chip: Chip, target: Model, drafter: Model | None, acceptance: float) -> dict[str, Any]:

@@ -35,11 +35,11 @@ from peers import progress
 from shapes import RandomPair, llama_f32
 from timing import finish, interval, parser, table
 
+from mlx_spec.device import device_name
 from mlx_spec.engine import generate, prefill
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning import calibrate, profile
-from mlx_spec.device import device_name
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Features, FeatureSpec, Sampler

@@ -16,8 +16,7 @@ from mlx_spec.engine import PREFILL_STEP, generate
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
 from mlx_spec.tuning.fixed import Fixed
-from mlx_spec.tuning.roofline import Format
-from mlx_spec.tuning.sizes import model_of
+from mlx_spec.tuning.sizes import Format, model_of
 from mlx_spec.types import Draft, Drafter, Round, Sampler
 
 RUN = 8  # plain tokens, one in flight behind the other

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.tuning import profile
 from mlx_spec.device import device_name
+from mlx_spec.tuning import profile
 from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Drafter, DraftLengthPolicy, Reason, Target
