@@ -9,13 +9,14 @@ from typing import Annotated
 
 from typer import Context, Option
 
+from mlx_spec.apps.menubar.client import Address
+from mlx_spec.apps.menubar.control import Plan
+from mlx_spec.apps.menubar.state import Choice
+from mlx_spec.apps.menubar.supervisor import Wish
+
 from .. import command
 from ..command import BadOptions, flag
 from ..server.arguments import parse as parse_server
-from .client import Address
-from .control import Plan
-from .state import Choice
-from .supervisor import Wish
 
 INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
 

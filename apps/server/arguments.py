@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from mlx_spec.apps.server.settings import GB, Limits, Served, Settings, is_loopback
+
 from .. import command
 from ..command import MODEL, BadOptions, Version, above_zero, option
-from .settings import GB, Limits, Served, Settings, is_loopback
 
 DEMO = "demo"
 LIMITS = Limits()
