@@ -50,7 +50,7 @@ class Options:
         str | None, option(value=MODEL, help="model that drafts", default="the one made for the target")
     ] = None
     kv_bits: KvBits = None
-    tokens: Annotated[int, option(value="N", help="of an answer at most", min=16)] = 128
+    tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
     repeats: Annotated[
         int, option(value="N", help="how often all questions are asked, after one round that warms up", min=1)
     ] = 3

@@ -1,7 +1,7 @@
 """What all programs share: their options through typer, one-line errors, exit statuses, tables.
 
-A program declares its options as a dataclass whose fields are annotated with `typer.Option`; the docstring is
-its help. `parse` fills the dataclass from a command line, so that `main` is `run(parse(Options, ...))`.
+A program declares its options as a dataclass: each field is annotated with `option` or `flag`, the docstring
+is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli.PROGRAMS` names both.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ def _show_version(wanted: bool) -> bool:
 Version = Annotated[
     bool, flag("--version", "Show the version and exit.", is_eager=True, callback=_show_version)
 ]
-
-
 Json = Annotated[bool, flag("--json", "print one JSON object")]
 KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
 

@@ -155,7 +155,10 @@ class Options:
     drafter_gb: Gigabytes = None
     bits: Annotated[
         Literal[2, 3, 4, 5, 6, 8, 16] | None,
-        option(help="of a target's weight; 16 is not quantized", default="as stored; 4 with --target-gb"),
+        option(
+            help="bits of a weight of the target; 16 is not quantized",
+            default="as stored; 4 with --target-gb",
+        ),
     ] = None
 
     def __post_init__(self) -> None:

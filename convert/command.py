@@ -45,10 +45,10 @@ class Options:
     group_size: Annotated[int | None, option(value="N", help="weights that share a scale", default="64")] = (
         None
     )
-    drafter_bits: Annotated[Literal["4", "8", "none"], option(help="of the drafter")] = "4"
+    drafter_bits: Annotated[Literal["4", "8", "none"], option(help="bits of the drafter")] = "4"
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        option(help="of what is not quantized", default="as in the sources"),
+        option(help="type of the weights that are not quantized", default="as in the sources"),
     ] = None
     no_self_test: Annotated[
         bool, flag("--no-self-test", "write the pair without the test; it is recorded")
