@@ -45,7 +45,6 @@ lint: $(READY)-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy mlx_spec
-	$(PY) -m mlx_spec.apps.manual --check README.md
 
 bench: $(READY)
 	@set -e; for script in $(wildcard $(BENCHMARKS:%=benchmarks/%.py)); do $(PY) $$script; done

@@ -1,118 +1,263 @@
-"""`mlx-spec bench`: how fast a pair decodes here, with speculation and without, measured in turns."""
+"""`mlx-spec bench`: the speed of a pair here, with speculation and without.
+
+Ways to decode ("arms") take turns of a few tokens, so that slow changes of the machine affect all of them.
+An answer is timed from the end of its prompt, not from its first token: a pipelined decoder computes the
+second token before it returns the first, and would have that pass for free.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+import statistics
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mlx_spec.apps.command import Parser, guarded, integer
-from mlx_spec.backend import require_backend
+from mlx_spec.device import device_name, require_backend
+
+from .command import MODEL, Json, KvBits, guarded, option, parse, show, table
 
 if TYPE_CHECKING:
-    from mlx_spec.apps.turns import Run, Speed
     from mlx_spec.pair import Pair
+    from mlx_spec.reuse import Decoding
+    from mlx_spec.text import Text
+    from mlx_spec.types import Round
 
-FIXED = (2, 4)  # draft tokens
+FIXED = (2, 4)  # draft tokens of the arms between plain decoding and the pair's own policy
+BURST = 8  # tokens of a turn
 HEAD = ("decoder", "tokens/s", "to plain", "half of the answers", "accepted", "tokens a round")
+QUESTIONS = (
+    "What does os.path.join do?",
+    "How do I use functools.lru_cache?",
+    "Explain in three sentences why the sky is blue.",
+    "What is the json module for?",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure how fast a pair decodes: plain, with 2 and 4 draft tokens, and as the pair itself decides.
+
+    All of them answer the same questions and take turns of a few tokens, so that other load on the machine
+    affects them alike.
+    """
+
+    target: Annotated[str, option(value=MODEL, help="pair to measure", default="the bundled demo")] = "demo"
+    drafter: Annotated[
+        str | None, option(value=MODEL, help="model that drafts", default="the one made for the target")
+    ] = None
+    kv_bits: KvBits = None
+    tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
+    repeats: Annotated[
+        int, option(value="N", help="how often all questions are asked, after one round that warms up", min=1)
+    ] = 3
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and its name for people."""
+
+    name: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to decode. It keeps its policy from one prompt to the next."""
+
+    name: str
+    decoding: Decoding
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer of an arm."""
+
+    tokens: tuple[int, ...]
+    seconds: float  # from the end of the prompt
+    drafted: int
+    accepted: int
+    drafted_rounds: int
+    drafted_round_tokens: int  # emitted by those rounds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the speed from the end of the prompt."""
+        return len(self.tokens) / self.seconds
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of one arm over all answers."""
+
+    name: str
+    tokens_per_second: float  # median of its answers
+    gain: float  # median ratio to plain decoding of the same prompt in the same turns
+    spread: tuple[float, float]  # quartiles of that ratio
+    accepted: float | None  # share of the draft tokens; None if it drafted none
+    length: float | None  # tokens of a round that drafted
+    other_text: int  # answers with other tokens than plain decoding
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns its exit status; an error of ours is one line on stderr and status 1.
-
-    A command line that makes no sense raises SystemExit with status 2.
-    """
-    options = parser().parse_args(arguments)
+    """Run the program. Returns the exit status. A bad command line raises SystemExit with status 2."""
+    options = parse(Options, "bench", arguments)
     return guarded(lambda: _run(options))
 
 
-def parser() -> Parser:
-    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
-    parser = Parser(
-        "bench",
-        "Measure how fast a pair decodes: plain, with 2 and 4 draft tokens, and as the pair itself decides. "
-        "All of them answer the same questions and take turns of a few tokens, so that whatever else the "
-        "machine does meets them alike.",
-    )
-    parser.add_argument(
-        "--target", metavar="REPO_OR_FOLDER", default="demo", help="(default: the bundled demo)"
-    )
-    parser.add_argument("--drafter", metavar="REPO_OR_FOLDER", help="(default: the one made for the target)")
-    parser.add_argument("--kv-bits", metavar="{4,8}", type=int, choices=(4, 8), help="quantize the KV cache")
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        type=integer(16),
-        default=128,
-        help="of an answer at most, 16 or more (default %(default)s)",
-    )
-    parser.add_argument(
-        "--repeats",
-        metavar="N",
-        type=integer(1),
-        default=3,
-        help="how often all questions are asked, behind once to warm up (default %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+def chat_questions(text: Text) -> list[Question]:
+    """Return built-in questions as chat prompts, or texts to continue if there is no chat template."""
+    from mlx_spec.convert.texts import TEXTS
+
+    if not text.chats:
+        return [Question(f"text {i + 1}", tuple(text.prompt_tokens(t))) for i, t in enumerate(TEXTS)]
+    return [Question(q, tuple(text.prompt([{"role": "user", "content": q}]))) for q in QUESTIONS]
 
 
-def _run(options: argparse.Namespace) -> int:
+def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
+    """Return an arm with fixed drafts of the pair's first drafter; None is the pair's own policy."""
+    from mlx_spec.reuse import Decoding
+    from mlx_spec.tuning.fixed import Fixed
+
+    parts = pair.open()
+    if num_draft_tokens is None:
+        return Arm(name, parts)
+    drafters = parts.drafters[:1] if num_draft_tokens else ()
+    return Arm(name, Decoding(parts.target, drafters, Fixed(num_draft_tokens)))
+
+
+def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int, start: int) -> list[Run]:
+    """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
+    answers = [_Answer(_rounds(pair, each, prompt, count)) for each in arms]
+    turn = start
+    while not all(answer.done for answer in answers):
+        for i in range(len(answers)):
+            answers[(turn + i) % len(answers)].decode(BURST)
+        turn += 1
+    return [answer.run() for answer in answers]
+
+
+def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]:
+    """Return the speed of each arm. The first is plain decoding; `answers` has one list of runs a prompt."""
+    long = [runs for runs in answers if all(len(run.tokens) > 1 for run in runs)]
+    return [_speed(each.name, [(runs[0], runs[i]) for runs in long]) for i, each in enumerate(arms)]
+
+
+def _rounds(pair: Pair, each: Arm, prompt: Sequence[int], count: int) -> Iterator[Round]:
+    """Read the prompt and return the rounds of its answer."""
+    from mlx_spec.engine import prefill
+
+    target, drafters = each.decoding.target, each.decoding.drafters
+    target.rewind(0)
+    rounds = pair.run(each.decoding, prompt, max_tokens=count)
+    for _ in prefill(target, drafters, list(prompt)):
+        pass
+    return rounds
+
+
+@dataclass
+class _Answer:
+    """An answer that is being decoded."""
+
+    rounds: Iterator[Round]
+    done: bool = False
+    seconds: float = 0.0
+    seen: list[Round] = field(default_factory=list)
+
+    def decode(self, burst: int) -> None:
+        """Decode at least `burst` tokens more, and wait for the token that was queued beyond them."""
+        import mlx.core as mx
+
+        if self.done:
+            return
+        left = burst
+        started = time.perf_counter()
+        while left > 0 and not self.done:
+            self.seen.append(next(self.rounds))
+            left -= len(self.seen[-1].tokens)
+            self.done = self.seen[-1].finish_reason is not None
+        if not self.done:
+            mx.synchronize()
+        self.seconds += time.perf_counter() - started
+
+    def run(self) -> Run:
+        drafted = [round for round in self.seen if round.drafted]
+        return Run(
+            tokens=tuple(token for round in self.seen for token in round.tokens),
+            seconds=self.seconds,
+            drafted=sum(round.drafted for round in drafted),
+            accepted=sum(round.accepted for round in drafted),
+            drafted_rounds=len(drafted),
+            drafted_round_tokens=sum(len(round.tokens) for round in drafted),
+        )
+
+
+def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
+    """Return the speed of the second of each two runs, next to the first."""
+    ratios = [own.tokens_per_second / plain.tokens_per_second for plain, own in runs]
+    drafted, rounds = sum(own.drafted for _, own in runs), sum(own.drafted_rounds for _, own in runs)
+    return Speed(
+        name,
+        statistics.median(own.tokens_per_second for _, own in runs) if runs else 0.0,
+        statistics.median(ratios) if ratios else 0.0,
+        _quartiles(ratios),
+        sum(own.accepted for _, own in runs) / drafted if drafted else None,
+        sum(own.drafted_round_tokens for _, own in runs) / rounds if rounds else None,
+        sum(own.tokens != plain.tokens for plain, own in runs),
+    )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return (values[0], values[0]) if values else (0.0, 0.0)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _run(options: Options) -> int:
     require_backend()
     from mlx_spec import load
-    from mlx_spec.apps.turns import arm, speeds
 
     pair = load(options.target, options.drafter, kv_bits=options.kv_bits)
     arms = [arm(pair, "plain", 0)]
     if pair.drafter_names:
         arms += [arm(pair, f"K = {k}", k) for k in FIXED] + [arm(pair, "adaptive", None)]
-    answers = []
-    for repeat in range(options.repeats + 1):
+    questions = chat_questions(pair.text)
+    answers: list[list[Run]] = []
+    for repeat in range(options.repeats + 1):  # the first warms up
         if sys.stderr.isatty():
             print(f"\rround {repeat} of {options.repeats}", end="", file=sys.stderr, flush=True)
-        runs = _all_questions(pair, arms, options.tokens, repeat)
+        runs = [in_turns(pair, arms, q.tokens, options.tokens, repeat + i) for i, q in enumerate(questions)]
         answers += runs if repeat else []
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     found = speeds(arms, answers)
     if options.json:
-        print(json.dumps(_as_json(pair, found, answers)), flush=True)
+        show(json.dumps(_as_json(pair, found, len(answers))))
     else:
-        print("\n".join(_report(pair, found, len(answers))), flush=True)
+        show(*_report(pair, found, len(answers)))
     return 0
 
 
-def _all_questions(pair: Pair, arms: Sequence[Any], tokens: int, start: int) -> list[list[Run]]:
-    from mlx_spec.apps.questions import asked
-    from mlx_spec.apps.turns import in_turns
-
-    questions = asked(pair.text)
-    return [in_turns(pair, arms, q.tokens, tokens, start + i) for i, q in enumerate(questions)]
-
-
-def _as_json(pair: Pair, found: Sequence[Speed], answers: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    from mlx_spec.tuning.bandwidth import device_name
-
+def _as_json(pair: Pair, found: Sequence[Speed], answers: int) -> dict[str, Any]:
     return {
         "device": device_name(),
-        "target": pair.info.target,
-        "drafter": pair.info.drafter,
-        "answers": len(answers),
+        "target": pair.facts.target,
+        "drafter": pair.facts.drafter,
+        "answers": answers,
         "decoders": [dataclasses.asdict(speed) for speed in found],
     }
 
 
 def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
-    from mlx_spec.apps.described import table
-    from mlx_spec.tuning.bandwidth import device_name
-
-    names = f"{pair.info.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
+    names = f"{pair.facts.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
     lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *table([HEAD, *map(_row, found)])]
     if not pair.drafter_names:
-        lines += ["", "this target has no drafter here: --drafter names one, or is lookup"]
+        lines += ["", "this target has no drafter here: name one with --drafter, or use lookup"]
     other = [f"{speed.name}: {speed.other_text}" for speed in found if speed.other_text]
     if other:
         way = "`mlx-spec doctor` tells a rounding from a bug"

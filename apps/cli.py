@@ -1,53 +1,81 @@
-"""The `mlx-spec` command: picks a program and hands it the rest of the line."""
+"""The `mlx-spec` command: it picks a program and gives it the rest of the command line."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from pkgutil import resolve_name
 
-from mlx_spec import __version__
-from mlx_spec.apps.command import BAD_OPTION, ERROR, INTERRUPTED
-from mlx_spec.apps.programs import PROGRAMS, run
+import typer
+from typer.main import get_command
+
 from mlx_spec.errors import SpecError
+
+from .command import ERROR, INTERRUPTED, STATUSES, Version, run_app
+
+NAME = "mlx-spec"
+COMPLETION = "_MLX_SPEC_COMPLETE"  # set by the scripts of --install-completion
+ANSWERS, MODELS, MEASUREMENTS = "Talk to a model", "Get models", "Measure and check"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Where a program and its options are: names that are imported when they are needed."""
+
+    main: str  # (arguments) -> exit status
+    options: str  # what typer reads help and completion from
+    panel: str  # of the help page
+
+
+PROGRAMS = {
+    "chat": Program("mlx_spec.apps.chat:main", "mlx_spec.apps.chat.arguments:Options", ANSWERS),
+    "serve": Program("mlx_spec.apps.server:main", "mlx_spec.apps.server.arguments:Options", ANSWERS),
+    "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar.arguments:options", ANSWERS),
+    "convert": Program("mlx_spec.convert.command:main", "mlx_spec.convert.command:Options", MODELS),
+    "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:Inspect", MODELS),
+    "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:Models", MODELS),
+    "pull": Program("mlx_spec.apps.models:pull_main", "mlx_spec.apps.models:Pull", MODELS),
+    "rm": Program("mlx_spec.apps.models:rm_main", "mlx_spec.apps.models:Remove", MODELS),
+    "tune": Program("mlx_spec.apps.tune:main", "mlx_spec.apps.cli:tune_options", MEASUREMENTS),
+    "roofline": Program("mlx_spec.apps.roofline:main", "mlx_spec.apps.roofline:Options", MEASUREMENTS),
+    "bench": Program("mlx_spec.apps.bench:main", "mlx_spec.apps.bench:Options", MEASUREMENTS),
+    "doctor": Program("mlx_spec.apps.doctor:main", "mlx_spec.apps.doctor:Options", MEASUREMENTS),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one program, or list them all. Returns the exit status; an error of ours is a line and status 1."""
+    """Run one program, or show the help of all. Returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = parser().parse_args(words or ["--help"])
-        return run(options.program, options.arguments)
+        if COMPLETION in os.environ:
+            get_command(app()).main(prog_name=NAME)  # answers the shell and exits
+        if words and words[0] in PROGRAMS:
+            status: int = resolve_name(PROGRAMS[words[0]].main)(words[1:])
+            return status
+        run_app(app(), NAME, words or ["--help"])
+        return 0
     except SpecError as error:
         print(f"mlx-spec: {error}", file=sys.stderr)
         return ERROR
-    except KeyboardInterrupt:  # while the program was imported; then it is its own
+    except KeyboardInterrupt:  # while the program was imported; it handles its own
         print("mlx-spec: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-class _Command(argparse.ArgumentParser):
-    def format_help(self) -> str:
-        """All programs, a line each."""
-        from mlx_spec.apps.manual import overview  # which reads the options of them all
+def app() -> typer.Typer:
+    """Return the typer app with the options of all programs, for help and completion."""
+    made = typer.Typer(epilog=STATUSES, help="Lossless speculative decoding on MLX.")
 
-        return "\n".join([*overview(), ""])
+    @made.callback()
+    def options(version: Version = False) -> None:
+        pass
 
-    def error(self, message: str) -> NoReturn:
-        """Say where help is, and leave."""
-        self.exit(BAD_OPTION, f"mlx-spec: {' '.join(message.split())} (see mlx-spec --help)\n")
+    for name, program in PROGRAMS.items():
+        made.command(name, rich_help_panel=program.panel)(resolve_name(program.options))
+    return made
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of the command itself, whose first argument is a program."""
-    parser = _Command(
-        prog="mlx-spec",
-        description="Lossless speculative decoding on MLX.",
-        usage="%(prog)s PROGRAM [options]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"mlx-spec {__version__}")
-    parser.add_argument("program", choices=PROGRAMS, metavar="PROGRAM", help="one of " + ", ".join(PROGRAMS))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+def tune_options() -> None:
+    """Measure what passes and drafts cost on this device, and keep it for later."""

@@ -1,24 +1,153 @@
-"""What our command lines share: one line for a bad option, one for a refusal, and the exit statuses."""
+"""What all programs share: their options through typer, one-line errors, exit statuses, tables.
+
+A program declares its options as a dataclass: each field is annotated with `option` or `flag`, the docstring
+is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli.PROGRAMS` names both.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
+import typer
+from typer.main import get_command
+
+from mlx_spec import __version__
 from mlx_spec.errors import SpecError
 
-ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 128 + SIGINT
-STATUSES = (
-    "exit status: 0, also where the reader of a pipe has seen enough; 1 on an error, 2 on a bad option, "
-    "130 when interrupted"
-)
+ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
+STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
+PIPE_COLUMNS = 10_000  # width of a table that no terminal shows: rows are not wrapped
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+MODEL = "REPO_OR_FOLDER"  # the value of --target and --drafter
+T = TypeVar("T")
+
+
+class BadOptions(typer.TyperException):
+    """Options that make no sense together; the text says what to give instead."""
+
+
+def option(
+    *names: str,
+    help: str,
+    value: str | None = None,
+    default: str | None = None,
+    panel: str | None = None,
+    **settings: Any,
+) -> Any:
+    """Declare an option that takes a value; `default` is shown instead of the default value."""
+    shown = True if default is None else default
+    return typer.Option(
+        *names, metavar=value, help=help, show_default=shown, rich_help_panel=panel, **settings
+    )
+
+
+def flag(name: str, help: str, panel: str | None = None, **settings: Any) -> Any:
+    """Declare an option without a value."""
+    return option(name, value=" ", help=help, panel=panel, **settings)
+
+
+def _show_version(wanted: bool) -> bool:
+    if wanted:
+        print(f"mlx-spec {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+Version = Annotated[
+    bool, flag("--version", "Show the version and exit.", is_eager=True, callback=_show_version)
+]
+Json = Annotated[bool, flag("--json", "print one JSON object")]
+KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
+
+
+def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | None, **settings: Any) -> T:
+    """Return the options of a command line, as `options` makes them of its annotated parameters.
+
+    Raises SystemExit: with status 2 and one line on stderr for a bad option, with 0 after --help.
+    `settings` are typer's for a command.
+    """
+    app = typer.Typer(add_completion=False)
+    app.command(program, epilog=STATUSES, **settings)(options)
+    return cast(T, run_app(app, f"mlx-spec {program}", arguments))
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> object:
+    """Parse a command line and return what the callback returns. Raises SystemExit as `parse` does."""
+    command = get_command(app)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        with command.make_context(name, words) as context:
+            return command.invoke(context)
+    except typer.Exit as done:
+        raise SystemExit(done.exit_code) from None
+    except typer.TyperException as error:
+        refuse(name, error.format_message())
+
+
+def refuse(name: str, problem: str) -> NoReturn:
+    """Exit with status 2 and one line on stderr: the problem, and where help is."""
+    text = " ".join(problem.replace("Value error, ", "").split()).removesuffix(".")  # pydantic says that
+    print(f"mlx-spec: {text[:1].lower()}{text[1:]} (see {name} --help)", file=sys.stderr)
+    raise SystemExit(BAD_OPTION)
+
+
+def above_zero(value: float | None) -> float | None:
+    """Return the value of an option. Raises BadParameter unless it is a finite number above 0."""
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter("give a number above 0")
+    return value
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Return the exit status of `run`: 1 and one line on stderr for our errors, 130 for Ctrl-C.
+
+    A closed pipe is 0: a reader such as `head` has seen enough.
+    """
+    try:
+        return run()
+    except SpecError as error:
+        print(f"mlx-spec: {error}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def show(*lines: str) -> None:
+    """Print lines to stdout without control characters: a model must not steer the terminal."""
+    text = "\n".join(lines).translate(CONTROLS)
+    print(text.encode("utf-8", "replace").decode(), flush=True)  # names of files may not be UTF-8
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; the columns in `right` are aligned to the right.
+
+    On a terminal long cells are wrapped within their column.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for column in range(len(rows[0])):
+        grid.add_column(justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    is_watched = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(width=None if is_watched else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
+    with console.capture() as capture:
+        console.print(grid)
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 class Parser(argparse.ArgumentParser):
-    """Leaves with status 2 and one line on stderr when a command line makes no sense."""
+    """An argparse parser with the errors and exit statuses of `parse`."""
 
     def __init__(self, program: str, description: str, usage: str | None = "%(prog)s [options]") -> None:
         super().__init__(
@@ -30,26 +159,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Say where help is, and leave."""
-        self.exit(BAD_OPTION, f"mlx-spec: {' '.join(message.split())} (see {self.prog} --help)\n")
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """The exit status of `run`: a refusal is one line on stderr and 1, Ctrl-C is 130, a closed pipe is 0."""
-    try:
-        return run()
-    except SpecError as error:
-        print(f"mlx-spec: {error}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        """Exit with status 2 and one line on stderr."""
+        refuse(self.prog, message)
 
 
 def integer(least: int | None = None) -> Callable[[str], int]:
-    """A converter of arguments to integers of at least that much."""
+    """Return a converter of text to integers of at least `least`."""
     bound = "" if least is None else f" of at least {least}"
 
     def convert(text: str) -> int:
@@ -65,7 +180,7 @@ def integer(least: int | None = None) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """An argument as a number."""
+    """Return text as a number."""
     try:
         return float(text)
     except ValueError:

@@ -2,141 +2,238 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Annotated, Any
 
-from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.apps.command import INTERRUPTED, Parser
-from mlx_spec.errors import InvalidValue, Mismatch, NotFound, SpecError
+from typer import Argument
 
-if TYPE_CHECKING:
-    from mlx_spec.hub import Download
+from mlx_spec import hub
+from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
+from mlx_spec.convert.catalogue import Shape, ready, resolve
+from mlx_spec.convert.fitting import misfits
+from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect, inspect_folder
+from mlx_spec.convert.progress import shown_size
+from mlx_spec.convert.removal import plan_removal
+from mlx_spec.errors import InvalidValue, Mismatch, NotFound
+from mlx_spec.known import drafter_of
+from mlx_spec.load import DEMO
+
+from .command import ERROR, INTERRUPTED, Json, flag, guarded, option, parse, show, table
 
 AUTO, NONE = "auto", "none"
 
 
-def inspect_parser() -> Parser:
-    """The options of `mlx-spec inspect`."""
-    parser = Parser("inspect", "Say what a checkpoint is, without loading it.", usage=None)
-    parser.add_argument("name", metavar="PATH_OR_REPO", help='a folder, a Hugging Face name, or "demo"')
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+@dataclass(frozen=True)
+class Inspect:
+    """Show what a checkpoint is, without loading it."""
+
+    name: Annotated[str, Argument(metavar="PATH_OR_REPO", help='a folder, a Hugging Face name, or "demo"')]
+    json: Json = False
 
 
-def inspect_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec inspect`. Returns its exit status: 1 for a checkpoint that cannot be loaded."""
-    options = inspect_parser().parse_args(arguments)
+@dataclass(frozen=True)
+class Models:
+    """List the models on this disk: the demo, converted pairs, the Hugging Face cache."""
 
-    def run(terminal: Terminal) -> int:
-        from mlx_spec.apps.described import as_json, description
-        from mlx_spec.hub.inspect import inspect
+    folders: Annotated[
+        list[Path] | None, Argument(metavar="FOLDER", help="another folder with converted pairs")
+    ] = None
+    json: Json = False
 
+
+@dataclass(frozen=True)
+class Pull:
+    """Download a target and the drafter made for it, ready to chat with."""
+
+    name: Annotated[
+        str, Argument(metavar="ALIAS_OR_REPO", help="such as gemma-4-e2b, gemma-4-e2b:8bit, owner/name")
+    ]
+    drafter: Annotated[str, option(value="{auto,none,REPO}", help="the drafter to fetch with it")] = AUTO
+    revision: Annotated[
+        str | None, option(value="REV", help="branch, tag or commit of the target", default="main")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Remove a converted pair or a repository in the Hugging Face cache."""
+
+    name: Annotated[str, Argument(metavar="NAME", help="as `mlx-spec models` lists it, or an alias")]
+    yes: Annotated[bool, flag("--yes", "do not ask")] = False
+
+
+def inspect_main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mlx-spec inspect`. Returns the exit status: 1 for a checkpoint that cannot be loaded."""
+    options = parse(Inspect, "inspect", arguments)
+
+    def run() -> int:
         found = inspect(options.name)
-        lines = [json.dumps(as_json(found), indent=2)] if options.json else description(found)
-        _print(terminal, lines)
-        return 1 if found.problem else 0
+        show(*([json.dumps(as_json(found), indent=2)] if options.json else description(found)))
+        return ERROR if found.problem else 0
 
-    return _guarded(run)
-
-
-def models_parser() -> Parser:
-    """The options of `mlx-spec models`."""
-    parser = Parser(
-        "models",
-        "List the models on this disk: the demo, converted pairs, the Hugging Face cache.",
-        usage=None,
-    )
-    parser.add_argument(
-        "folders", metavar="FOLDER", nargs="*", type=Path, help="another folder with converted pairs"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    return guarded(run)
 
 
-def models_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec models`. Returns its exit status."""
-    options = models_parser().parse_args(arguments)
-
-    def run(terminal: Terminal) -> int:
-        for folder in options.folders:
-            if not folder.is_dir():
-                raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
-        _print(terminal, _listing(options.folders, as_json=options.json))
-        return 0
-
-    return _guarded(run)
+def models_main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mlx-spec models`. Returns the exit status."""
+    options = parse(Models, "models", arguments)
+    return guarded(lambda: _list(options.folders or [], options.json))
 
 
-def pull_parser() -> Parser:
-    """The options of `mlx-spec pull`."""
-    parser = Parser("pull", "Download a target and the drafter made for it, ready to chat with.", usage=None)
-    parser.add_argument(
-        "name", metavar="ALIAS_OR_REPO", help="such as gemma-4-e2b, gemma-4-e2b:8bit, owner/name"
-    )
-    parser.add_argument(
-        "--drafter",
-        metavar="{auto,none,REPO}",
-        default=AUTO,
-        help="the drafter to fetch with it (default: auto)",
-    )
-    parser.add_argument(
-        "--revision", metavar="REV", help="branch, tag or commit of the target (default: main)"
-    )
-    return parser
+def pull_main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mlx-spec pull`. Returns the exit status; 130 if interrupted, and the next pull resumes."""
+    options = parse(Pull, "pull", arguments)
+    return guarded(lambda: _pull(options.name, options.drafter, options.revision))
 
 
-def pull_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec pull`. Returns its exit status; 130 when interrupted, and the next one goes on from there."""
-    options = pull_parser().parse_args(arguments)
-    return _guarded(lambda terminal: _pull(terminal, options.name, options.drafter, options.revision))
+def rm_main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mlx-spec rm`. Returns the exit status: 1 if nothing was removed."""
+    options = parse(Remove, "rm", arguments)
+    return guarded(lambda: _remove(options.name, asks=not options.yes))
 
 
-def rm_parser() -> Parser:
-    """The options of `mlx-spec rm`."""
-    parser = Parser("rm", "Remove a converted pair or a repository in the Hugging Face cache.", usage=None)
-    parser.add_argument("name", metavar="NAME", help="as `mlx-spec models` lists it, or an alias")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    return parser
+# --- a checkpoint in lines and as JSON
 
 
-def rm_main(arguments: Sequence[str]) -> int:
-    """`mlx-spec rm`. Returns its exit status: 1 if nothing was removed."""
-    options = rm_parser().parse_args(arguments)
-    return _guarded(lambda terminal: _remove(terminal, options.name, asks=not options.yes))
+def description(found: Checkpoint | ConvertedPair) -> list[str]:
+    """Return the lines that `mlx-spec inspect` prints."""
+    if isinstance(found, Checkpoint):
+        return [found.name, *_facts(_checkpoint(found) | {"problem": found.problem})]
+    tokens = "differ: what the drafter writes is encoded again" if found.retokenized else None
+    tested = _self_test(found.self_test) if found.name != DEMO else None
+    lines = [found.name, *_facts({"self-test": tested, "tokens": tokens})]
+    for role, part in (("target", found.target), ("drafter", found.drafter)):
+        lines += [f"  {role}", *(_facts(_checkpoint(part), indent=4) if part else [f"    no {role}"])]
+    return lines + _facts({"problem": found.problem})
 
 
-def _guarded(run: Callable[[Terminal], int]) -> int:
-    """The exit status of `run`; an error of ours is one line on stderr and status 1."""
-    terminal = Terminal()
-    try:
-        return run(terminal)
-    except SpecError as error:
-        terminal.error(error)
-        return 1
-    except KeyboardInterrupt:
-        terminal.newline()
-        return INTERRUPTED
+def as_json(found: Checkpoint | ConvertedPair | None) -> dict[str, Any] | None:
+    """Return all that is known of a checkpoint, under the names of the library."""
+    if found is None:
+        return None
+    if isinstance(found, ConvertedPair):
+        parts = {"target": as_json(found.target), "drafter": as_json(found.drafter)}
+        rest = {"retokenized": found.retokenized, "problem": found.problem}
+        return {"name": found.name, **parts, "self_test": dict(found.self_test), **rest}
+    values = dataclasses.asdict(found)
+    del values["offers"]
+    if values["needs"]:
+        values["needs"] = {key: value for key, value in values["needs"].items() if value is not None}
+    return values | {"speculative_heads": None if found.kind else found.speculative_heads}
 
 
-def _print(terminal: Terminal, lines: list[str]) -> None:
-    terminal.piece("".join(f"{line}\n" for line in lines), "answer")
+def summary(model: LocalModel, partners: list[str]) -> str:
+    """Return one line about a model of the list."""
+    found = model.found
+    if found is None:
+        return model.problem or "cannot be read"
+    if isinstance(found, ConvertedPair):
+        parts = [_short(part) for part in (found.target, found.drafter) if part]
+        parts += [f"self-test: {_self_test(found.self_test)}"] if model.origin == "converted" else []
+    else:
+        parts = [_short(found)]
+        if partners:
+            parts.append(("for " if found.kind else "goes with ") + ", ".join(partners))
+        elif not found.kind and found.goes_with:
+            parts.append(f"goes with {found.goes_with[0]}, which is not here")
+    return " · ".join([*parts, *([model.problem] if model.problem else [])])
 
 
-def _listing(folders: list[Path], *, as_json: bool) -> list[str]:
-    from mlx_spec.apps import described
-    from mlx_spec.hub.files import human_bytes
-    from mlx_spec.hub.local import local_models, partners
+def shown_number(value: int) -> str:
+    """Return a count for people: 4.2 M, 1.5 B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return str(value)
 
+
+def _checkpoint(found: Checkpoint) -> dict[str, object]:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
+    facts: dict[str, object] = {
+        "family": f"{found.kind} ({found.family})" if found.kind else found.family,
+        "parameters": shown_number(found.parameters),
+        "weights": f"{shown_size(found.size)}, {found.precision}",
+        "layers": f"{found.layers} ({kinds})" if found.layers and kinds else found.layers,
+        "hidden size": found.hidden_size,
+        "heads": _heads(found),
+        "vocabulary": found.vocab_size,
+        "window": found.window,
+        "context": found.context,
+        "tokenizer": "yes" if found.has_tokenizer else "no",
+        "chat template": "yes" if found.has_template else "no",
+    }
+    if found.kind:
+        needs = _needs(found.needs) if found.needs else None
+        return facts | {"needs a target of": needs, "made for": ", ".join(found.goes_with)}
+    own = "none"
+    if found.speculative_heads == "present":
+        layers = found.prediction_layers
+        own = f"present ({layers} layer{'s' if layers > 1 else ''})" if layers else "present"
+    elif found.speculative_heads == "stripped":
+        own = "stripped: config.json promises them, no tensor of theirs is here"
+    return facts | {"own draft heads": own, "drafters": ", ".join(found.goes_with)}
+
+
+def _heads(found: Checkpoint) -> str | None:
+    if found.heads is None:
+        return None
+    text = f"{found.heads} of {found.head_dim}, {found.kv_heads} for K/V"
+    if found.global_head_dim or found.global_kv_heads:
+        dim, heads = found.global_head_dim or found.head_dim, found.global_kv_heads or found.kv_heads
+        text += f"; of {dim} and {heads} for K/V in full attention"
+    return text
+
+
+def _needs(shape: Shape) -> str:
+    parts = [("hidden size", shape.hidden_size), ("vocabulary", shape.vocab_size), ("layers", shape.layers)]
+    parts.append(("window", shape.window))
+    lines = [f"{name} {value}" for name, value in parts if value is not None]
+    if shape.kv_heads is not None:
+        kv = f"K/V {shape.kv_heads} × {shape.head_dim}"
+        lines.append(f"{kv} and, in full attention, {shape.global_kv_heads} × {shape.global_head_dim}")
+    return ", ".join(lines)
+
+
+def _self_test(result: Mapping[str, Any]) -> str:
+    """Return the plain values of the self-test in a pair.json, whatever their names."""
+    if not result:
+        return "not recorded"
+    plain = {key: value for key, value in result.items() if isinstance(value, str | int | float)}
+    verdict, reason = plain.pop("result", None), plain.pop("why", None)
+    parts = [f"{verdict} ({reason})" if reason else str(verdict)] if verdict is not None else []
+    for key, value in plain.items():
+        parts.append(f"{key.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}")
+    return ", ".join(parts) or "recorded"
+
+
+def _short(found: Checkpoint) -> str:
+    size = f" {shown_number(found.parameters)}" if found.parameters else ""
+    return f"{found.kind or found.family}{size}, {found.precision}"
+
+
+def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
+    return [f"{'':{indent}}{name:<19}{value}" for name, value in facts.items() if value]
+
+
+# --- models, pull, rm
+
+
+def _list(folders: Sequence[Path], as_objects: bool) -> int:
+    for folder in folders:
+        if not folder.is_dir():
+            raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
     models = local_models(folders)
-    if as_json:
+    if as_objects:
         entries = [
             {
                 "name": model.name,
@@ -146,25 +243,20 @@ def _listing(folders: list[Path], *, as_json: bool) -> list[str]:
                 "last_used": model.last_used,
                 "problem": model.problem,
                 "partners": partners(model, models),
-                "found": described.as_json(model.found),
+                "found": as_json(model.found),
             }
             for model in models
         ]
-        return [json.dumps(entries, indent=2)]
-    rows = [
-        (model.name, model.origin, human_bytes(model.size), described.summary(model, partners(model, models)))
-        for model in models
-    ]
-    return described.table(rows)
+        show(json.dumps(entries, indent=2))
+        return 0
+    rows = [(m.name, m.origin, shown_size(m.size), summary(m, partners(m, models))) for m in models]
+    show(*table(rows))
+    return 0
 
 
-def _pull(terminal: Terminal, name: str, drafter: str, revision: str | None) -> int:
-    from mlx_spec import hub
-    from mlx_spec.hub.catalog import resolve
-    from mlx_spec.hub.local import cache_folder
-
+def _pull(name: str, drafter: str, revision: str | None) -> int:
     if Path(name).expanduser().exists():
-        raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` says what it is")
+        raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
     pair = resolve(name)
     chosen = {AUTO: pair.drafter, NONE: None}.get(drafter, drafter)
     wanted = [(pair.target, revision), *([(chosen, None)] if chosen else [])]
@@ -173,20 +265,22 @@ def _pull(terminal: Terminal, name: str, drafter: str, revision: str | None) -> 
     hub.check_space(" and ".join(p.name for p in plans), sum(p.missing for p in plans), cache_folder())
     for repo, folder in folders.items():
         if folder is not None:
-            terminal.note(f"{repo} is here")
-    with _leaving(f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"):
+            _note(f"{repo} is here")
+    with _leave_on_interrupt(
+        f"interrupted: what has arrived is kept, `mlx-spec pull {name}` goes on from there"
+    ):
         for plan in plans:
             folders[plan.name] = _fetch(plan)
     if chosen:
         _check_fit(pair.target, chosen, folders)
     target = str(folders[pair.target]) if revision else pair.target
-    _print(terminal, [_chat_command(target, chosen)])
+    show(_chat_command(target, chosen))
     return 0
 
 
 @contextmanager
-def _leaving(message: str) -> Iterator[None]:
-    """Ctrl-C says `message` and leaves at once: threads that wait for the network would hold up a return."""
+def _leave_on_interrupt(message: str) -> Iterator[None]:
+    """Let Ctrl-C print `message` and end the process: threads that wait for the network would delay it."""
 
     def leave(_signal: int, _frame: FrameType | None) -> None:
         os.write(2, f"\nmlx-spec: {message}\n".encode())
@@ -199,32 +293,21 @@ def _leaving(message: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _fetch(plan: Download) -> Path:
-    """Download with the bars of huggingface_hub on stderr, or a line where that is no terminal."""
-    from mlx_spec import hub
-    from mlx_spec.hub.files import human_bytes
-    from mlx_spec.hub.local import cache_folder
-
+def _fetch(plan: hub.Download) -> Path:
     here = plan.total - plan.missing
-    kept = f", {human_bytes(here)} are here" if here else ""
-    text = f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {_free(cache_folder())} free"
-    print(text, f"fetching {plan.name}", sep="\n", file=sys.stderr, flush=True)
-    return hub.fetch(plan)
+    kept = f", {shown_size(here)} are here" if here else ""
+    free = shown_size(hub.free_bytes(cache_folder()))
+    _note(f"{plan.name}: {shown_size(plan.missing)} to fetch{kept}, {free} free")
+    _note(f"fetching {plan.name}")
+    return hub.fetch(plan, lambda here, total: None)
 
 
-def _free(folder: Path) -> str:
-    from mlx_spec import hub
-    from mlx_spec.hub.files import human_bytes
-
-    return human_bytes(hub.free_bytes(folder))
-
-
-def _check_fit(target: str, drafter: str, folders: dict[str, Path | None]) -> None:
+def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:
     """Raise Mismatch if the drafter was made for another target."""
-    from mlx_spec.hub.inspect import inspect_checkpoint, misfits
-
-    head, tail = (inspect_checkpoint(folders[repo] or Path(), repo) for repo in (target, drafter))
-    unfit = misfits(tail.needs, head.offers) if tail.needs else []
+    head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
+    if not isinstance(head, Checkpoint) or not isinstance(tail, Checkpoint) or not tail.needs:
+        return
+    unfit = misfits(tail.needs, head.offers)
     if unfit:
         raise Mismatch(
             f"both are here, but {drafter} does not fit {target}, it expects {', '.join(unfit)}: "
@@ -233,39 +316,30 @@ def _check_fit(target: str, drafter: str, folders: dict[str, Path | None]) -> No
 
 
 def _chat_command(target: str, drafter: str | None) -> str:
-    from mlx_spec.hub.catalog import made_for
-
     words = ["mlx-spec", "chat", "--target", target]
-    if drafter != made_for(target):
+    if drafter != drafter_of(target):
         words += ["--drafter", drafter or NONE]
     return shlex.join(words)
 
 
-def _remove(terminal: Terminal, name: str, *, asks: bool) -> int:
-    from mlx_spec.hub.catalog import find_alias
-    from mlx_spec.hub.files import human_bytes
-    from mlx_spec.hub.local import default_folder, plan_removal
-
+def _remove(name: str, *, asks: bool) -> int:
     is_folder = Path(name).exists() or (default_folder() / name).exists()
-    alias = None if is_folder else find_alias(name)
+    alias = None if is_folder else ready(name)
     removal = plan_removal(alias.target if alias else name)
-    terminal.note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
+    _note(f"{removal.name}: {shown_size(removal.size)} in {removal.folder}")
     if asks:
-        if not (sys.stdin and sys.stdin.isatty() and terminal.is_watched):
+        if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
             raise InvalidValue("nobody can be asked here whether to remove it: add --yes")
-        if not _agrees(terminal):
-            terminal.note("nothing was removed")
-            return 1
+        print("Remove it? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            _note("nothing was removed")
+            return ERROR
     removal.carry_out()
-    terminal.note(f"removed, {human_bytes(removal.size)} are free again")
+    _note(f"removed, {shown_size(removal.size)} are free again")
     if alias and alias.drafter:
-        terminal.note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
+        _note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
     return 0
 
 
-def _agrees(terminal: Terminal) -> bool:
-    try:
-        return terminal.ask("Remove it? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        terminal.newline()
-        return False
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

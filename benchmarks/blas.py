@@ -35,6 +35,7 @@ from peers import progress
 from shapes import RandomPair, llama_f32
 from timing import finish, interval, parser, table
 
+from mlx_spec.device import device_name
 from mlx_spec.engine import generate, prefill
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling

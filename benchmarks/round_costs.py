@@ -29,7 +29,8 @@ from shapes import SHAPES
 from subject import Live, Subject, of_checkpoint, of_shape
 from timing import finish, parser, table
 
-from mlx_spec.tuning import bandwidth, calibrate
+from mlx_spec.apps import roofline
+from mlx_spec.tuning import calibrate
 from mlx_spec.types import Round
 
 WHOLE = (1, 2, 4, 8)  # draft tokens of whole rounds
@@ -40,8 +41,8 @@ def main() -> None:
     settings = arguments()
     started = time.time()
     subject = opened(settings)
-    size = 2**22 if settings.quick else bandwidth.SIZE
-    speed = bandwidth.measure(subject.format, size=size, seconds=settings.stream)
+    size = 2**22 if settings.quick else roofline.PROBE_BYTES
+    speed = roofline.measure(subject.format, size=size, seconds=settings.stream)
     results: dict[str, Any] = {
         "subject": subject.name,
         "GB read for a token": round(subject.read / 1e9, 4),
@@ -145,7 +146,7 @@ def calibrated(points: calibrate.Points) -> dict[str, Any]:
     }
 
 
-def report(found: dict[str, Any], subject: Subject, speed: bandwidth.Bandwidth) -> None:
+def report(found: dict[str, Any], subject: Subject, speed: roofline.Bandwidth) -> None:
     plain, quick = found["plain"]["1"], found["calibrated"]
     print(f"\n{subject.name}, {found['context']} tokens of context; milliseconds, median and quartiles\n")
     print(f"plain token {show(plain)}, calibrated {quick['plain']['1']:.3f}; ", end="")

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text, llama
 
+from mlx_spec.device import device_memory
 from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant
 from mlx_spec.drafters.gemma4_network import FULL, SLIDING, AssistantConfig, AssistantNetwork, HeadShape
 from mlx_spec.hub.weights import WeightFormat

@@ -1,44 +1,83 @@
-"""`mlx-spec convert`: Hugging Face weights to a pair that has proved itself."""
+"""`mlx-spec convert`: Hugging Face weights to a pair that is tested before it gets its name."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from mlx_spec.backend import require_backend
+from typer import Argument
+
+from mlx_spec.apps.command import ERROR, INTERRUPTED, flag, option, parse
+from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-INTERRUPTED = 130  # as shells report SIGINT
+
+
+@dataclass(frozen=True)
+class Options:
+    """Convert a target and its drafter from Hugging Face format to a pair that `mlx-spec chat` runs.
+
+    The pair is tested before it gets its name.
+    """
+
+    target: Annotated[str, Argument(metavar="TARGET", help="a folder or a repository on Hugging Face")]
+    out: Annotated[str, option("--out", "-o", value="OUT", help="the folder to create")]
+    drafter: Annotated[
+        str,
+        option(
+            value="REPO|auto|none",
+            help="a folder or a repository; auto: the one published for TARGET, or the draft heads inside it",
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["4", "5", "6", "8", "mxfp4", "nvfp4", "none"] | None,
+        option(
+            "-q",
+            help="bits of the target, or a mode",
+            default="4, and none where TARGET is quantized already",
+        ),
+    ] = None
+    group_size: Annotated[int | None, option(value="N", help="weights that share a scale", default="64")] = (
+        None
+    )
+    drafter_bits: Annotated[Literal["4", "8", "none"], option(help="bits of the drafter")] = "4"
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        option(help="type of the weights that are not quantized", default="as in the sources"),
+    ] = None
+    no_self_test: Annotated[
+        bool, flag("--no-self-test", "write the pair without the test; it is recorded")
+    ] = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns its exit status: 0, 1 with one line on stderr, or 130 after Ctrl-C.
+    """Run the program. Returns the exit status: 0, 1 with one line on stderr, or 130 after Ctrl-C.
 
-    A command line that makes no sense raises SystemExit with status 2.
+    A bad command line raises SystemExit with status 2.
     """
-    options = parser().parse_args(arguments)
+    options = parse(Options, "convert", arguments)
     try:
         return _run(options)
     except SpecError as error:
         problem = str(error)
     except OSError as error:
-        problem = _explained(error, Path(options.out))
+        problem = _explain(error, Path(options.out))
     except KeyboardInterrupt:
         print("\nmlx-spec: interrupted, nothing was written", file=sys.stderr)
         return INTERRUPTED
     print(f"mlx-spec: {problem}", file=sys.stderr)
-    return 1
+    return ERROR
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: Options) -> int:
     require_backend()
-    from mlx_spec.convert.convert import Request, convert
-    from mlx_spec.hub.progress import StageProgress
+    from mlx_spec.convert.conversion import Request, convert  # these need MLX
+    from mlx_spec.convert.progress import Progress
 
     request = Request(
         options.target,
@@ -48,9 +87,9 @@ def _run(options: argparse.Namespace) -> int:
         options.group_size,
         options.drafter_bits,
         options.dtype,
-        options.self_test,
+        not options.no_self_test,
     )
-    progress = StageProgress(sys.stderr)
+    progress = Progress(sys.stderr)
     try:
         manifest = convert(request, progress)
     finally:
@@ -60,48 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
-    parser = argparse.ArgumentParser(
-        prog="mlx-spec convert",
-        description="Convert a target and its drafter from Hugging Face format to a pair that `mlx-spec chat "
-        "OUT` runs. The pair is tested before it gets its name.",
-    )
-    parser.add_argument("target", metavar="TARGET", help="a folder or a repository on Hugging Face")
-    parser.add_argument("-o", "--out", required=True, metavar="OUT", help="the folder to create")
-    parser.add_argument(
-        "--drafter",
-        default="auto",
-        metavar="REPO|auto|none",
-        help="a folder or a repository; auto: the one published for TARGET, or the draft heads inside it",
-    )
-    parser.add_argument(
-        "-q",
-        dest="quantization",
-        choices=["4", "5", "6", "8", "mxfp4", "nvfp4", "none"],
-        help="bits of the target, or a mode (default: 4, and none where TARGET is quantized already)",
-    )
-    parser.add_argument(
-        "--group-size", type=int, metavar="N", help="weights that share a scale (default: 64)"
-    )
-    parser.add_argument(
-        "--drafter-bits", choices=["4", "8", "none"], default="4", help="of the drafter (default: 4)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float16", "float32"],
-        help="of what is not quantized (default: as in the sources)",
-    )
-    parser.add_argument(
-        "--no-self-test",
-        dest="self_test",
-        action="store_false",
-        help="write the pair unproved; it is recorded",
-    )
-    return parser
-
-
-def _explained(error: OSError, out: Path) -> str:
+def _explain(error: OSError, out: Path) -> str:
     if error.errno in FULL:
         place = out.expanduser().absolute().parent
         return f"the disk of {place} is full ({error.strerror}): make room there, or write to another disk"
@@ -109,10 +107,10 @@ def _explained(error: OSError, out: Path) -> str:
 
 
 def _report(manifest: Mapping[str, Any], out: str) -> list[str]:
-    """What was made and what the self-test found, for the user."""
-    lines = [f"{out}: {_shown_part('target', manifest)}"]
+    """Return lines that say what was made and what the self-test measured."""
+    lines = [f"{out}: {_describe_part('target', manifest)}"]
     if manifest["drafter"]:
-        lines.append(f"{out}: {_shown_part('drafter', manifest)}")
+        lines.append(f"{out}: {_describe_part('drafter', manifest)}")
     found = manifest["self_test"]
     if found["result"] != "passed":
         return [*lines, "self-test: not run (--no-self-test)"]
@@ -122,14 +120,14 @@ def _report(manifest: Mapping[str, Any], out: str) -> list[str]:
     if isinstance(acceptance, str):
         lines.append(f"acceptance: {acceptance}")
     elif acceptance:
-        lines.append(_shown_acceptance(acceptance))
+        lines.append(_describe_acceptance(acceptance))
         lines.append(
             f"greedy text with the drafter is the target's own on {found['lossless']['prompts']} prompts"
         )
     return lines
 
 
-def _shown_part(name: str, manifest: Mapping[str, Any]) -> str:
+def _describe_part(name: str, manifest: Mapping[str, Any]) -> str:
     part = manifest["parts"][name]
     size = sum(file["bytes"] for file in part["files"].values())
     quantized = part.get("quantization")
@@ -137,7 +135,7 @@ def _shown_part(name: str, manifest: Mapping[str, Any]) -> str:
     return f"{name} {part['name']}, {part['family']}, {kind}, {size / 1e6:.1f} MB"
 
 
-def _shown_acceptance(found: Mapping[str, Any]) -> str:
+def _describe_acceptance(found: Mapping[str, Any]) -> str:
     now = f"acceptance of the first draft token: {found['first']:.1%}, {found['length']:.2f} tokens a round"
     if "first_before" not in found:
         return now

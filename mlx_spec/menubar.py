@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_spec.apps.menubar import main
+from mlx_spec.apps.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["menubar", *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_spec.apps.server import main
+from mlx_spec.apps.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["serve", *sys.argv[1:]]))

@@ -10,7 +10,7 @@ from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.prompt import read_prompt
 from mlx_spec.apps.chat.terminal import ReaderLeft, Terminal, checked
 from mlx_spec.apps.command import ERROR
-from mlx_spec.backend import require_backend
+from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from mlx_spec import hub
 from mlx_spec.apps.chat.models import Choice, is_local
 from mlx_spec.apps.chat.storage import typed
-from mlx_spec.apps.described import summary, table
+from mlx_spec.apps.command import table
+from mlx_spec.apps.models import summary
 from mlx_spec.apps.server.memory import machine_bytes
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, aliases, made_for, resolve

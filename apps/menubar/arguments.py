@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Context, Option
 
 from mlx_spec.apps.command import Parser
 from mlx_spec.apps.menubar.app import Plan
@@ -32,17 +35,10 @@ def parser() -> Parser:
     """Return the parser of the options that are not the server's."""
     parser = Parser(
         "menubar",
-        "Keep the local endpoint running, with a menu that says how it is. "
-        "Options of `mlx-spec serve` are passed on.",
-        usage="%(prog)s [options] [options of mlx-spec serve]",
+        words,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        options_metavar="[OPTIONS] [OPTIONS of mlx-spec serve]",
     )
-    login = parser.add_mutually_exclusive_group()
-    login.add_argument("--install-login-item", action="store_true", help="start it now and at every login")
-    login.add_argument("--remove-login-item", action="store_true", help="start it at login no longer")
-    return parser
-
-
-def _plan(passed: list[str]) -> Plan:
     settings = parse_server(passed)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--target", "--drafter", "--port"):
@@ -55,3 +51,21 @@ def _plan(passed: list[str]) -> Plan:
         fixed=named and chosen.target is None,
         passed=tuple(passed),
     )
+    return Options(plan, installs=INSTALL in words, removes=REMOVE in words)
+
+
+def options(
+    context: Context,
+    install_login_item: Annotated[bool, flag(INSTALL, "start it now and at every login")] = False,
+    remove_login_item: Annotated[bool, flag(REMOVE, "start it at login no longer")] = False,
+    target: Annotated[str | None, Option(hidden=True)] = None,
+    drafter: Annotated[str | None, Option(hidden=True)] = None,
+    port: Annotated[str | None, Option(hidden=True)] = None,
+) -> tuple[Choice, tuple[str, ...]]:
+    """Keep the local endpoint running, with a menu that shows its state.
+
+    Options of `mlx-spec serve` are passed on.
+    """
+    if install_login_item and remove_login_item:
+        raise BadOptions(f"{INSTALL} and {REMOVE}: give one of them")
+    return Choice(target, drafter), tuple(context.args)

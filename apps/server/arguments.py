@@ -2,209 +2,213 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from mlx_spec import __version__
-from mlx_spec.apps.command import Parser, integer, number
 from mlx_spec.apps.server.settings import GB, Limits, Served, Settings, is_loopback
 
+from .. import command
+from ..command import MODEL, BadOptions, Version, above_zero, option
+
 DEMO = "demo"
-PORTS = 65535
+LIMITS = Limits()
+NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
+MODELS = "Models (the first is loaded at once, the others when asked for)"
+NETWORK, SIZES = "Network", "Limits"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Answer requests of OpenAI's and Anthropic's clients on this machine."""
+
+    version: Version = False
+
+    target: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help="model that answers: Hugging Face name or folder",
+            default="the small bundled demo",
+            panel=MODELS,
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help='model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding',
+            default="the one made for the target, if there is one",
+            panel=MODELS,
+        ),
+    ] = None
+    model: Annotated[
+        list[str] | None,
+        option(value=NAMED, help="one more model and the name it goes by; may be repeated", panel=MODELS),
+    ] = None
+    alias: Annotated[list[str] | None, option(value=ALIAS, help="another name of a model", panel=MODELS)] = (
+        None
+    )
+    pin: Annotated[
+        list[str] | None, option(value="NAME", help="never unload this model once it is loaded", panel=MODELS)
+    ] = None
+    num_draft_tokens: Annotated[
+        int | None,
+        option(
+            value="K",
+            help="draft tokens in each round; 0 is no speculation",
+            default="what pays",
+            panel=MODELS,
+            min=0,
+        ),
+    ] = None
+    kv_bits: Annotated[
+        Literal[4, 8] | None, option(help="quantize the KV cache", default="do not", panel=MODELS)
+    ] = None
+
+    host: Annotated[
+        str,
+        option(value="HOST", help="address to listen on; the default is this machine only", panel=NETWORK),
+    ] = Settings.host
+    port: Annotated[int, option(value="N", help="0 is any", panel=NETWORK, min=0, max=65535)] = Settings.port
+    api_key: Annotated[
+        str | None, option(value="KEY", help="refuse requests without this key", panel=NETWORK)
+    ] = None
+    api_key_file: Annotated[
+        Path | None, option(value="FILE", help="the same, read from a file", panel=NETWORK)
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        option(value="NAME", help="another name under which the server may be addressed", panel=NETWORK),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        option(
+            value="ORIGIN",
+            help="web pages that may use the server, such as http://localhost:3000",
+            default="only its own",
+            panel=NETWORK,
+        ),
+    ] = None
+    log_file: Annotated[
+        Path | None, option(value="FILE", help="log requests: path, status, seconds", panel=NETWORK)
+    ] = None
+
+    memory: Annotated[
+        float | None,
+        option(
+            value="GB", help="for weights and caches", default="what fits", panel=SIZES, callback=above_zero
+        ),
+    ] = None
+    idle: Annotated[
+        float | None,
+        option(
+            value="SECONDS",
+            help="unload a model after that long",
+            default="never",
+            panel=SIZES,
+            callback=above_zero,
+        ),
+    ] = None
+    max_waiting: Annotated[int, option(value="N", help="requests in the queue", panel=SIZES, min=0)] = (
+        LIMITS.waiting
+    )
+    max_running: Annotated[int, option(value="N", help="requests that take turns", panel=SIZES, min=1)] = (
+        LIMITS.running
+    )
+    conversations: Annotated[
+        int, option(value="N", help="conversations kept with their caches, per model", panel=SIZES, min=1)
+    ] = Settings.conversations
+
+    def settings(self) -> Settings:
+        """Return the settings of the server. Raises BadOptions."""
+        key = _key(self.api_key, self.api_key_file)
+        if key is None and not is_loopback(self.host):
+            raise BadOptions(f"--host {self.host} is open to other machines: give it an --api-key, too")
+        for origin in self.cors_origin or []:
+            _check_origin(origin)
+        models = self._models()
+        return Settings(
+            models=models,
+            host=self.host,
+            port=self.port,
+            api_key=key,
+            hosts=tuple(self.allow_host or []),
+            origins=tuple(self.cors_origin or []),
+            aliases=_aliases(self.alias or [], [model.name for model in models]),
+            memory_bytes=None if self.memory is None else round(self.memory * GB),
+            idle_seconds=self.idle,
+            conversations=self.conversations,
+            limits=Limits(waiting=self.max_waiting, running=self.max_running),
+            log_file=self.log_file,
+        )
+
+    def _models(self) -> tuple[Served, ...]:
+        named = [_split("--model", text, NAMED) for text in self.model or []]
+        if named and self.drafter is not None and self.target is None:
+            raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
+        found: list[tuple[str, str, str | None]] = []
+        if self.target is not None or not named:
+            target = DEMO if self.target is None else self.target
+            found.append((Path(target).expanduser().name or target, target, self.drafter))
+        for name, text in named:
+            target, _, drafter = text.partition(",")
+            found.append((name, target, drafter or None))
+        names = [name for name, _, _ in found]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadOptions(f"two models are called {twice!r}: give each a name of its own")
+        pinned = self.pin or []
+        for name in pinned:
+            _check_known("--pin", name, names)
+        return tuple(
+            Served(name, target, drafter, self.num_draft_tokens, self.kv_bits, pinned=name in pinned)
+            for name, target, drafter in found
+        )
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
-    """Settings from a command line. Leaves with status 2 and one line on stderr when it makes no sense."""
-    known = parser()
-    given = known.parse_args(arguments)
+    """Return the settings of a command line. Raises SystemExit with status 2 if an option is wrong."""
+    options = command.parse(Options, "serve", arguments)
     try:
-        return _settings(given)
-    except ValueError as error:
-        known.error(str(error))
-
-
-def parser() -> Parser:
-    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
-    parser = Parser("serve", "Answer requests of OpenAI's and Anthropic's clients on this machine.")
-    parser.add_argument("--version", action="version", version=f"mlx-spec {__version__}")
-    _add_models(parser)
-    _add_network(parser)
-    _add_limits(parser)
-    return parser
-
-
-def _add_models(parser: Parser) -> None:
-    group = parser.add_argument_group("models", "The first is loaded at once, the others when asked for.")
-    group.add_argument(
-        "--target",
-        metavar="REPO_OR_FOLDER",
-        help="model that answers: Hugging Face name or folder (default: the small bundled demo)",
-    )
-    group.add_argument(
-        "--drafter",
-        metavar="REPO_OR_FOLDER",
-        help='model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding '
-        "(default: the one made for the target, if there is one)",
-    )
-    group.add_argument(
-        "--model",
-        metavar="NAME=TARGET[,DRAFTER]",
-        action="append",
-        default=[],
-        help="one more model and the name it goes by; may be repeated",
-    )
-    group.add_argument(
-        "--alias", metavar="ALIAS=NAME", action="append", default=[], help="another name of a model"
-    )
-    group.add_argument(
-        "--pin", metavar="NAME", action="append", default=[], help="never unload this model once it is loaded"
-    )
-    group.add_argument(
-        "--num-draft-tokens",
-        metavar="K",
-        type=integer(0),
-        help="draft tokens in each round; 0 is no speculation (default: what pays)",
-    )
-    group.add_argument(
-        "--kv-bits", metavar="{4,8}", type=int, choices=(4, 8), help="quantize the KV cache (default: do not)"
-    )
-
-
-def _add_network(parser: Parser) -> None:
-    group = parser.add_argument_group("network")
-    group.add_argument(
-        "--host", default=Settings.host, help="address to listen on (default %(default)s: this machine only)"
-    )
-    group.add_argument(
-        "--port", metavar="N", type=integer(0), default=Settings.port, help="0 is any (default %(default)s)"
-    )
-    group.add_argument("--api-key", metavar="KEY", help="refuse requests without this key")
-    group.add_argument("--api-key-file", metavar="FILE", type=Path, help="the same, read from a file")
-    group.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="another name under which the server may be addressed",
-    )
-    group.add_argument(
-        "--cors-origin",
-        metavar="ORIGIN",
-        action="append",
-        default=[],
-        help="web pages that may use the server, such as http://localhost:3000 (default: only its own)",
-    )
-    group.add_argument("--log-file", metavar="FILE", type=Path, help="log requests: path, status, seconds")
-
-
-def _add_limits(parser: Parser) -> None:
-    group = parser.add_argument_group("limits")
-    limits = Limits()
-    group.add_argument(
-        "--memory", metavar="GB", type=_above_zero, help="for weights and caches (default: what fits)"
-    )
-    group.add_argument(
-        "--idle", metavar="SECONDS", type=_above_zero, help="unload a model after that long (default: never)"
-    )
-    whole: tuple[tuple[str, int, int, str], ...] = (
-        ("--max-waiting", 0, limits.waiting, "requests in the queue"),
-        ("--max-running", 1, limits.running, "requests that take turns"),
-        ("--conversations", 1, Settings.conversations, "conversations kept with their caches, per model"),
-    )
-    for name, least, default, about in whole:
-        text = f"{about} (default %(default)s)"
-        group.add_argument(name, metavar="N", type=integer(least), default=default, help=text)
-
-
-def _above_zero(text: str) -> float:
-    value = number(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give a number above 0")
-    return value
-
-
-def _settings(given: argparse.Namespace) -> Settings:
-    """Raises ValueError, whose text says what is wrong."""
-    models = _models(given)
-    key = _key(given.api_key, given.api_key_file)
-    if key is None and not is_loopback(given.host):
-        raise ValueError(f"--host {given.host} is open to other machines: give it an --api-key, too")
-    if given.port > PORTS:
-        raise ValueError(f"--port {given.port}: ports end at {PORTS}")
-    for origin in given.cors_origin:
-        _check_origin(origin)
-    return Settings(
-        models=models,
-        host=given.host,
-        port=given.port,
-        api_key=key,
-        hosts=tuple(given.allow_host),
-        origins=tuple(given.cors_origin),
-        aliases=_aliases(given.alias, [model.name for model in models]),
-        memory_bytes=None if given.memory is None else round(given.memory * GB),
-        idle_seconds=given.idle,
-        conversations=given.conversations,
-        limits=Limits(waiting=given.max_waiting, running=given.max_running),
-        log_file=given.log_file,
-    )
-
-
-def _models(given: argparse.Namespace) -> tuple[Served, ...]:
-    named = [_named("--model", text, "NAME=TARGET[,DRAFTER]") for text in given.model]
-    if named and given.drafter is not None and given.target is None:
-        raise ValueError("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
-    found: list[tuple[str, str, str | None]] = []
-    if given.target is not None or not named:
-        target = DEMO if given.target is None else given.target
-        found.append((Path(target).expanduser().name or target, target, given.drafter))
-    for name, text in named:
-        target, _, drafter = text.partition(",")
-        found.append((name, target, drafter or None))
-    names = [name for name, _, _ in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two models are called {twice!r}: give each a name of its own")
-    for name in given.pin:
-        _check_known("--pin", name, names)
-    return tuple(
-        Served(name, target, drafter, given.num_draft_tokens, given.kv_bits, pinned=name in given.pin)
-        for name, target, drafter in found
-    )
+        return options.settings()
+    except BadOptions as error:
+        command.refuse("mlx-spec serve", str(error))
 
 
 def _aliases(texts: Sequence[str], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    found = [_named("--alias", text, "ALIAS=NAME") for text in texts]
+    found = [_split("--alias", text, ALIAS) for text in texts]
     for alias, name in found:
         _check_known("--alias", name, names)
         if alias in names:
-            raise ValueError(f"--alias {alias}: a model goes by that name")
+            raise BadOptions(f"--alias {alias}: a model goes by that name")
     return tuple(found)
 
 
-def _named(option: str, text: str, form: str) -> tuple[str, str]:
+def _split(option: str, text: str, form: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name or not value:
-        raise ValueError(f"{option} {text}: write {form}")
+        raise BadOptions(f"{option} {text}: write {form}")
     return name, value
 
 
 def _check_known(option: str, name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise ValueError(f"{option} {name}: there is no such model, only {', '.join(names)}")
+        raise BadOptions(f"{option} {name}: there is no such model, only {', '.join(names)}")
 
 
 def _key(key: str | None, file: Path | None) -> str | None:
     if key is not None and file is not None:
-        raise ValueError("--api-key and --api-key-file: give one of them")
+        raise BadOptions("--api-key and --api-key-file: give one of them")
     if file is not None:
         try:
             key = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--api-key-file {file} cannot be read") from error
+            raise BadOptions(f"--api-key-file {file} cannot be read") from error
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-        raise ValueError("the API key must be printable ASCII, not empty, without spaces around it")
+        raise BadOptions("the API key must be printable ASCII, not empty, without spaces around it")
     return key
 
 
@@ -213,8 +217,8 @@ def _check_origin(origin: str) -> None:
         return
     try:
         parts = urlsplit(origin)
-        right = bool(parts.scheme and parts.hostname) and parts.port != 0
+        is_origin = bool(parts.scheme and parts.hostname) and parts.port != 0
     except ValueError:
-        right = False
-    if not right or parts.path or parts.query or parts.username is not None:
-        raise ValueError(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")
+        is_origin = False
+    if not is_origin or parts.path or parts.query or parts.username is not None:
+        raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")

@@ -8,13 +8,11 @@ import time
 import pytest
 
 import mlx_spec
-from mlx_spec.apps.bench import main
-from mlx_spec.apps.questions import QUESTIONS, asked
-from mlx_spec.apps.turns import Arm, Run, arm, in_turns, speeds
+from mlx_spec.apps import bench
+from mlx_spec.apps.bench import Arm, Run, arm, chat_questions, in_turns, main, speeds
 from mlx_spec.pair import Pair
 
-ONE = ["--tokens", "16", "--repeats", "1"]
-NAMES = ["plain", "K = 2", "K = 4", "adaptive"]
+ONCE = ["--tokens", "16", "--repeats", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +21,7 @@ def pair() -> Pair:
 
 
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
-    prompt = asked(pair.text)[0].tokens
+    prompt = chat_questions(pair.text)[0].tokens
     expected = tuple(t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens)
     arms = [arm(pair, "plain", 0), arm(pair, "K = 4", 4), arm(pair, "adaptive", None)]
     for start in range(2):
@@ -35,37 +33,28 @@ def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
 
 
 def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
-    """Plain decoding begins its second token before it gives the first: that pass must not be free."""
-    prompt, plain = asked(pair.text)[0].tokens, arm(pair, "plain", 0)
+    """Plain decoding begins its second token before it returns the first: that pass must not be free."""
+    prompt, plain = chat_questions(pair.text)[0].tokens, arm(pair, "plain", 0)
     sizes, clock = [], time.perf_counter
 
-    def looked_at() -> float:
+    def read_clock() -> float:
         sizes.append(plain.decoding.target.size)
         return clock()
 
-    monkeypatch.setattr(time, "perf_counter", looked_at)
+    monkeypatch.setattr(time, "perf_counter", read_clock)
     (run,) = in_turns(pair, [plain], prompt, 1, 0)
     assert sizes[0] == len(prompt) - 1 and run.seconds > 0
 
 
 def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:
-    """So many tokens a second."""
-    return Run(
-        tuple(range(tokens)),
-        tokens / speed,
-        drafted,
-        accepted,
-        drafted // 2,
-        accepted + drafted // 2,
-    )
+    """Return an answer at `speed` tokens a second."""
+    return Run(tuple(range(tokens)), tokens / speed, drafted, accepted, drafted // 2, accepted + drafted // 2)
 
 
 def test_speeds_are_medians_of_ratios_within_a_prompt(pair):
     arms = [Arm("plain", pair.open()), Arm("K = 2", pair.open())]
-    slow, fast = (
-        (run(10.0), run(20.0, drafted=4, accepted=3)),
-        (run(100.0), run(150.0, drafted=4, accepted=1)),
-    )
+    slow = run(10.0), run(20.0, drafted=4, accepted=3)
+    fast = run(100.0), run(150.0, drafted=4, accepted=1)
     plain, two = speeds(arms, [slow, fast])
     assert (plain.gain, plain.accepted, plain.length) == (pytest.approx(1.0), None, None)
     assert two.gain == pytest.approx(1.75) and two.tokens_per_second == pytest.approx(85.0)
@@ -75,35 +64,33 @@ def test_speeds_are_medians_of_ratios_within_a_prompt(pair):
     assert other.other_text == 1
 
 
-def test_answers_of_one_token_say_nothing_of_speed(pair):
-    single = Run((1,), 0.1, 0, 0, 0, 0)
-    (found,) = speeds([Arm("plain", pair.open())], [(single,)])
+def test_answers_of_one_token_have_no_speed(pair):
+    (found,) = speeds([Arm("plain", pair.open())], [(Run((1,), 0.1, 0, 0, 0, 0),)])
     assert found.tokens_per_second == 0.0 and found.gain == 0.0
 
 
 @pytest.fixture
-def question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One instead of all."""
-    monkeypatch.setattr("mlx_spec.apps.questions.QUESTIONS", QUESTIONS[:1])
+def one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "QUESTIONS", bench.QUESTIONS[:1])
 
 
-def test_json(question, capsys):
-    assert main([*ONE, "--json"]) == 0
+def test_json(one_question, capsys):
+    assert main([*ONCE, "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert err == "" and report["target"] == report["drafter"] == "demo" and report["answers"] == 1
-    assert [each["name"] for each in report["decoders"]] == NAMES
+    assert [each["name"] for each in report["decoders"]] == ["plain", "K = 2", "K = 4", "adaptive"]
     assert all(each["tokens_per_second"] > 0 and each["other_text"] == 0 for each in report["decoders"])
 
 
-def test_table_without_a_drafter(question, capsys):
-    assert main([*ONE, "--drafter", "none"]) == 0
+def test_table_without_a_drafter(one_question, capsys):
+    assert main([*ONCE, "--drafter", "none"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("demo with no drafter on ") and lines[0].endswith(", answers of each: 1")
     assert [line.split()[0] for line in lines[2:4]] == ["decoder", "plain"] and "no drafter" in lines[-1]
 
 
-@pytest.mark.parametrize("wrong", [["--tokens", "3"], ["--repeats", "0"], ["--what"]])
+@pytest.mark.parametrize("wrong", [["--tokens", "3"], ["--repeats", "0"]])
 def test_bad_options(capsys, wrong):
     with pytest.raises(SystemExit) as left:
         main(wrong)

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import sentencepiece
-from demo_pair.phrasings import LAST, MORE
-from demo_pair.questions import HELD_OUT, TRAINED, asked
-from demo_pair.taught import REFUSAL, read_taught
 
 import mlx_spec
 from mlx_spec import demo
+from mlx_spec.demo.phrasings import LAST, MORE
+from mlx_spec.demo.questions import HELD_OUT, TRAINED, asked
+from mlx_spec.demo.taught import REFUSAL, read_taught
 
 SAMPLES = (
     "What does os.path.join do?",
@@ -48,6 +48,7 @@ def answer(pair, question: str, sampling: mlx_spec.Sampling | None = None) -> tu
 def test_the_pair_is_small():
     files = [f for folder in (demo.TARGET, demo.DRAFTER) for f in folder.iterdir()]
     assert sum(f.stat().st_size for f in files) <= 12_000_000
+    assert demo.FACTS.stat().st_size <= 300_000
 
 
 def test_both_tokenizers_agree(pair):

@@ -18,24 +18,40 @@ import pytest
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.apps.doctor import main, packages
-from mlx_spec.apps.doctor.certificate import WIDTH, Subject, certificate
-from mlx_spec.apps.doctor.checks import Check, all_checks
-from mlx_spec.apps.doctor.lossless import ADAPTIVE, OWN, SPOILED, Comparison, Divergence
-from mlx_spec.apps.doctor.scripted import Scripted, Spoiled
-from mlx_spec.apps.doctor.selftest import QUICK, SelfTest, self_test
-from mlx_spec.apps.doctor.ties import Gap, Scale, allowed, apart, gap
-from mlx_spec.apps.questions import asked, long_text
+from mlx_spec.apps.bench import chat_questions
+from mlx_spec.apps.doctor import WIDTH, Check, Subject, all_checks, certificate, main, version
+from mlx_spec.apps.selftest import (
+    ADAPTIVE,
+    OWN,
+    QUICK,
+    SPOILED,
+    Comparison,
+    Divergence,
+    Gap,
+    ScriptedDrafter,
+    SelfTest,
+    allowed_roundings,
+    logits_gap,
+    long_text,
+    self_test,
+    token_gap,
+)
+from mlx_spec.cache import FullCache, SlidingCache
 from mlx_spec.convert.progress import Progress
-from mlx_spec.model.caches import FullCache, SlidingCache
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.tuning import profile
 
 PATIENT = replace(
     QUICK, seconds=600.0, questions=1, tokens=16
 )  # a slow machine is no reason to leave something out
-BFLOAT16 = Scale(0.125, "bfloat16", 8)
 EQUAL = Comparison("Why?", OWN, False, 24, 20, 18)
+
+
+def gap(logits: float) -> Gap:
+    """Return a gap of bfloat16 logits between 16 and 32."""
+    return Gap(logits, 0.125, "bfloat16", 8)
+
+
 GOOD = SelfTest((EQUAL,), 0, None, False, None, None, None, None, 1.0)
 NOW = datetime(2026, 11, 21, 16, 5, tzinfo=UTC)
 
@@ -50,7 +66,7 @@ def report() -> dict[str, Any]:
     """What `mlx-spec doctor --quick --json` says of the demo pair."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
-        patch.setattr("mlx_spec.apps.doctor.selftest.QUICK", PATIENT)
+        patch.setattr("mlx_spec.apps.selftest.QUICK", PATIENT)
         assert main(["--quick", "--json"]) == 0
     found: dict[str, Any] = json.loads(out.getvalue())
     return found
@@ -58,7 +74,7 @@ def report() -> dict[str, Any]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_spec.apps.doctor.selftest.QUICK", PATIENT)
+    monkeypatch.setattr("mlx_spec.apps.selftest.QUICK", PATIENT)
 
 
 # --- on the demo pair
@@ -88,7 +104,7 @@ def test_its_certificate_can_be_shown_to_others(report):
         "target demo, gemma4",
         "bfloat16",
         "window 64 tokens, crossed",
-        f"mlx-spec {mlx_spec.__version__}, mlx {packages.version('mlx')}",
+        f"mlx-spec {mlx_spec.__version__}, mlx {version('mlx')}",
         "first draft tokens",
         "times plain",
     ):
@@ -116,14 +132,14 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(patient, monkeypatch, cap
 
 def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
     monkeypatch.setattr(SlidingCache, "rewind", keep_a_rejected_row)
-    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, Progress(io.StringIO()))
     assert not broken.passed and SPOILED in {each.decoder for each in broken.wrong}
 
 
 def test_a_cache_that_keeps_all_rejected_rows_gives_other_tokens(monkeypatch, pair):
     monkeypatch.setattr(FullCache, "rewind", lambda self, size: None)
     monkeypatch.setattr(SlidingCache, "rewind", lambda self, size: None)
-    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, Progress(io.StringIO()))
     assert not broken.passed and broken.plain is None
     parted = [each for each in broken.wrong if each.divergence is not None]
     assert parted
@@ -139,14 +155,14 @@ def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
         raise IndexError("no such row in /home/somebody/cache.bin")
 
     monkeypatch.setattr(FullCache, "rewind", rewind)
-    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, Progress(io.StringIO()))
     assert not broken.passed
     assert {each.error for each in broken.wrong} == {"IndexError: no such row in (a file)"}
 
 
 def test_without_a_drafter_the_caches_are_tested_all_the_same():
     alone = mlx_spec.load("demo", "none")
-    found = self_test(alone, None, PATIENT, StageProgress(io.StringIO()))
+    found = self_test(alone, None, PATIENT, Progress(io.StringIO()))
     assert found.passed and {each.decoder for each in found.comparisons} == {SPOILED}
     assert found.accepted is None and found.gain is None and found.plain is not None
 
@@ -157,36 +173,36 @@ def test_without_a_drafter_the_caches_are_tested_all_the_same():
 def test_roundings_are_those_of_the_type():
     a = mx.array([22.0, 1.0])
     for dtype, step in ((mx.bfloat16, 2.0**-3), (mx.float16, 2.0**-6), (mx.float32, 2.0**-19)):
-        found = apart(a.astype(dtype), (a + mx.array([0.0, 0.5])).astype(dtype))
-        assert found.logits == 0.5 and found.scale.rounding == step
+        found = logits_gap(a.astype(dtype), (a + mx.array([0.0, 0.5])).astype(dtype))
+        assert found.logits == 0.5 and found.rounding == step
         assert found.roundings == 0.5 / step
-    assert apart(mx.array([0.25, 0.0]), mx.array([0.25, 0.0])).scale.rounding == 2.0**-23
+    assert logits_gap(mx.array([0.25, 0.0]), mx.array([0.25, 0.0])).rounding == 2.0**-23
 
 
 def test_what_is_a_near_tie_follows_what_was_measured():
-    assert allowed(None) == allowed(Gap(0.0, BFLOAT16)) == 1.0
-    assert allowed(Gap(0.125, BFLOAT16)) == 4.0
-    assert allowed(Gap(2.0, BFLOAT16)) == 8.0  # and no more
-    assert Gap(0.5, BFLOAT16).within(4.0) and not Gap(0.625, BFLOAT16).within(4.0)
-    assert not Gap(1.125, BFLOAT16).within(100.0)
-    assert not Gap(float("nan"), BFLOAT16).within(8.0) and not Gap(float("inf"), BFLOAT16).within(8.0)
+    assert allowed_roundings(None) == allowed_roundings(gap(0.0)) == 1.0
+    assert allowed_roundings(gap(0.125)) == 4.0
+    assert allowed_roundings(gap(2.0)) == 8.0  # and no more
+    assert gap(0.5).within(4.0) and not gap(0.625).within(4.0)
+    assert not gap(1.125).within(100.0)
+    assert not gap(float("nan")).within(8.0) and not gap(float("inf")).within(8.0)
 
 
 def test_the_gap_is_that_of_the_logits(pair):
-    prompt = list(asked(pair.text)[0].tokens)
+    prompt = list(chat_questions(pair.text)[0].tokens)
     (first, *_) = pair.run(pair.open(), prompt, max_tokens=1, top_logprobs=3)
     best, second = first.logprobs[0].top[:2]
-    found = gap(pair, prompt, (best.token, second.token), GREEDY)
-    assert found.logits == pytest.approx(best.logprob - second.logprob, abs=2 * found.scale.rounding)
-    assert found.scale.dtype == "bfloat16"
-    seeded = gap(pair, prompt, (best.token, second.token), mlx_spec.Sampling(temperature=0.8, seed=3))
-    assert seeded.logits != found.logits and seeded.scale == found.scale
+    found = token_gap(pair, prompt, (best.token, second.token), GREEDY)
+    assert found.logits == pytest.approx(best.logprob - second.logprob, abs=2 * found.rounding)
+    assert found.dtype == "bfloat16"
+    seeded = token_gap(pair, prompt, (best.token, second.token), mlx_spec.Sampling(temperature=0.8, seed=3))
+    assert seeded.logits != found.logits and seeded.rounding == found.rounding
 
 
 def test_blocks_that_give_other_logits_fail():
-    worse = replace(GOOD, noise=Gap(1.25, BFLOAT16))
+    worse = replace(GOOD, noise=gap(1.25))
     assert worse.blocks_differ and not worse.passed
-    assert not replace(GOOD, noise=Gap(1.0, BFLOAT16)).blocks_differ
+    assert not replace(GOOD, noise=gap(1.0)).blocks_differ
 
 
 # --- scripted drafts
@@ -194,7 +210,7 @@ def test_blocks_that_give_other_logits_fail():
 
 def test_every_place_of_a_draft_is_spoiled_once(pair):
     sampler = GREEDY.sampler(1, 10)
-    spoiled, truth = Spoiled(range(9), 10), Scripted(range(9))
+    spoiled, truth = ScriptedDrafter(range(9), 10), ScriptedDrafter(range(9))
     drafts = [spoiled.draft([0], 3, sampler).tokens.tolist() for _ in range(5)]
     assert drafts == [[2, 2, 3], [1, 3, 3], [1, 2, 4], [1, 2, 3], [2, 2, 3]]
     assert truth.draft([0, 1, 2], 3, sampler).tokens.tolist() == [3, 4, 5]
@@ -225,40 +241,11 @@ def test_a_target_that_is_not_there(capsys, tmp_path):
     assert err.count("\n") == 1
 
 
-def distribution(place: Path, name: str, version: str, *lines: str) -> None:
-    """An installed package, as far as its metadata say."""
-    folder = place / f"{name.replace('-', '_')}-{version}.dist-info"
-    folder.mkdir()
-    text = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines, ""])
-    (folder / "METADATA").write_text(text)
-
-
-def test_requirements_are_compared_with_what_is_installed(monkeypatch, tmp_path):
-    distribution(
-        tmp_path,
-        "mlx-spec",
-        "0.1.0",
-        "Requires-Dist: numpy",
-        "Requires-Dist: mlx-lm>=99",
-        'Requires-Dist: nothing-like-it; sys_platform == "no system"',
-        'Requires-Dist: mlx[cpu]; extra == "cpu"',
-        'Requires-Dist: numpy>=1; extra == "whole"',
-        'Requires-Dist: nothing-like-it; extra == "part"',
-        'Requires-Dist: pytest; extra == "test"',
-        *(f"Provides-Extra: {extra}" for extra in ("cpu", "whole", "part", "test")),
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    (problem,) = packages.problems(None)
-    assert problem.startswith("mlx-lm is 0.") and problem.endswith("not >=99")
-    assert packages.extras() == ["whole", "part"]
-    assert packages.problems("whole") == [] and packages.problems("part") == ["nothing-like-it is missing"]
-    states = {check.name: check.state for check in all_checks()}
-    assert states["packages"] == "wrong" and states["[whole]"] == "ok" and states["[part]"] == "note"
-
-
 def test_two_backends_are_one_too_many(monkeypatch, tmp_path):
-    distribution(tmp_path, "mlx-cpu", "0.32.4")
-    distribution(tmp_path, "mlx-cuda-12", "0.32.4")
+    for name in ("mlx-cpu", "mlx-cuda-12"):
+        folder = tmp_path / f"{name.replace('-', '_')}-0.32.4.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.4\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = {check.name: check for check in all_checks()}["backend"]
     assert found.state == "wrong" and "mlx-cpu and mlx-cuda-12" in found.text
@@ -278,7 +265,7 @@ def test_saved_costs_are_counted(monkeypatch, tmp_path):
 
 # --- the certificate
 
-SUBJECT = Subject(str(demo.TARGET), ("gemma4_assistant",), None, "owner/name", None)
+SUBJECT = Subject(str(demo.TARGET), None, "owner/name", None)
 
 
 def shown(found: SelfTest, *made: Check) -> str:
@@ -288,8 +275,8 @@ def shown(found: SelfTest, *made: Check) -> str:
 
 
 def test_certificate_of_a_near_tie():
-    near = replace(EQUAL, divergence=Divergence(7, " the", " a", Gap(0.25, BFLOAT16)))
-    some = replace(GOOD, comparisons=(EQUAL, near), noise=Gap(0.0625, BFLOAT16))
+    near = replace(EQUAL, divergence=Divergence(7, " the", " a", gap(0.25)))
+    some = replace(GOOD, comparisons=(EQUAL, near), noise=gap(0.0625))
     assert some.passed and some.near_ties == [near]
     text = shown(some)
     assert (
@@ -298,19 +285,17 @@ def test_certificate_of_a_near_tie():
     )
     assert "near-tie K = 4, greedy, prompt 'Why?': token 7 is ' a' where plain decoding says ' the'" in text
     assert "logits 0.25 apart, 2 roundings of bfloat16" in text
-    assert "0.5 roundings between right caches; near-tie: logits at most 2 roundings apart" in text
+    assert "0.5 roundings between correct caches; near-tie: logits at most 2 roundings apart" in text
 
 
 def test_certificate_of_a_difference_hides_places():
-    far = replace(EQUAL, divergence=Divergence(7, " the", " a", Gap(0.5, BFLOAT16)))
-    off = replace(EQUAL, drift=Gap(0.5, BFLOAT16), seeded=True)
-    some = replace(GOOD, comparisons=(EQUAL, far, off), noise=Gap(0.0625, BFLOAT16))
+    far = replace(EQUAL, divergence=Divergence(7, " the", " a", gap(0.5)))
+    off = replace(EQUAL, drift=gap(0.5), seeded=True)
+    some = replace(GOOD, comparisons=(EQUAL, far, off), noise=gap(0.0625))
     assert not some.passed and some.wrong == [far, off]
     text = shown(some, Check("disk", "ok", "much"), Check("backend", "wrong", "two of them"))
     assert "verdict FAILED: 2 of 3 answers" in text and "wrong backend: two of them" in text
-    assert (
-        "difference K = 4, seeded, prompt 'Why?': 24 equal tokens, but behind them logits 0.5 apart" in text
-    )
+    assert "difference K = 4, seeded, prompt 'Why?': 24 equal tokens, but after them logits 0.5 apart" in text
     assert "target target " in text and "drafter owner/name" in text and str(demo.TARGET) not in text
 
 

@@ -215,7 +215,7 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
     tensors = WEIGHT | {tensor: ("BF16", (2, 2))}
     found = one(sparse.checkpoint(tmp_path / "target", sparse.QWEN3 | config, tensors))
     assert (found.kind, found.speculative_heads) == (None, state)
-    assert any(state in line for line in described.description(found) if "own draft heads" in line)
+    assert any(state in line for line in models.description(found) if "own draft heads" in line)
 
 
 # --- what is damaged

@@ -1,0 +1,367 @@
+"""`mlx-spec doctor`: checks of the machine, a self-test of a pair, and a certificate to paste into an issue.
+
+No line has a path or the name of a host or user: all of it may be shown to others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from mlx_spec import __version__
+from mlx_spec.device import NoBackend, device_name, require_backend
+from mlx_spec.errors import SpecError
+
+from .command import ERROR, MODEL, Json, flag, guarded, option, parse, show
+
+if TYPE_CHECKING:
+    from mlx_spec.convert.inspect import Checkpoint
+    from mlx_spec.pair import Pair
+
+    from .selftest import Comparison, Gap, SelfTest
+
+PACKAGES = ("mlx", "mlx-lm", "numpy", "sentencepiece", "huggingface_hub", "transformers")
+BACKENDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each holds all of MLX
+MIN_FREE_BYTES = 5e9  # a small target and its drafter take about as much
+WIDTH, LABEL = 76, 13  # columns of the certificate and of its labels
+LINE = "-" * WIDTH
+MAX_FINDINGS = 3  # differences shown in full
+
+
+@dataclass(frozen=True)
+class Options:
+    """Check this machine and test a pair.
+
+    Looks at what is installed and on the disk, then tests for at most a minute whether the text with
+    speculation is the text without, how many draft tokens are accepted, and what that gains. Ends with a
+    certificate to paste into an issue. The exit status is 1 when something is wrong.
+    """
+
+    target: Annotated[str, option(value=MODEL, help="pair to test", default="the bundled demo")] = "demo"
+    drafter: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help='model that drafts, or "lookup" or "none"',
+            default="the one made for the target",
+        ),
+    ] = None
+    quick: Annotated[bool, flag("--quick", "test for at most 15 seconds")] = False
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    state: Literal["ok", "note", "wrong"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The pair that was tested."""
+
+    target: str  # as the user named it
+    target_is: Checkpoint | None  # None if it cannot be described
+    drafter: str | None
+    drafter_is: Checkpoint | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit status: 1 if something is wrong with the machine or the text."""
+    options = parse(Options, "doctor", arguments)
+    return guarded(lambda: _run(options))
+
+
+def _run(options: Options) -> int:
+    checks: list[Check] = []
+    for check in all_checks():
+        checks.append(check)
+        if not options.json:
+            show(f"{check.state:<6} {check.name:<10} {check.text}")
+    problem, found, lines = None, None, list[str]()
+    if any(check.name == "backend" and check.state == "wrong" for check in checks):
+        problem = "without MLX nothing can be tested"
+    else:
+        try:
+            subject, found = _test(options)
+            lines = certificate(subject, found, checks, datetime.now(UTC))
+        except SpecError as error:
+            problem = str(error)
+    is_fine = found is not None and found.passed and all(check.state != "wrong" for check in checks)
+    if options.json:
+        report = {
+            "ok": is_fine,
+            "problem": problem,
+            "checks": [dataclasses.asdict(check) for check in checks],
+            "self_test": None if found is None else dataclasses.asdict(found),
+            "certificate": "\n".join(lines) or None,
+        }
+        show(json.dumps(json.loads(json.dumps(report), parse_constant=lambda _: None)))  # NaN is not JSON
+    elif lines:
+        show("", *lines)
+    if problem is not None:
+        print(f"mlx-spec: {problem}", file=sys.stderr)
+    return 0 if is_fine else ERROR
+
+
+def _test(options: Options) -> tuple[Subject, SelfTest]:
+    from mlx_spec import load
+    from mlx_spec.convert.progress import Progress
+
+    from . import selftest
+
+    pair = load(options.target, options.drafter)
+    subject = _describe(pair)
+    window = subject.target_is.window if subject.target_is else None
+    effort = selftest.QUICK if options.quick else selftest.LONG
+    return subject, selftest.self_test(pair, window, effort, Progress(sys.stderr))
+
+
+def _describe(pair: Pair) -> Subject:
+    """Return what the headers of target and drafter say."""
+    from mlx_spec.convert.inspect import Checkpoint, inspect
+    from mlx_spec.load import LOOKUP
+
+    def described(name: str, role: str) -> Checkpoint | None:
+        try:
+            found = inspect(name)
+        except SpecError:
+            return None
+        if isinstance(found, Checkpoint):
+            return found
+        return found.target if role == "target" else found.drafter
+
+    facts = pair.facts
+    drafter = None if facts.drafter in (None, LOOKUP) else described(str(facts.drafter), "drafter")
+    return Subject(facts.target, described(facts.target, "target"), facts.drafter, drafter)
+
+
+# --- checks without a model
+
+
+def all_checks() -> Iterator[Check]:
+    """Run the checks in the order of the report."""
+    backend = _backend()
+    yield Check("machine", "ok", f"{machine()}; {system()}")
+    yield backend
+    yield Check("packages", "ok", versions())
+    yield _disk()
+    yield _models()
+    if backend.state != "wrong":
+        yield _costs()
+
+
+def machine() -> str:
+    """Return the chip and its memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        require_backend()
+        chip = device_name()
+    except NoBackend:
+        chip = platform.processor() or platform.machine()
+    return f"{chip}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB"
+
+
+def system() -> str:
+    """Return the operating system and Python."""
+    mac = platform.mac_ver()[0]
+    name = f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
+    return f"{name}, {platform.machine()}, Python {platform.python_version()}"
+
+
+def version(name: str) -> str:
+    """Return the installed version of a package, or "none"."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def versions() -> str:
+    """Return the versions of mlx-spec and of the packages that it needs most."""
+    return ", ".join([f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)])
+
+
+def device() -> str:
+    """Return what MLX computes on."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.cpu:
+        return "the CPU"
+    return "the GPU, by Metal" if mx.metal.is_available() else "the GPU, by CUDA"
+
+
+def _backend() -> Check:
+    """Check that MLX is there, alone, and can multiply."""
+    try:
+        require_backend()
+    except NoBackend as error:
+        return Check("backend", "wrong", str(error))
+    import mlx.core as mx
+
+    several = [name for name in BACKENDS if version(name) != "none"]
+    if len(several) > 1:
+        wrong = f"{' and '.join(several)} overwrite each other's files: uninstall all, then install one"
+        return Check("backend", "wrong", wrong)
+    rows = mx.arange(64).reshape(8, 8).astype(mx.float32)
+    if not bool(mx.array_equal(rows @ mx.eye(8), rows)):
+        return Check("backend", "wrong", "MLX multiplies a matrix by one and gets another: install it again")
+    return Check("backend", "ok", f"MLX {version('mlx')} on {device()}")
+
+
+def _disk() -> Check:
+    from mlx_spec import hub
+    from mlx_spec.convert.cached import cache_folder
+
+    free = hub.free_bytes(cache_folder())
+    state: Literal["ok", "note"] = "ok" if free >= MIN_FREE_BYTES else "note"
+    return Check("disk", state, f"{free / 1e9:.1f} GB free where models are kept")
+
+
+def _models() -> Check:
+    from mlx_spec.convert.cached import local_models
+
+    whole, broken = list[str](), list[str]()
+    for model in local_models():
+        name = Path(model.name).name if model.origin == "converted" else model.name
+        (broken if model.problem else whole).append(f"{name} ({model.origin})")
+    text = ", ".join(whole) or "none"
+    if broken:
+        return Check(
+            "models", "note", f"{text}; not to be loaded: {', '.join(broken)}, see `mlx-spec models`"
+        )
+    return Check("models", "ok", text)
+
+
+def _costs() -> Check:
+    from mlx_spec.tuning import profile
+
+    keys = [_saved_key(file) for file in sorted(profile.folder().glob("*.json"))]
+    ours, damaged = keys.count((device_name(), version("mlx"))), keys.count(None)
+    text = f"{len(keys)} saved, {ours} of this device and this MLX"
+    if damaged:
+        return Check("costs", "note", f"{text}; {damaged} damaged, which will be measured again")
+    return Check("costs", "ok", text)
+
+
+def _saved_key(file: Path) -> tuple[str, str] | None:
+    """Return the device and the MLX version of saved costs, None if the file is damaged."""
+    try:
+        key = json.loads(file.read_text(encoding="utf-8"))["key"]
+        return str(key["device"]), str(key["mlx"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# --- the certificate
+
+
+def certificate(subject: Subject, found: SelfTest, checks: list[Check], now: datetime) -> list[str]:
+    """Return the lines of the certificate, each of at most 76 columns."""
+    title, date = "mlx-spec doctor", now.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    lines = [LINE, f"{title}{date:>{WIDTH - len(title)}}", LINE]
+    for label, text in _rows(subject, found, checks):
+        lines += textwrap.wrap(
+            " ".join(text.split()), WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL
+        )
+    return [*lines, LINE]
+
+
+def _rows(subject: Subject, found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
+    yield "verdict", _verdict(found)
+    for comparison in (*found.wrong, *found.near_ties)[:MAX_FINDINGS]:
+        yield from _finding(comparison, found.allowed)
+    yield "target", _part(subject.target, subject.target_is)
+    yield "drafter", _part(subject.drafter or "none", subject.drafter_is)
+    yield "machine", machine()
+    yield "system", system()
+    yield "versions", versions()
+    yield "device", device()
+    for label, seeded in (("greedy", False), ("seeded", True)):
+        cases = [each for each in found.comparisons if each.seeded == seeded]
+        if cases:
+            tokens, rejected = sum(c.tokens for c in cases), sum(c.drafted - c.accepted for c in cases)
+            prompts = len({case.prompt for case in cases})
+            text = f"{len(cases)} answers to {prompts} prompts, {tokens} tokens"
+            yield label, f"{text}, {rejected} draft tokens rejected"
+    if found.noise is not None:
+        most = f"{found.noise.roundings:.3g} roundings between correct caches"
+        yield "noise", f"{most}; near-tie: logits at most {found.allowed:.3g} roundings apart"
+    if found.window is not None:
+        yield "window", f"{found.window} tokens, {'crossed' if found.past_window else 'NOT reached'}"
+    if found.left_out:
+        yield "left out", f"{found.left_out} of the tests: the time was too short"
+    yield from _speed(found)
+    yield "test took", f"{found.seconds:.0f} s"
+    for check in checks:
+        if check.state == "wrong":
+            yield "wrong", f"{check.name}: {check.text}"
+
+
+def _verdict(found: SelfTest) -> str:
+    if not found.comparisons:
+        return "NOT SUBJECT: there was no time for an answer"
+    if found.blocks_differ:
+        return "FAILED: passes over several tokens give other logits than one token at a time"
+    if found.wrong:
+        return f"FAILED: {len(found.wrong)} of {len(found.comparisons)} answers are not plain decoding"
+    ties = f", {len(found.near_ties)} up to a near-tie" if found.near_ties else ""
+    return f"lossless: {len(found.comparisons)} of {len(found.comparisons)} answers equal{ties}"
+
+
+def _finding(found: Comparison, allowed: float) -> Iterator[tuple[str, str]]:
+    kind = "difference" if found.is_wrong(allowed) else "near-tie"
+    how = f"{found.decoder}, {'seeded' if found.seeded else 'greedy'}, prompt {found.prompt!r}"
+    if found.error is not None:
+        yield "broke off", f"{how}: after {found.tokens} tokens, {found.error}"
+    if found.divergence is not None:
+        at = found.divergence
+        place = f"token {at.position} is {at.found!r} where plain decoding says {at.expected!r}"
+        yield kind, f"{how}: {place}; {_distance(at.gap)}"
+    if found.drift is not None and not found.drift.within(allowed):
+        yield kind, f"{how}: {found.tokens} equal tokens, but after them {_distance(found.drift)}"
+
+
+def _distance(gap: Gap) -> str:
+    return f"logits {gap.logits:.3g} apart, {gap.roundings:.3g} roundings of {gap.dtype}"
+
+
+def _part(name: str, found: Checkpoint | None) -> str:
+    """Return a checkpoint without its place."""
+    from mlx_spec.convert.progress import shown_size
+
+    from .models import shown_number
+
+    path = Path(name).expanduser()
+    shown = path.name if path.exists() else name
+    if found is None:
+        return shown
+    size = f"{shown_number(found.parameters)} parameters, {shown_size(found.size)}"
+    return f"{shown}, {found.kind or found.family}, {size}, {found.precision}"
+
+
+def _speed(found: SelfTest) -> Iterator[tuple[str, str]]:
+    own = found.accepted
+    if own is not None and own.drafted:
+        first = own.accepted_at[0] / own.drafted_at[0] if own.accepted_at else 0.0
+        every = f"{first:.0%} of first draft tokens, {own.accepted / own.drafted:.0%} of all"
+        yield "acceptance", f"{every}, {own.acceptance_length:.2f} tokens a round at K = 4"
+    if found.plain is not None:
+        yield "plain", f"{found.plain.tokens_per_second:.1f} tokens/s"
+    if found.gain is not None:
+        low, high = found.gain.spread
+        times = f"{found.gain.gain:.2f} times plain ({low:.2f} to {high:.2f} in half of the answers)"
+        yield "adaptive", f"{found.gain.tokens_per_second:.1f} tokens/s, {times}"

@@ -1,0 +1,433 @@
+"""The self-test of `mlx-spec doctor`: text with drafts against plain text, acceptance and speed.
+
+A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
+the last bits, either may be chosen, and neither is wrong: a near-tie. How large those last bits are is
+measured: the same tokens are decoded in blocks, with nothing to roll back, and row by row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_spec.checkpoint import one_line
+from mlx_spec.convert.progress import Progress
+from mlx_spec.noise import gumbel, key_of
+from mlx_spec.pair import GREEDY, Pair
+from mlx_spec.reuse import Decoding
+from mlx_spec.sampling import Sampling
+from mlx_spec.session import Statistics, added
+from mlx_spec.target import LMTarget
+from mlx_spec.text import Text
+from mlx_spec.tuning.fixed import Fixed
+from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
+
+from .bench import Question, Run, Speed, arm, chat_questions, in_turns, speeds
+
+SEEDED = Sampling(temperature=0.8, seed=11)
+K, SCRIPTED_K = 4, 7  # draft tokens
+OWN, ADAPTIVE, SPOILED = f"K = {K}", "adaptive", "spoiled drafts"
+MIN_ANSWER_TOKENS = 16  # however slow they come
+GREEDY_SHARE, SEEDED_SHARE = 0.55, 0.7  # of the time, by which those answers are done
+DECODE_COST = 3.0  # plain answers that all ways to decode one take together
+PREFILL_COST = 1 / 32  # of a plain token, for one of a long prompt, at most
+NOISE_MARGIN = 4  # times the largest measured difference that counts as rounding
+MIN_ROUNDINGS = 1.0  # allowed if no difference was measured
+# Type -> (bits of its fraction, roundings that are allowed at most). What leads to a logit is rounded to its
+# type on the way: a few times in the short types; of float32 the sums themselves differ.
+TYPES = {mx.bfloat16: (7, 8), mx.float16: (10, 8), mx.float32: (23, 4096)}
+PATH = re.compile(r"(/[\w.@+~-]+){2,}")  # in an error: not to be shown to others
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to test."""
+
+    seconds: float  # at most, and the time to read one prompt
+    questions: int
+    tokens: int  # of an answer
+    repeats: int  # of the questions, to measure speed
+
+
+LONG, QUICK = Effort(60.0, 4, 64, 3), Effort(15.0, 2, 32, 1)
+
+
+# --- rounding
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The distance of two logits that might have been the same."""
+
+    logits: float
+    rounding: float  # the step from one number of the type to the next
+    dtype: str
+    limit: int  # roundings that are allowed at most
+
+    @property
+    def roundings(self) -> float:
+        """Return the distance in units of the type."""
+        return self.logits / self.rounding
+
+    def within(self, allowed: float) -> bool:
+        """Return True if the gap is at most `allowed` roundings. False for NaN."""
+        return self.roundings <= min(allowed, self.limit)
+
+
+def allowed_roundings(noise: Gap | None) -> float:
+    """Return the roundings by which logits may differ; `noise` is the gap between correct caches."""
+    if noise is None:
+        return MIN_ROUNDINGS
+    return min(max(MIN_ROUNDINGS, NOISE_MARGIN * noise.roundings), noise.limit)
+
+
+def logits_gap(a: mx.array, b: mx.array) -> Gap:
+    """Return the largest difference of two rows of logits [V]."""
+    difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()
+    logits, size = _floats(mx.stack([difference, mx.abs(a).max().astype(mx.float32)]))
+    return _gap(logits, size, a.dtype)
+
+
+def token_gap(pair: Pair, history: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> Gap:
+    """Return the distance of two tokens after `history`, noise included if the sampling is seeded."""
+    logits = next_logits(pair.open().target, history)
+    values = scores = logits.astype(mx.float32)
+    if sampling.temperature > 0:
+        assert sampling.seed is not None, "without a seed no two texts are the same"
+        key = mx.array(key_of(sampling.seed, len(history)), dtype=mx.uint32)
+        scores = values + sampling.temperature * gumbel((values.shape[0],), key)
+    first, second = _floats(scores[mx.array(tokens)])
+    return _gap(abs(first - second), max(map(abs, _floats(values[mx.array(tokens)]))), logits.dtype)
+
+
+def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
+    """Return the logits [V] after `history`, of which the target may hold a prefix, in its own type."""
+    if target.size < len(history) - 1:
+        target.prefill(list(history[target.size : -1]))
+    logits = target.verify(mx.array(list(history[-1:]), dtype=mx.int32))[0]
+    target.commit(0)
+    return logits
+
+
+def _floats(array: mx.array) -> list[float]:
+    return cast(list[float], array.tolist())
+
+
+def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
+    """Return a gap of logits of about `size`; below 1 a rounding is that of 1."""
+    fraction, limit = TYPES[dtype]
+    power = math.floor(math.log2(max(size, 1.0))) if math.isfinite(size) else 0
+    return Gap(logits, 2.0 ** (power - fraction), str(dtype).rsplit(".", 1)[-1], limit)
+
+
+# --- answers
+
+
+class ScriptedDrafter:
+    """Drafts the rest of `truth`; with a vocabulary size, one token of each draft is wrong.
+
+    The wrong one is at the next place each time, then there is none.
+    """
+
+    needs = FeatureSpec()
+
+    def __init__(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> None:
+        self._truth = list(truth)
+        self._vocab_size = spoil_vocab_size
+        self._drafts = 0
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Ignore the features: the text is known."""
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return up to `limit` tokens of `truth` after `history`."""
+        tokens = self._truth[len(history) : len(history) + limit]
+        at = self._drafts % (limit + 1)
+        self._drafts += 1
+        if self._vocab_size is not None and at < len(tokens):
+            tokens[at] = (tokens[at] + 1) % self._vocab_size
+        return Draft(mx.array(tokens, dtype=mx.int32))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token that differs from plain decoding."""
+
+    position: int  # in the answer, from 0
+    expected: str  # text of the token of plain decoding
+    found: str
+    gap: Gap
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One answer with drafts beside the one without."""
+
+    prompt: str
+    decoder: str
+    seeded: bool  # else greedy
+    tokens: int  # compared
+    drafted: int
+    accepted: int
+    divergence: Divergence | None = None  # None if the tokens are equal
+    drift: Gap | None = None  # between the next logits of two equal answers
+    error: str | None = None  # what broke off the answer
+
+    def is_wrong(self, allowed: float) -> bool:
+        """Return True if there is a defect; `allowed` roundings are none."""
+        gaps = [self.drift, self.divergence.gap if self.divergence else None]
+        return self.error is not None or not all(gap is None or gap.within(allowed) for gap in gaps)
+
+
+@dataclass
+class Answer:
+    """The tokens of one way to decode, until an end or an error."""
+
+    tokens: list[int] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+    first_seconds: float = 0.0  # until the first round, prompt included
+    error: str | None = None
+    is_complete: bool = False  # False if the time was up
+    next: mx.array | None = None  # logits [V] after the last token, from its own caches
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """The result of the self-test."""
+
+    comparisons: tuple[Comparison, ...]
+    left_out: int  # tests for which the time was too short
+    window: int | None  # tokens of sliding attention, None if there is none
+    past_window: bool  # whether an answer went past it
+    accepted: Statistics | None  # of fixed draft lengths, None without a drafter
+    plain: Speed | None  # None if an answer is wrong
+    gain: Speed | None  # of the pair's own policy, None without a drafter or if an answer is wrong
+    noise: Gap | None  # the largest between caches without a rollback, None if not measured
+    seconds: float
+
+    @property
+    def allowed(self) -> float:
+        """Return the roundings up to which another token is a near-tie."""
+        return allowed_roundings(self.noise)
+
+    @property
+    def wrong(self) -> list[Comparison]:
+        """Return the comparisons with a defect."""
+        return [each for each in self.comparisons if each.is_wrong(self.allowed)]
+
+    @property
+    def near_ties(self) -> list[Comparison]:
+        """Return the comparisons with another token that rounding explains."""
+        return [c for c in self.comparisons if c.divergence is not None and not c.is_wrong(self.allowed)]
+
+    @property
+    def blocks_differ(self) -> bool:
+        """Return True if passes over several rows give other logits than single rows."""
+        return self.noise is not None and not self.noise.within(self.noise.limit)
+
+    @property
+    def passed(self) -> bool:
+        """Return True if something was tested and nothing is wrong."""
+        return bool(self.comparisons) and not self.wrong and not self.blocks_differ
+
+
+def long_text(text: Text, tokens: int) -> Question:
+    """Return `tokens` tokens of built-in text, to be continued."""
+    from mlx_spec.convert.texts import TEXTS
+
+    beginning = text.prompt_tokens("")
+    once = text.encode("\n\n".join(TEXTS) + "\n\n")
+    wanted = max(tokens - len(beginning), 1)
+    repeated = once * (wanted // len(once) + 1)
+    return Question(f"the built-in texts, {tokens} tokens of them", tuple([*beginning, *repeated[-wanted:]]))
+
+
+def self_test(pair: Pair, window: int | None, effort: Effort, progress: Progress) -> SelfTest:
+    """Test a pair whose target has sliding attention over `window` tokens, or none."""
+    return _Tester(pair, window, effort, progress).run()
+
+
+class _Tester:
+    """The state of a self-test that runs."""
+
+    def __init__(self, pair: Pair, window: int | None, effort: Effort, progress: Progress) -> None:
+        self._pair, self._window, self._effort, self._progress = pair, window, effort, progress
+        self._started = time.monotonic()
+        self._questions = chat_questions(pair.text)[: effort.questions]
+        self._token_seconds = 0.0  # of plain decoding
+        self._comparisons: list[Comparison] = []
+        self._statistics: list[Statistics] = []  # of the pair's own drafts
+        self._noise: Gap | None = None
+        self._left_out, self._past_window = 0, False
+
+    def run(self) -> SelfTest:
+        count = self._warm_up()
+        self._progress.stage("self-test: greedy text with drafts and without")
+        for question in self._prompts(count):
+            self._compare(question, GREEDY, count, GREEDY_SHARE)
+        self._progress.stage("self-test: seeded text with drafts and without")
+        for question in self._questions[:2]:
+            self._compare(question, SEEDED, count, SEEDED_SHARE)
+        found = self._result([])
+        if found.passed:
+            self._progress.stage("self-test: speed, in turns")
+            found = self._result(self._speeds(count))
+        self._progress.end()
+        return found
+
+    def _left(self, share: float) -> float:
+        """Return the seconds until a share of the time has passed; 0 if it has."""
+        return max(self._started + share * self._effort.seconds - time.monotonic(), 0.0)
+
+    def _warm_up(self) -> int:
+        """Read weights and compile kernels. Return how many tokens an answer may have."""
+        for _ in range(2):
+            answer = self._decode(self._plain(), self._questions[0], GREEDY, 8, GREEDY_SHARE)
+        timed = answer.statistics
+        self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
+        cost = (len(self._questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
+        return min(
+            max(int(SEEDED_SHARE * self._effort.seconds / cost), MIN_ANSWER_TOKENS), self._effort.tokens
+        )
+
+    def _prompts(self, count: int) -> Iterator[Question]:
+        """Return the most telling prompts first: the time may not be enough for all."""
+        yield self._questions[0]
+        most = self._pair.facts.context_length
+        if self._window is not None:
+            across, past = self._window - count // 2, self._window + self._window // 2
+            for length in (max(across, 2), past):
+                if most is None or length + count <= most:
+                    yield long_text(self._pair.text, length)
+        yield from self._questions[1:]
+
+    def _plain(self) -> Decoding:
+        return Decoding(self._pair.open().target, (), Fixed(0))
+
+    def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> Decoding:
+        drafter = ScriptedDrafter(truth, spoil_vocab_size)
+        return Decoding(self._pair.open().target, (drafter,), Fixed(SCRIPTED_K))
+
+    def _decoders(self, truth: Sequence[int]) -> dict[str, Callable[[], Decoding]]:
+        """Return ways to decode with drafts: those of the pair, and drafts that are partly wrong."""
+
+        def own() -> Decoding:
+            parts = self._pair.open()
+            return Decoding(parts.target, parts.drafters[:1], Fixed(K))
+
+        found: dict[str, Callable[[], Decoding]] = {
+            SPOILED: lambda: self._scripted(truth, self._pair.facts.vocab_size)
+        }
+        return found | ({OWN: own, ADAPTIVE: self._pair.open} if self._pair.drafter_names else {})
+
+    def _compare(self, question: Question, sampling: Sampling, count: int, share: float) -> None:
+        """Decode an answer in all ways for which there is time."""
+        if self._left(share) <= len(question.tokens) * PREFILL_COST * self._token_seconds:
+            self._left_out += 1
+            return
+        expected = self._decode(self._plain(), question, sampling, count, share)
+        if expected.error is not None or not expected.tokens:
+            self._comparisons.append(self._comparison(question, "plain", sampling, expected, expected))
+            return
+        truth = [*question.tokens, *expected.tokens]
+        self._measure_noise(question, sampling, expected, share)
+        for name, parts in self._decoders(truth).items():
+            if self._left(share) <= expected.first_seconds and self._comparisons:
+                self._left_out += 1
+                return
+            found = self._decode(parts(), question, sampling, len(expected.tokens), share)
+            self._comparisons.append(self._comparison(question, name, sampling, expected, found))
+            if name == OWN and sampling is GREEDY and question in self._questions:
+                self._statistics.append(found.statistics)
+            if self._window is not None and len(question.tokens) + len(found.tokens) > self._window:
+                self._past_window = True
+
+    def _decode(
+        self, parts: Decoding, question: Question, sampling: Sampling, count: int, share: float
+    ) -> Answer:
+        """Return at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
+        answer, started = Answer(), time.perf_counter()
+        try:
+            for round in self._pair.run(parts, question.tokens, sampling=sampling, max_tokens=count):
+                answer.first_seconds = answer.first_seconds or time.perf_counter() - started
+                answer.tokens += round.tokens
+                answer.statistics = answer.statistics.plus(round, round.seconds)
+                if not self._left(share):
+                    return answer
+            answer.is_complete = True
+            answer.next = next_logits(parts.target, [*question.tokens, *answer.tokens])
+        except Exception as error:  # a defect may raise anything
+            answer.error = f"{type(error).__name__}: {PATH.sub('(a file)', one_line(error, 120))}"
+        return answer
+
+    def _measure_noise(self, question: Question, sampling: Sampling, expected: Answer, share: float) -> None:
+        """Compare the next logits of correct caches: written row by row, in blocks, and all at once."""
+        if expected.next is None:
+            return
+        history = [*question.tokens, *expected.tokens]
+        blocks = self._decode(self._scripted(history), question, sampling, len(expected.tokens), share)
+        others = [next_logits(self._pair.open().target, history)]
+        if blocks.tokens == expected.tokens and blocks.next is not None:
+            others.append(blocks.next)
+        gaps = [logits_gap(expected.next, other) for other in others]
+        self._noise = max([*gaps, *([self._noise] if self._noise else [])], key=lambda gap: gap.roundings)
+
+    def _comparison(
+        self, question: Question, decoder: str, sampling: Sampling, expected: Answer, found: Answer
+    ) -> Comparison:
+        """Compare two answers, token by token until one ends."""
+        both = min(len(expected.tokens), len(found.tokens))
+        at = next((i for i in range(both) if expected.tokens[i] != found.tokens[i]), None)
+        divergence, drift, error = None, None, found.error
+        if found.tokens == expected.tokens and expected.next is not None and found.next is not None:
+            drift = logits_gap(expected.next, found.next)
+        if at is not None:
+            tokens = expected.tokens[at], found.tokens[at]
+            gap = token_gap(self._pair, [*question.tokens, *expected.tokens[:at]], tokens, sampling)
+            a, b = (self._pair.text.written(token).decode("utf-8", "replace") for token in tokens)
+            divergence = Divergence(at, a, b, gap)
+        elif error is None and found.is_complete and len(found.tokens) < len(expected.tokens):
+            error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"
+        return Comparison(
+            prompt=question.name,
+            decoder=decoder,
+            seeded=sampling.temperature > 0,
+            tokens=both,
+            drafted=found.statistics.drafted,
+            accepted=found.statistics.accepted,
+            divergence=divergence,
+            drift=drift,
+            error=error,
+        )
+
+    def _speeds(self, count: int) -> list[Speed]:
+        """Measure plain decoding and the pair's own policy, as often as there is time for."""
+        arms = [arm(self._pair, "plain", 0)]
+        arms += [arm(self._pair, "adaptive", None)] if self._pair.drafter_names else []
+        answers: list[list[Run]] = []
+        for turn in range(self._effort.repeats * len(self._questions)):
+            question = self._questions[turn % len(self._questions)]
+            if answers and self._left(1.0) <= len(arms) * count * self._token_seconds:
+                break
+            answers.append(in_turns(self._pair, arms, question.tokens, count, turn))
+        return speeds(arms, answers)
+
+    def _result(self, found: Sequence[Speed]) -> SelfTest:
+        plain, gain = [*found, None, None][:2]
+        return SelfTest(
+            comparisons=tuple(self._comparisons),
+            left_out=self._left_out,
+            window=self._window,
+            past_window=self._past_window,
+            accepted=added(self._statistics) if self._statistics else None,
+            plain=plain,
+            gain=gain,
+            noise=self._noise,
+            seconds=time.monotonic() - self._started,
+        )

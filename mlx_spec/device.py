@@ -1,0 +1,42 @@
+"""The machine: whether MLX can run on it, its name and its memory. Importing this needs no MLX."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from mlx_spec.errors import SpecError
+
+
+class NoBackend(SpecError, ImportError):
+    """MLX is not installed, or was installed without a backend for this machine."""
+
+
+def require_backend() -> None:
+    """Import MLX. Raises NoBackend, which names what to install."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        if platform.system() == "Darwin":
+            way = "pip install mlx, with a native Python on Apple silicon"
+        else:
+            way = (
+                "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"
+            )
+        raise NoBackend(f"no MLX backend ({' '.join(str(error).split())}): {way}") from error
+
+
+def device_name() -> str:
+    """Return the name that MLX gives this device, such as "Apple M4 Pro"."""
+    import mlx.core as mx
+
+    return str(mx.device_info()["device_name"])
+
+
+def device_memory() -> int:
+    """Return the memory of this device in bytes."""
+    import mlx.core as mx
+
+    found = mx.device_info()
+    named = found.get("memory_size") or found.get("total_memory")
+    return int(named) if named else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

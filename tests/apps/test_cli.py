@@ -1,0 +1,176 @@
+"""The `mlx-spec` command: help, versions, one-line errors, exit statuses, completion."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pkgutil import resolve_name
+
+import pytest
+from typer.main import get_command
+
+from mlx_spec import __version__
+from mlx_spec.apps import cli
+from mlx_spec.apps.cli import PROGRAMS, main
+from mlx_spec.apps.command import guarded, parse, show, table
+from mlx_spec.errors import NotFound
+
+run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "fastapi", "torch"}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_explains_every_option(name, capsys, monkeypatch):
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
+    assert callable(resolve_name(PROGRAMS[name].main))
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    command = get_command(cli.app()).commands[name]
+    assert command.help and f"mlx-spec {name}" in shown
+    for param in command.params:
+        if not param.hidden:
+            assert param.help
+            assert param.metavar in shown if param.param_type_name == "argument" else param.opts[-1] in shown
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_lists_all_programs(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    shown = capsys.readouterr().out
+    assert left.value.code == 0 and all(f"│ {name} " in shown for name in PROGRAMS)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["chat", "--version"], ["serve", "--version"]])
+def test_version(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 0 and capsys.readouterr().out == f"mlx-spec {__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["mlx_spec", "mlx_spec.chat", "mlx_spec.serve", "mlx_spec.menubar"])
+def test_help_imports_nothing_heavy(module):
+    code = f"""
+import runpy, sys
+sys.argv = ["mlx-spec", "--help"]
+try:
+    runpy.run_module({module!r}, run_name="__main__")
+except SystemExit as left:
+    assert left.code == 0
+print(*sys.modules)
+"""
+    done = run([sys.executable, "-W", "error", "-c", code])
+    assert done.returncode == 0, done.stderr
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert not NEVER & loaded and "mlx_spec" in loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "help"),
+    [
+        (["chatt"], ["'chatt'", "Did you mean 'chat'?"], "mlx-spec"),
+        (["--frob"], ["--frob"], "mlx-spec"),
+        (["chat", "--temp", "1"], ["--temp", "--temperature"], "mlx-spec chat"),
+        (["chat", "--max-tokens", "0"], ["'--max-tokens'", "1"], "mlx-spec chat"),
+        (["bench", "--kv-bits", "5"], ["'--kv-bits'", "'4', '8'"], "mlx-spec bench"),
+        (["inspect"], ["PATH_OR_REPO"], "mlx-spec inspect"),
+        (["pull", "a", "b"], ["(b)"], "mlx-spec pull"),
+        (["serve", "--memory", "0"], ["'--memory'", "above 0"], "mlx-spec serve"),
+        (["serve", "--api-key", "a", "--api-key-file", "b"], ["give one of them"], "mlx-spec serve"),
+        (["menubar", "--nothing"], ["--nothing"], "mlx-spec serve"),
+        (["convert", "target"], ["'--out'"], "mlx-spec convert"),
+        (["tune", "--frob"], ["--frob"], "mlx-spec tune"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_status_2(arguments, words, help, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (left.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("mlx-spec: ") and err.endswith(f"(see {help} --help)\n")
+    assert all(word in err for word in words)
+
+
+def test_interrupt_while_a_program_is_imported(capsys, monkeypatch):
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "resolve_name", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "mlx-spec: interrupted\n")
+
+
+def test_statuses_of_a_program(capsys):
+    def failing(error: BaseException) -> int:
+        raise error
+
+    assert guarded(lambda: 0) == 0
+    assert guarded(lambda: failing(NotFound("no model: name one"))) == 1
+    assert capsys.readouterr().err == "mlx-spec: no model: name one\n"
+    assert guarded(lambda: failing(KeyboardInterrupt())) == 130
+
+
+def test_a_reader_that_leaves_early():
+    code = (
+        "import sys; from mlx_spec.apps.cli import main; input(); sys.exit(main(['roofline', '--chip=M4']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-1, text=True) as program:
+        program.stdout.close()
+        program.stdin.write("now\n")
+        program.stdin.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 0
+
+
+def test_a_name_cannot_steer_the_terminal(capsys):
+    show("a\x1b[2Jb\udcff", "c\td")
+    assert capsys.readouterr().out == "a[2Jb?\nc\td\n"
+
+
+def test_a_table_lines_up():
+    assert table([("name", "1"), ("[x]", "2" * 200)], right=[1]) == [
+        "name" + " " * 201 + "1",
+        "[x]   " + "2" * 200,
+    ]
+
+
+def test_options_are_read_from_functions_and_dataclasses():
+    def options(name: str = "none") -> str:
+        return name * 2
+
+    assert parse(options, "any", ["--name", "ab"]) == "abab"
+
+
+# --- completion
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("mlx-spec", "c"), ["chat", "convert"]),
+        (("mlx-spec", "chat", "--num"), ["--num-draft-tokens"]),
+        (("mlx-spec", "serve", "--max"), ["--max-waiting", "--max-running"]),
+        (("mlx-spec", "chat", "--kv-bits", ""), ["4", "8"]),
+        (("mlx-spec", "convert", "--dtype", "f"), ["float16", "float32"]),
+    ],
+)
+def test_completion(words, offered, capsys, monkeypatch):
+    """Ask as the script of bash does."""
+    monkeypatch.setenv("_MLX_SPEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 0 and capsys.readouterr().out.split() == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell, capsys, monkeypatch):
+    monkeypatch.setenv("_MLX_SPEC_COMPLETE", f"source_{shell}")
+    with pytest.raises(SystemExit):
+        main([])
+    script = capsys.readouterr().out
+    assert "_MLX_SPEC_COMPLETE" in script and "mlx-spec" in script
