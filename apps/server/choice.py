@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mlx_spec.answer import Answer, Part
 from mlx_spec.apps.server.ask import Ended, Event, FinishReason, Piece, RoundDone, Span
-from mlx_spec.apps.server.tools import Calls
+from mlx_spec.apps.server.tool_formats import ToolCallReader
 from mlx_spec.session import Statistics
 from mlx_spec.types import Round
 
@@ -18,7 +18,7 @@ class Choice:
         self,
         index: int,
         answer: Answer,
-        calls: Calls | None,
+        calls: ToolCallReader | None,
         names: Sequence[str],
         statistics: Statistics,
     ) -> None:

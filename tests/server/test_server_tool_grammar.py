@@ -14,7 +14,8 @@ import mlx_spec
 from mlx_spec import demo, grammar
 from mlx_spec.apps.server.ask import Chat, Format, Tool, ToolUse
 from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.tools import banned, dialect_of, lark, prompt_of
+from mlx_spec.apps.server.tool_grammar import tool_call_ban, tool_grammar
+from mlx_spec.apps.server.tool_formats import tool_format, chat_prompt
 from mlx_spec.apps.server.tools.dialect import FORMATS, Dialect
 from mlx_spec.apps.server.tools.lark import regex
 from mlx_spec.apps.server.tools.patterns import terminal
@@ -137,7 +138,7 @@ def walk(found, text, rng):
 @pytest.mark.parametrize("tool", [WEATHER, GROW, PING], ids=lambda tool: tool.name)
 def test_what_is_let_through_is_read_back_and_fits(text, format, tool):
     rng, seen = random.Random(5), set()
-    source = lark(dialect(text, format), ToolUse((tool,), "required", parallel=False))
+    source = tool_grammar(dialect(text, format), ToolUse((tool,), "required", parallel=False))
     start = matcher(source, text)
     for _ in range(25):
         written = walk(start.deep_copy(), text, rng)
@@ -162,7 +163,7 @@ def test_the_usual_way_to_write_it_is_let_through(text, format):
     ]
     nested = {"at": [1.5], "name": "x"} if format.name == "gemma4" else arguments["place"]
     written = writer("get_weather", {k: nested if k == "place" else arguments[k] for k in order})
-    source = lark(dialect(text, format), ToolUse((WEATHER, PING), "required"))
+    source = tool_grammar(dialect(text, format), ToolUse((WEATHER, PING), "required"))
     one = format.marks.open + written + format.marks.close
     assert accepts(source, text, one)
     assert accepts(source, text, one + format.between + one)
@@ -175,7 +176,7 @@ def test_choices(text):
     found = dialect(text)
 
     def of(*tools, choice="auto", named=None, parallel=True):
-        return lark(found, ToolUse(tools, choice, named, parallel))
+        return tool_grammar(found, ToolUse(tools, choice, named, parallel))
 
     def let(source):
         answers = ("hello", ONE, TWO, "hello " + ONE, ONE + "bye", "<|tool_call>call:ping{}<tool_call|>", "")
@@ -196,8 +197,8 @@ def test_choices(text):
 
 def test_none_is_a_ban(text):
     found = dialect(text)
-    assert banned(found, ToolUse((PING,), "none")) == {found.open: float("-inf")}
-    assert banned(found, ToolUse((PING,))) == {}
+    assert tool_call_ban(found, ToolUse((PING,), "none")) == {found.open: float("-inf")}
+    assert tool_call_ban(found, ToolUse((PING,))) == {}
 
 
 def test_an_answer_format_or_calls(text):
@@ -207,10 +208,10 @@ def test_an_answer_format_or_calls(text):
         (Format("json_object"), "{}", "[]"),
         (Format("regex", "a+/b"), "aa/b", "b"),
     ):
-        source = lark(dialect(text), ToolUse((SIMPLE,)), format)
+        source = tool_grammar(dialect(text), ToolUse((SIMPLE,)), format)
         assert [accepts(source, text, each) for each in (good, bad, ONE, good + ONE)] == [1, 0, 1, 0]
     with pytest.raises(Failure, match="leave one of them out"):
-        lark(dialect(text), ToolUse((SIMPLE,)), Format("lark", "start: /a/"))
+        tool_grammar(dialect(text), ToolUse((SIMPLE,)), Format("lark", "start: /a/"))
 
 
 @pytest.mark.parametrize(
@@ -229,9 +230,9 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
     parameters = {"type": "object", "properties": {"x": schema}}
     found = dialect(text)
     with pytest.raises(Failure, match=re.escape(f"tool 'f' is strict, and {keyword}")) as failure:
-        lark(found, ToolUse((Tool("f", None, parameters, strict=True),)))
+        tool_grammar(found, ToolUse((Tool("f", None, parameters, strict=True),)))
     assert (failure.value.status, failure.value.param) == (400, "tools")
-    source = lark(found, ToolUse((Tool("f", None, parameters),), "required"))  # the rest is enforced
+    source = tool_grammar(found, ToolUse((Tool("f", None, parameters),), "required"))  # the rest is enforced
     assert accepts(source, text, "<|tool_call>call:f{}<tool_call|>")
     assert not accepts(source, text, "<|tool_call>call:f{y:1}<tool_call|>")
 
@@ -239,7 +240,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
 def test_references_that_lead_nowhere_are_refused(text):
     parameters = {"type": "object", "properties": {"x": {"$ref": "https://example.org/schema"}}}
     with pytest.raises(Failure, match="is not within this schema"):
-        lark(dialect(text), ToolUse((Tool("f", None, parameters),), "required"))
+        tool_grammar(dialect(text), ToolUse((Tool("f", None, parameters),), "required"))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -257,12 +258,12 @@ def test_references_that_lead_nowhere_are_refused(text):
 )
 def test_what_is_no_schema_is_refused(text, format, schema, message):
     with pytest.raises(Failure, match=f"the parameters of 'f' are no JSON schema: {message}"):
-        lark(dialect(text, format), ToolUse((Tool("f", None, schema),), "required"))
+        tool_grammar(dialect(text, format), ToolUse((Tool("f", None, schema),), "required"))
 
 
 def test_arguments_are_always_an_object(text):
     for parameters in ({"$ref": "#"}, {"description": "any"}, {"anyOf": [{}]}):
-        source = lark(dialect(text), ToolUse((Tool("f", None, parameters),), "required"))
+        source = tool_grammar(dialect(text), ToolUse((Tool("f", None, parameters),), "required"))
         assert accepts(source, text, "<|tool_call>call:f{a:1}<tool_call|>")
         assert not accepts(source, text, "<|tool_call>call:f1<tool_call|>")
 
@@ -270,7 +271,7 @@ def test_arguments_are_always_an_object(text):
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_arguments_of_the_models_choice(text, format):
     tool = Tool("f", None, {"type": "object"}, strict=True)
-    source = lark(dialect(text, format), ToolUse((tool,), "required"))
+    source = tool_grammar(dialect(text, format), ToolUse((tool,), "required"))
     writer = {"gemma4": call_texts.gemma, "hermes": call_texts.hermes, "qwen3-coder": call_texts.coder}[
         format.name
     ]
@@ -282,7 +283,7 @@ def test_unions_that_can_be_told_apart_are_supported(text):
     kinds = [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in ("a", "b")]
     for options in (kinds, [{"type": "string"}, {"type": "integer"}]):
         parameters = {"type": "object", "properties": {"x": {"oneOf": options}}, "required": ["x"]}
-        source = lark(dialect(text), ToolUse((Tool("f", None, parameters, strict=True),), "required"))
+        source = tool_grammar(dialect(text), ToolUse((Tool("f", None, parameters, strict=True),), "required"))
         values = [f"{{k:{Q}b{Q}}}", "7"]
         let = [accepts(source, text, f"<|tool_call>call:f{{x:{value}}}<tool_call|>") for value in values]
         assert let == [options is kinds, options is not kinds]
@@ -290,7 +291,7 @@ def test_unions_that_can_be_told_apart_are_supported(text):
 
 def test_any_value_where_the_schema_says_nothing(text):
     parameters = {"type": "object", "properties": {"x": {}, "m": {"type": "object"}}, "required": ["x"]}
-    source = lark(dialect(text), ToolUse((Tool("f", None, parameters, strict=True),), "required"))
+    source = tool_grammar(dialect(text), ToolUse((Tool("f", None, parameters, strict=True),), "required"))
     for value in ("1", "null", f"{Q}a{Q}", f"[1,{{a:{Q}b{Q},c-d:[]}}]"):
         assert accepts(source, text, f"<|tool_call>call:f{{x:{value}}}<tool_call|>")
         assert accepts(source, text, f"<|tool_call>call:f{{m:{{k:{value}}},x:1}}<tool_call|>")
@@ -325,11 +326,11 @@ def test_the_demo_calls_what_it_must(pair):
     schema = {"type": "object", "properties": properties, "required": [*properties]}
     tool = Tool("get_weather", "The weather.", schema)
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
-    found = dialect_of(pair.text)
-    source = lark(found, use)
+    found = tool_format(pair.text)
+    source = tool_grammar(found, use)
     compiled = grammar.compile("lark", source, pair.text, pair.facts.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
-    prompt = prompt_of(chat, pair.text, "demo")
+    prompt = chat_prompt(chat, pair.text, "demo")
     answers = []
     for each in (pair, mlx_spec.load("demo", drafter="none")):
         rounds = each.generate(prompt, sampling=Sampling(grammar=compiled), max_tokens=80)
