@@ -66,8 +66,8 @@ def tool_grammar(format: ToolFormat, use: ToolUse, answer: Format | None = None)
         return None
     if format.syntax.name not in CALLS:
         raise unsupported(
-            f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, strict,"
-            " parallel_tool_calls and the response format, or ask another model",
+            f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, "
+            "strict, parallel_tool_calls and the response format, or ask another model",
             "tools",
         )
     for tool in tools:

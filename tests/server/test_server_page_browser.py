@@ -177,16 +177,12 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     assert tab.value(paint) == "none", "no mark of any kind when nobody wants them"
 
 
-def test_the_guide_names_this_server(tab):
+def test_the_page_tells_how_to_use_the_server_elsewhere(tab):
     with recorded(()) as url:
         tab.open(url)
         tab.until(READY)
-        tab.click("#guide-toggle")
-        tab.click("#tab-claude-code")
-        assert f"ANTHROPIC_BASE_URL={url}\n" in text(tab, "#panel-claude-code code")
-        assert tab.value("document.querySelector('#panel-curl').hidden")
-        for client in ("curl", "python", "environment"):
-            assert f"{url}/v1" in text(tab, f"#panel-{client} code")
+        assert text(tab, "#endpoint") == f"{url}/v1"
+        assert f"ANTHROPIC_BASE_URL={url}" in text(tab, ".elsewhere")
 
 
 def test_a_key_is_asked_for_and_kept_in_memory(tab):
