@@ -18,7 +18,7 @@ from mlx_spec.apps.server.failures import Failure, no_such_model, unavailable
 from mlx_spec.apps.server.grammars import Grammars
 from mlx_spec.apps.server.memory import is_here, machine_bytes, need_of, shown, text_of
 from mlx_spec.apps.server.settings import Served, Settings
-from mlx_spec.apps.server.tool_formats import tool_format
+from mlx_spec.apps.server.tool_formats import find_tool_format
 from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import Pair
@@ -208,7 +208,7 @@ class Models:
             loaded=True,
             context_length=pair.facts.context_length,
             thinks=text.thinks,
-            tools=tool_format(text) is not None,
+            tools=find_tool_format(text) is not None,
         )
         _log.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 

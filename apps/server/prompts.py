@@ -8,8 +8,8 @@ from mlx_spec.apps.server.ask import Ask, Chat, Format, ToolUse
 from mlx_spec.apps.server.failures import invalid
 from mlx_spec.apps.server.grammars import Grammars
 from mlx_spec.apps.server.settings import Limits
-from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, tool_format
-from mlx_spec.apps.server.tool_grammar import coerce_one_of, tool_call_ban, tool_grammar
+from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.sampling import Sampling
@@ -34,7 +34,7 @@ def prepare(ask: Ask, text: Text, grammars: Grammars, limits: Limits) -> Prepare
     prompts = prompts_of(ask, text)
     prediction = () if ask.prediction is None else tuple(text.encode(ask.prediction))
     use = ask.prompt.tools if isinstance(ask.prompt, Chat) else None
-    dialect = None if use is None else tool_format(text)
+    dialect = None if use is None else find_tool_format(text)
     sampling = ask.sampling
     if use is not None and dialect is not None:
         bias = {**(sampling.logit_bias or {}), **tool_call_ban(dialect, use)}
@@ -60,7 +60,7 @@ def _format(ask: Ask, dialect: ToolFormat | None, use: ToolUse | None) -> Format
     """What the answer must look like, for its own sake or because of the tools."""
     if use is None or dialect is None:
         return ask.format
-    source = tool_grammar(dialect, use, ask.format)
+    source = answer_grammar(dialect, use, ask.format)
     if source is None:
         return ask.format
     return Format("lark", source, "tools" if ask.format is None else ask.format.param)

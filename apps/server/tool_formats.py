@@ -86,23 +86,25 @@ class ToolCallReader:
 
     def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool]) -> None:
         self._index, self._syntax, self._tools = index, format.syntax, tools
-        self._body: str | None = None  # text since the opening marker; None if no marker is open
+        self._body: list[str] = []  # text since the opening marker
+        self._is_open = False  # the opening marker was read, the closing one was not
         self._logprobs: list[TokenLogprob] = []  # of the tokens of the body
         self.complete = 0  # calls so far
 
     def read(self, part: Part) -> list[Event]:
         """Return the events that a part of kind "call" completes."""
-        self._body = (self._body or "") + part.text
+        self._is_open = True
+        self._body.append(part.text)
         self._logprobs += part.logprobs
         return self._take(closed=True) if part.closed else []
 
     def end(self) -> list[Event]:
         """Return the events of a body that the end of the answer cut off."""
-        return [] if self._body is None else self._take(closed=False)
+        return self._take(closed=False) if self._is_open else []
 
     def _take(self, *, closed: bool) -> list[Event]:
-        body, logprobs = self._body or "", tuple(self._logprobs)
-        self._body, self._logprobs = None, []
+        body, logprobs = "".join(self._body), tuple(self._logprobs)
+        self._body, self._logprobs, self._is_open = [], [], False
         calls, rest = self._syntax.parse(body, self._tools, closed=closed)
         events: list[Event] = []
         for name, arguments in calls:
@@ -122,7 +124,7 @@ _known: WeakKeyDictionary[Text, tuple[ToolFormat | None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def tool_format(text: Text) -> ToolFormat | None:
+def find_tool_format(text: Text) -> ToolFormat | None:
     """Return the tool format of the model of `text`; None if its template has no calls or unknown ones."""
     with _lock:
         if text not in _known:
@@ -138,7 +140,7 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     """
     use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
-    format = tool_format(text) if use is not None or calls else None
+    format = find_tool_format(text) if use is not None or calls else None
     if format is None and (use is not None or calls):
         param = "tools" if use is not None else f"messages.{calls[0]}.tool_calls"
         raise unsupported(
@@ -285,8 +287,8 @@ def _read_gemma(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[Pars
     return [(name[1], arguments)], at
 
 
-_CODER_NAME = re.compile(r"<function=\s*([^<>]*[^<>\s])\s*>\s*")
-_CODER_PARAMETER = re.compile(r"<parameter=\s*([^<>]*[^<>\s])\s*>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_CODER_NAME = re.compile(r"<function=([^<>]+)>\s*")
+_CODER_PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _CODER_END = "</function>"
 
 
@@ -295,19 +297,21 @@ def _read_coder(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[Pars
 
     Ours, because mlx_lm's qwen3_coder follows no $ref and no union, and makes null of the string "null".
     """
-    name = _CODER_NAME.match(body, start)
-    if name is None:
+    head = _CODER_NAME.match(body, start)
+    name = head[1].strip() if head else ""
+    if head is None or not name:
         raise ValueError("no name")
-    schema = next((tool.parameters for tool in tools if tool.name == name[1]), {})
-    at = name.end()
+    schema = next((tool.parameters for tool in tools if tool.name == name), {})
+    at = head.end()
     arguments: dict[str, Any] = {}
     while not body.startswith(_CODER_END, at):
         parameter = _CODER_PARAMETER.match(body, at)
-        if parameter is None or parameter[1] in arguments:
+        key = parameter[1].strip() if parameter else ""
+        if parameter is None or not key or key in arguments:
             raise ValueError("no parameter, or one that comes twice")
-        arguments[parameter[1]] = _typed(parameter[2], _parameter_types(schema, parameter[1]))
+        arguments[key] = _typed(parameter[2], _parameter_types(schema, key))
         at = parameter.end()
-    return [(name[1], arguments)], at + len(_CODER_END)
+    return [(name, arguments)], at + len(_CODER_END)
 
 
 def _typed(text: str, types: frozenset[str]) -> Any:

@@ -50,7 +50,7 @@ def tool_call_ban(format: ToolFormat, use: ToolUse) -> dict[int, float]:
     return {format.open: float("-inf")} if use.choice == "none" else {}
 
 
-def tool_grammar(format: ToolFormat, use: ToolUse, answer: Format | None = None) -> str | None:
+def answer_grammar(format: ToolFormat, use: ToolUse, answer: Format | None = None) -> str | None:
     """Return a grammar of the whole answer, after the thinking; None if the tools demand nothing.
 
     required and named: calls and nothing else, one of them unless `parallel`. auto, if a tool is strict,

@@ -15,7 +15,7 @@ from mlx_spec import demo
 from mlx_spec.answer import Answer, Part
 from mlx_spec.apps.server.ask import CallArguments, CallOpened, Chat, Piece, Tool, ToolUse
 from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, results_in_calls, tool_format
+from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, find_tool_format, results_in_calls
 from mlx_spec.errors import InvalidValue
 from mlx_spec.template import ChatTemplate, read_template
 from mlx_spec.text import Text
@@ -190,7 +190,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def format(text):
-    return tool_format(text)
+    return find_tool_format(text)
 
 
 def test_a_call_is_given_whole_when_it_closes(format):
@@ -309,7 +309,7 @@ def test_the_template_tells_how_calls_are_written(name):
     """A call that the template writes is read back; half of it, and other text, stay text."""
     body, *markers = TEMPLATES[name]
     found = templated(body, *markers)
-    syntax = tool_format(found).syntax
+    syntax = find_tool_format(found).syntax
     assert syntax.name == name
     written = found.decode_raw(chat_prompt(Chat(tuple(CONVERSATION)), found, "m"))
     call = written.split(markers[0])[-1].split(markers[1])[0]
@@ -323,14 +323,14 @@ def test_the_template_tells_how_calls_are_written(name):
 
 def test_several_calls_between_two_markers_of_a_library_parser():
     found = templated(*TEMPLATES["pythonic"])
-    calls, rest = tool_format(found).syntax.parse('[f(a=1), g(b="x")]', [Tool("f"), Tool("g")])
+    calls, rest = find_tool_format(found).syntax.parse('[f(a=1), g(b="x")]', [Tool("f"), Tool("g")])
     assert calls == [("f", '{"a":1}'), ("g", '{"b":"x"}')] and rest == ""
 
 
 def test_unknown_calls_and_markers_that_are_no_tokens_have_no_format():
-    assert tool_format(templated("{{ c }}", *MARKERS)) is None
+    assert find_tool_format(templated("{{ c }}", *MARKERS)) is None
     source = template(HERMES, *MARKERS)
-    assert tool_format(Text(tokenizer(), ChatTemplate(source, {}), {1})) is None
+    assert find_tool_format(Text(tokenizer(), ChatTemplate(source, {}), {1})) is None
 
 
 def test_prompt(text):
@@ -373,7 +373,7 @@ def test_a_template_without_tools_refuses_them():
 def test_results_go_where_the_template_reads_them():
     loop = "{% for m in messages %}{% for r in m.tool_responses or [] %}[{{ r.name }}: {{ r.response }}]"
     found = templated(HERMES, *MARKERS, rest=loop + "{% endfor %}{% endfor %}")
-    assert tool_format(found).results_in_calls
+    assert find_tool_format(found).results_in_calls
     written = found.decode_raw(chat_prompt(Chat(tuple(CONVERSATION)), found, "m"))
     assert "[get_weather: sunny]" in written and "<|tool|>" not in written
     twice = results_in_calls([*CONVERSATION, CONVERSATION[2]])[1]["tool_responses"]

@@ -15,8 +15,8 @@ import mlx_spec
 from mlx_spec import demo, grammar
 from mlx_spec.apps.server.ask import Chat, Format, Tool, ToolUse
 from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, tool_format
-from mlx_spec.apps.server.tool_grammar import coerce_one_of, tool_call_ban, tool_grammar
+from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 from mlx_spec.template import ChatTemplate
@@ -135,7 +135,7 @@ def walk(found, text, rng):
 @pytest.mark.parametrize("tool", [WEATHER, GROW, PING], ids=lambda tool: tool.name)
 def test_what_is_allowed_is_read_back_and_fits(text, syntax, tool):
     rng, seen = random.Random(5), set()
-    source = tool_grammar(format_of(text, syntax), ToolUse((tool,), "required", parallel=False))
+    source = answer_grammar(format_of(text, syntax), ToolUse((tool,), "required", parallel=False))
     start = matcher(source, text)
     for _ in range(25):
         written = walk(start.deep_copy(), text, rng)
@@ -155,7 +155,7 @@ def test_the_usual_way_to_write_it_is_allowed(text, syntax):
     if syntax.name == "gemma4":
         order, arguments["place"] = sorted(arguments), {"at": [1.5], "name": "x"}
     written = call_texts.WRITERS[syntax.name]("get_weather", {k: arguments[k] for k in order})
-    source = tool_grammar(format_of(text, syntax), ToolUse((WEATHER, PING), "required"))
+    source = answer_grammar(format_of(text, syntax), ToolUse((WEATHER, PING), "required"))
     one = syntax.marks.open + written + syntax.marks.close
     assert accepts(source, text, one)
     assert accepts(source, text, one + syntax.separator + one)
@@ -168,7 +168,7 @@ def test_choices(text):
     found = format_of(text)
 
     def of(*tools, choice="auto", named=None, parallel=True):
-        return tool_grammar(found, ToolUse(tools, choice, named, parallel))
+        return answer_grammar(found, ToolUse(tools, choice, named, parallel))
 
     def let(source):
         answers = ("hello", ONE, TWO, "hello " + ONE, ONE + "bye", "<|tool_call>call:ping{}<tool_call|>", "")
@@ -201,10 +201,10 @@ def test_an_answer_format_or_calls(text):
         (Format("regex", "a+/b"), "aa/b", "b"),
         (Format("regex", r"a\/b"), "a/b", "b"),
     ):
-        source = tool_grammar(format_of(text), ToolUse((SIMPLE,)), format)
+        source = answer_grammar(format_of(text), ToolUse((SIMPLE,)), format)
         assert [accepts(source, text, each) for each in (good, bad, ONE, good + ONE)] == [1, 0, 1, 0]
     with pytest.raises(Failure, match="leave one of them out"):
-        tool_grammar(format_of(text), ToolUse((SIMPLE,)), Format("lark", "start: /a/"))
+        answer_grammar(format_of(text), ToolUse((SIMPLE,)), Format("lark", "start: /a/"))
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,11 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
     parameters = {"type": "object", "properties": {"x": schema}}
     found = format_of(text)
     with pytest.raises(Failure, match=re.escape(f"tool 'f' is strict, and {keyword}")) as failure:
-        tool_grammar(found, ToolUse((Tool("f", None, parameters, strict=True),)))
+        answer_grammar(found, ToolUse((Tool("f", None, parameters, strict=True),)))
     assert (failure.value.status, failure.value.param) == (400, "tools")
-    source = tool_grammar(found, ToolUse((Tool("f", None, parameters),), "required"))  # the rest is enforced
+    source = answer_grammar(
+        found, ToolUse((Tool("f", None, parameters),), "required")
+    )  # the rest is enforced
     assert accepts(source, text, "<|tool_call>call:f{}<tool_call|>")
     assert not accepts(source, text, "<|tool_call>call:f{y:1}<tool_call|>")
 
@@ -232,7 +234,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
 def test_references_that_lead_nowhere_are_refused(text):
     parameters = {"type": "object", "properties": {"x": {"$ref": "https://example.org/schema"}}}
     with pytest.raises(Failure, match="is not within this schema"):
-        tool_grammar(format_of(text), ToolUse((Tool("f", None, parameters),), "required"))
+        answer_grammar(format_of(text), ToolUse((Tool("f", None, parameters),), "required"))
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda syntax: syntax.name)
@@ -250,12 +252,12 @@ def test_references_that_lead_nowhere_are_refused(text):
 )
 def test_what_is_no_schema_is_refused(text, syntax, schema, message):
     with pytest.raises(Failure, match=f"the parameters of 'f' are no JSON schema: {message}"):
-        tool_grammar(format_of(text, syntax), ToolUse((Tool("f", None, schema),), "required"))
+        answer_grammar(format_of(text, syntax), ToolUse((Tool("f", None, schema),), "required"))
 
 
 def test_arguments_are_always_an_object(text):
     for parameters in ({"$ref": "#"}, {"description": "any"}, {"anyOf": [{}]}):
-        source = tool_grammar(format_of(text), ToolUse((Tool("f", None, parameters),), "required"))
+        source = answer_grammar(format_of(text), ToolUse((Tool("f", None, parameters),), "required"))
         assert accepts(source, text, "<|tool_call>call:f{a:1}<tool_call|>")
         assert not accepts(source, text, "<|tool_call>call:f1<tool_call|>")
 
@@ -263,7 +265,7 @@ def test_arguments_are_always_an_object(text):
 @pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda syntax: syntax.name)
 def test_arguments_of_the_models_choice(text, syntax):
     tool = Tool("f", None, {"type": "object"}, strict=True)
-    source = tool_grammar(format_of(text, syntax), ToolUse((tool,), "required"))
+    source = answer_grammar(format_of(text, syntax), ToolUse((tool,), "required"))
     for arguments in ({}, {"a": "x"}, {"a": "x", "b": "y z"}):
         body = call_texts.WRITERS[syntax.name]("f", arguments)
         assert accepts(source, text, syntax.marks.open + body + syntax.marks.close)
@@ -273,7 +275,7 @@ def test_arguments_of_the_models_choice(text, syntax):
 def test_one_of_counts_as_any_of(text, syntax):
     options = [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 1}, {"type": "integer"}]
     parameters = {"type": "object", "properties": {"x": {"oneOf": options}}, "required": ["x"]}
-    source = tool_grammar(
+    source = answer_grammar(
         format_of(text, syntax), ToolUse((Tool("f", None, parameters, strict=True),), "required")
     )
     values = ["a", "abc", 7] + ([] if syntax.name == "qwen3-coder" else [[1]])  # there [1] is a string, too
@@ -295,21 +297,21 @@ def test_one_of_in_a_response_format_counts_as_any_of(text):
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
     other = format_of(text, Syntax("glm47", SYNTAXES[1].marks, SYNTAXES[1].read))
     assert (
-        tool_grammar(other, ToolUse((PING,))) is None
-        and tool_grammar(other, ToolUse((PING,), "none")) is None
+        answer_grammar(other, ToolUse((PING,))) is None
+        and answer_grammar(other, ToolUse((PING,), "none")) is None
     )
     answer = Format("json_object")
     for use in (ToolUse((PING,), "required"), ToolUse((SIMPLE,)), ToolUse((PING,), parallel=False)):
         with pytest.raises(Failure, match=r"the calls of this model \(glm47\) cannot be enforced") as failure:
-            tool_grammar(other, use)
+            answer_grammar(other, use)
         assert failure.value.status == 400 and "\n" not in str(failure.value)
     with pytest.raises(Failure, match="response format"):
-        tool_grammar(other, ToolUse((PING,)), answer)
+        answer_grammar(other, ToolUse((PING,)), answer)
 
 
 def test_any_value_where_the_schema_says_nothing(text):
     parameters = {"type": "object", "properties": {"x": {}, "m": {"type": "object"}}, "required": ["x"]}
-    source = tool_grammar(format_of(text), ToolUse((Tool("f", None, parameters, strict=True),), "required"))
+    source = answer_grammar(format_of(text), ToolUse((Tool("f", None, parameters, strict=True),), "required"))
     for value in ("1", "null", f"{Q}a{Q}", f"[1,{{a:{Q}b{Q},c-d:[]}}]"):
         assert accepts(source, text, f"<|tool_call>call:f{{x:{value}}}<tool_call|>")
         assert accepts(source, text, f"<|tool_call>call:f{{m:{{k:{value}}},x:1}}<tool_call|>")
@@ -326,8 +328,8 @@ def test_the_demo_calls_what_it_must(pair):
     schema = {"type": "object", "properties": properties, "required": [*properties]}
     tool = Tool("get_weather", "The weather.", schema)
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
-    found = tool_format(pair.text)
-    source = tool_grammar(found, use)
+    found = find_tool_format(pair.text)
+    source = answer_grammar(found, use)
     compiled = grammar.compile("lark", source, pair.text, pair.facts.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
     prompt = chat_prompt(chat, pair.text, "demo")
