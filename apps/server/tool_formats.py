@@ -240,7 +240,7 @@ def _library_reader(parse: Callable[[str, list[dict[str, Any]]], Any]) -> ReadCa
 def _read_hermes(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
     """Read {"name": "f", "arguments": {"n": 1}}.
 
-    Ours, because mlx_lm's json_tools reads one call a body, no line breaks in strings, no null arguments.
+    Ours, because mlx_lm's json_tools refuses a second call and line breaks in strings, and checks no types.
     """
     call, end = _DECODER.raw_decode(body, start)
     name = call.get("name") if isinstance(call, dict) else None
@@ -263,7 +263,8 @@ _GEMMA_TOKEN = re.compile(
 def _read_gemma(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
     """Read call:f{key:<|"|>text<|"|>,n:1,list:[2,3]}: bare keys, quotes that are tokens, else JSON.
 
-    Ours, because mlx_lm's gemma4 loses dashes in keys, dots in names, spaces after commas, and other text.
+    Ours, because mlx_lm's gemma4 refuses dashes in keys, dots in names and spaces after commas, and drops
+    the text around calls.
     """
     name = _GEMMA_NAME.match(body, start)
     if name is None:
@@ -295,7 +296,7 @@ _CODER_END = "</function>"
 def _read_coder(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
     """Read <function=f><parameter=n>1</parameter></function>. The schema tells which values are no strings.
 
-    Ours, because mlx_lm's qwen3_coder follows no $ref and no union, and makes null of the string "null".
+    Ours, because mlx_lm's qwen3_coder reads numbers of a union as strings, and the string "null" as null.
     """
     head = _CODER_NAME.match(body, start)
     name = head[1].strip() if head else ""
