@@ -14,7 +14,7 @@ from mlx_spec.apps.server.choice import Choice
 from mlx_spec.apps.server.failures import invalid
 from mlx_spec.apps.server.models import Loaded
 from mlx_spec.apps.server.prompts import Prepared
-from mlx_spec.apps.server.tools import Calls
+from mlx_spec.apps.server.tool_formats import ToolCallReader
 from mlx_spec.drafters.prediction import prediction_counts
 from mlx_spec.errors import InvalidValue
 from mlx_spec.logprobs import TokenLogprob
@@ -116,8 +116,8 @@ class Answering:
             statistics = Statistics(prompt_tokens=len(prompt), reused_tokens=kept, drafter_cold=cold)
         calls, marks = None, None
         if prepared.dialect is not None and isinstance(ask.prompt, Chat) and ask.prompt.tools is not None:
-            marks = prepared.dialect.format.marks
-            calls = Calls(index, prepared.dialect.format, ask.prompt.tools.tools)
+            marks = prepared.dialect.syntax.marks
+            calls = ToolCallReader(index, prepared.dialect, ask.prompt.tools.tools)
         begins = prompt if isinstance(ask.prompt, Chat) else None
         answer = AnswerStream(text, begins, stop=ask.stop, calls=marks)
         self._choices.append(Choice(index, answer, calls, self._names(prepared), statistics))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from mlx_spec.apps.server.ask import Ended, Event, FinishReason, Piece, RoundDone, Span
-from mlx_spec.apps.server.tools import Calls
+from mlx_spec.apps.server.tool_formats import ToolCallReader
 from mlx_spec.session import Statistics
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -20,6 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_spec.apps.chat.status import OFF
 from mlx_spec.apps.server.ask import Ask, Closed, Event, Failed, Opened, RoundDone
 from mlx_spec.apps.server.bridge import Job, Works
 from mlx_spec.apps.server.failures import Failure
@@ -69,6 +72,8 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_Now(worker))
+        self._worker = worker
+        self._latest: tuple[str, Statistics] | None = None  # model and statistics of the latest round
 
     def opened(self, model: str, event: Opened) -> None:
         """Count a prompt that was read."""
@@ -105,7 +110,34 @@ class Metrics:
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
         self._last(model, statistics)
 
+    def json(self) -> dict[str, Any]:
+        """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
+
+        Metrics by position are lists. Buckets of histograms are left out.
+        """
+        models: dict[str, dict[str, Any]] = {}
+        for sample in (sample for family in self.registry.collect() for sample in family.samples):
+            name, labels = sample.name.removeprefix("mlx_spec_"), dict(sample.labels)
+            if (model := labels.pop("model", None)) is None or name.endswith(("_bucket", "_created")):
+                continue
+            found = models.setdefault(model, {})
+            if not labels:
+                found[name] = sample.value
+            elif "position" in labels:  # positions are counted in order from 0
+                found.setdefault(name, []).append(sample.value)
+            elif "kind" in labels:
+                found[f"{labels['kind']}_bytes"] = sample.value
+        status = self._worker.status()
+        return {
+            "models": models,
+            "queue": {"waiting": status.waiting, "running": status.running},
+            "memory_bytes": status.memory.active,
+            "memory_budget_bytes": status.budget,
+            "last": None if self._latest is None else _last_json(*self._latest),
+        }
+
     def _last(self, model: str, statistics: Statistics) -> None:
+        self._latest = model, statistics
         if statistics.gain is not None:
             self.gain.labels(model).set(statistics.gain)
         for reason in Reason:
@@ -116,6 +148,17 @@ class Metrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mlx_spec_{name}", about, ["model"], buckets=buckets, registry=self.registry)
+
+
+def _last_json(model: str, statistics: Statistics) -> dict[str, Any]:
+    return {
+        "model": model,
+        "predicted_per_second": statistics.tokens_per_second or None,
+        "gain": statistics.gain,
+        "acceptance_length": statistics.acceptance_length or None,
+        "speculation": "off" if statistics.reason in OFF else "on",
+        "reason": statistics.reason.value,
+    }
 
 
 class Observed:
@@ -262,5 +305,10 @@ def router(metrics: Metrics) -> APIRouter:
     async def read() -> Response:
         """All of it."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/metrics.json")
+    async def read_json() -> JSONResponse:
+        """The same for programs that do not parse Prometheus' text."""
+        return JSONResponse(metrics.json())
 
     return routes

@@ -206,7 +206,7 @@ class Models:
             loaded=True,
             context_length=pair.info.context_length,
             thinks=text.thinks,
-            tools=dialect_of(text) is not None,
+            tools=find_tool_format(text) is not None,
         )
         _log.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 

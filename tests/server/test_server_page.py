@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from endpoint import DEMO, Stub, stubbed
+from endpoint import ANSWER, CHAT, DEMO, HELLO, Stub, stubbed
 
 from mlx_spec.apps.server import page
 from mlx_spec.apps.server.settings import Settings
@@ -29,7 +29,7 @@ def foreign(text: str) -> list[str]:
     return FOREIGN.findall(code)
 
 
-def test_list_is_what_is_there():
+def test_the_list_names_every_file():
     there = {path.name for path in FOLDER.iterdir() if path.suffix not in (".py", "") and path.is_file()}
     assert there == set(page.FILES)
 
@@ -64,11 +64,11 @@ def test_unchanged_files_are_not_sent_again():
         "/page/index.html",
         "/page/__init__.py",
         "/page/nothing.js",
-        "/page/MAIN.js",
+        "/page/CHAT.js",
         "/page/..%2fapp.py",
         "/page/%2e%2e/app.py",
         "/page//etc/passwd",
-        "/main.js",
+        "/chat.js",
     ],
 )
 def test_other_names_are_404(path):
@@ -78,10 +78,10 @@ def test_other_names_are_404(path):
 
 def test_page_needs_no_key_and_keeps_the_other_guards():
     client = stubbed(Stub(), replace(OWN, api_key="secret")).client
-    assert client.get("/").status_code == client.get("/page/main.js").status_code == 200
+    assert client.get("/").status_code == client.get("/page/chat.js").status_code == 200
     assert client.get("/v1/models").status_code == 401
     assert client.get("/", headers={"host": "evil.example"}).status_code == 403
-    assert client.get("/page/main.js", headers={"origin": "http://evil.example"}).status_code == 403
+    assert client.get("/page/chat.js", headers={"origin": "http://evil.example"}).status_code == 403
     assert client.post("/").status_code == 401
     assert stubbed(Stub()).client.post("/").status_code == 405
 
@@ -121,6 +121,25 @@ def test_text_never_becomes_markup():
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\son\w+=", html)
 
 
-@pytest.mark.parametrize("name", page.FILES)
-def test_files_are_small(name):
-    assert text_of(name).count("\n") <= 300
+def test_metrics_are_there_as_the_page_reads_them():
+    endpoint = stubbed(Stub(ANSWER))
+    assert endpoint.client.get("/metrics.json").json()["last"] is None
+    endpoint.client.post(CHAT, json={"messages": HELLO})
+    found = endpoint.client.get("/metrics.json").json()
+    assert found["queue"] == {"waiting": 0, "running": 0}
+    assert found["memory_bytes"] == found["memory_budget_bytes"] == 0
+    assert found["last"] == {
+        "model": "demo",
+        "predicted_per_second": 20.0,
+        "gain": pytest.approx(1.5),
+        "acceptance_length": 2.0,
+        "speculation": "on",
+        "reason": "speculation pays",
+    }
+    numbers = found["models"]["demo"]
+    assert numbers["generation_tokens_total"] == 4 and numbers["gain"] == pytest.approx(1.5)
+    assert numbers["spec_decode_num_accepted_tokens_per_pos_total"] == [1, 1]
+    script = text_of("figures.js")
+    read = set(re.findall(r'"([a-z_]+_(?:total|count|sum))"', script))
+    assert len(read) == 10 and read <= set(numbers)
+    assert set(re.findall(r"metrics\.(?!json)(\w+)", script)) <= set(found)

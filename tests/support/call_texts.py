@@ -1,4 +1,4 @@
-"""Calls written out in each format, and read back: for the tests of the server's tools."""
+"""Tool calls written in each syntax, and parsed: for the tests of the server's tools."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_spec.apps.server.ask import Tool
-from mlx_spec.apps.server.tools.source import Arguments, Completed, Delta, Named, Parser
+from mlx_spec.apps.server.tool_formats import SYNTAXES
 
 LETTERS = "abZ0 \n\t\"\\'{}[]<>|,:/é日🙂\u2028"
 KEYS = ("a", "my-key", "B_2", "ünï", "with space", "x.y")
+SYNTAX = {syntax.name: syntax for syntax in SYNTAXES}
 
 
 def random_text(rng: random.Random) -> str:
@@ -59,37 +60,23 @@ def coder(name: str, arguments: dict[str, Any]) -> str:
     return f"\n<function={name}>\n{''.join(parts)}</function>\n"
 
 
+WRITERS = {"gemma4": gemma, "hermes": hermes, "qwen3-coder": coder}
+
+
 def described(name: str, arguments: dict[str, Any]) -> Tool:
-    """A tool whose schema says the types of `arguments`."""
+    """Return a tool whose schema gives the types of `arguments`."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
     properties = {k: {"type": "null" if v is None else kinds[type(v)]} for k, v in arguments.items()}
     return Tool(name, None, {"type": "object", "properties": properties})
 
 
-def read(parser: Parser, pieces: Sequence[str]) -> list[Delta]:
-    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.end()
+def parse(syntax: str, body: str, tools: Sequence[Tool] = ()) -> tuple[list[tuple[str, Any]], str]:
+    """Return the calls of a body and the text that is no call."""
+    calls, rest = SYNTAX[syntax].parse(body, tools)
+    return [(name, json.loads(arguments)) for name, arguments in calls], rest
 
 
-def cut(text: str, rng: random.Random) -> list[str]:
-    """`text` in random pieces, some of them empty."""
+def cut(text: Any, rng: random.Random) -> list[Any]:
+    """Return a text or a list in random pieces, some of them empty."""
     ends = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
-def calls(deltas: Sequence[Delta]) -> list[tuple[str, str, bool]]:
-    """Name, JSON text so far and whether it is complete."""
-    found: list[tuple[str, str, bool]] = []
-    for delta in deltas:
-        match delta:
-            case Named(name):
-                found.append((name, "", False))
-            case Arguments(text):
-                found[-1] = (found[-1][0], found[-1][1] + text, False)
-            case Completed():
-                found[-1] = (*found[-1][:2], True)
-    return found
-
-
-def complete(deltas: Sequence[Delta]) -> list[tuple[str, Any]]:
-    """Name and arguments of the complete calls."""
-    return [(name, json.loads(text)) for name, text, done in calls(deltas) if done]

@@ -1,6 +1,6 @@
-"""The page at `/`: a chat that shows which tokens were drafted, live figures, and how to use the endpoint.
+"""The page at `/`: a chat that shows which tokens were drafted, and live figures.
 
-Plain files, read once; a request names a route, never a file.
+The files are read once, at the start; a request names a route, never a file.
 """
 
 from __future__ import annotations
@@ -18,23 +18,8 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
-STYLES = ("page.css", "chat.css", "figures.css")
-MODULES = (
-    "main.js",
-    "answer.js",
-    "chat.js",
-    "charts.js",
-    "counters.js",
-    "elements.js",
-    "figures.js",
-    "guide.js",
-    "markdown.js",
-    "origin.js",
-    "server.js",
-    "settings.js",
-    "watch.js",
-)
-FILES = (INDEX, *STYLES, *MODULES, "icon.svg")
+MODULES = ("chat.js", "figures.js", "markdown.js", "dom.js")
+FILES = (INDEX, "style.css", "icon.svg", *MODULES)
 PREFIX = "/page/"
 HEADERS = {
     "content-security-policy": (
@@ -45,12 +30,12 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, and asked for again by its tag: a new version shows at once
+    "cache-control": "no-cache",  # browsers ask again by the tag: a new version shows at once
 }
 
 
 def router() -> APIRouter:
-    """`/` and the files under `/page/` that it is made of; they hold no secret and need no key."""
+    """Return the routes of `/` and of its files under `/page/`. They hold no secret and need no key."""
     routes = APIRouter(include_in_schema=False)
     for name in FILES:
         path = "/" if name == INDEX else PREFIX + name

@@ -1,13 +1,19 @@
-// Light Markdown over text whose parts have origins. Text only ever becomes text nodes.
-import { element } from "./elements.js";
-import { classes, words } from "./origin.js";
+// Light Markdown over text whose tokens have origins: the model itself, or a drafter. No library keeps origins.
+// Text only ever becomes text nodes.
+import { element } from "./dom.js";
 
+const SHADES = 8; // classes k1 to k8 of the style sheet
+const SOURCES = {
+  lookup: "lookup in the text so far",
+  grammar: "forced by the grammar",
+  prediction: "the client's prediction",
+};
 const FENCE = /^\s*```\s*([\w+#.-]*)/;
 const HEAD = /^#{1,6}\s+/;
 const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+/;
 const INLINE = /`([^`\n]+)`|\*\*([^\n]+?)\*\*|(?<![\w*])\*([^\s*][^*\n]*?)\*(?![\w*])/g;
 
-// Text as it grows. What stands before the last block is drawn once.
+// Text as it grows. Blocks before the last one are drawn once.
 export class Rendered {
   constructor(host) {
     this.host = host;
@@ -65,16 +71,15 @@ export class Rendered {
     return this.#paint(parent, at, to);
   }
 
-  // The text from one place to another, a span for each origin.
+  // Appends the text from one place to another, a span for each origin.
   #paint(parent, from, to) {
     for (let i = this.#runAt(from); i < this.runs.length && this.runs[i].start < to; i += 1) {
       const run = this.runs[i];
       const end = this.runs[i + 1]?.start ?? this.text.length;
       const text = this.text.slice(Math.max(run.start, from), Math.min(end, to));
       if (!text) continue;
-      const names = classes(run);
-      if (run.first && run.start >= from) names.push("first");
-      parent.append(element("span", { class: names.join(" "), title: words(run) }, text));
+      const name = originClass(run) + (run.first && run.start >= from ? " first" : "");
+      parent.append(element("span", { class: name, title: originText(run) }, text));
     }
     return parent;
   }
@@ -90,8 +95,8 @@ export class Rendered {
   }
 }
 
-// Blocks of the text from an offset on, in order: {kind, start, from, to} and what the kind needs.
-export function blocks(text, offset) {
+// Returns the blocks of the text from an offset on: {kind, start, from, to}, and more by kind.
+function blocks(text, offset) {
   const found = [];
   let fence = null;
   for (const { start, end } of lines(text, offset)) {
@@ -145,4 +150,36 @@ function* lines(text, offset) {
     yield { start: offset, end };
     offset = end + 1;
   }
+}
+
+// --- origins
+
+function originClass(run) {
+  if (!run.source) return "run target";
+  if (run.source in SOURCES) return `run ${run.source}`;
+  return `run drafter k${Math.min(Math.max(run.position, 1), SHADES)}`;
+}
+
+function originText(run) {
+  if (!run.source) return "made by the model itself";
+  const place = run.position ? `, token ${run.position} of its draft` : "";
+  return `drafted: ${SOURCES[run.source] ?? run.source}${place}`;
+}
+
+// Draws the entries for `sources`; the model's own text and its drafter are always explained.
+export function drawLegend(host, sources) {
+  const drafters = [...sources].filter((source) => source && !(source in SOURCES));
+  const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);
+  host.replaceChildren(
+    legendEntry(["target"], "the model itself"),
+    legendEntry(shades, `drafted${drafters.length ? ` by ${drafters.join(", ")}` : ""}, 1st to ${SHADES}th token`),
+    ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], source)),
+    legendEntry(["edge"], "a round begins"),
+  );
+}
+
+function legendEntry(classes, text) {
+  const swatches = classes.map((name) => element("span", { class: `run ${name}` }));
+  return element("span", { class: "entry" },
+    element("span", { class: "swatches", "aria-hidden": "true" }, ...swatches), text);
 }

@@ -1,4 +1,4 @@
-// Building blocks of the document, and how numbers are written.
+// Elements of the document, and numbers as text.
 
 const SVG = "http://www.w3.org/2000/svg"; // a name, never fetched
 
@@ -13,25 +13,9 @@ export function shape(tag, attributes = {}, ...children) {
 }
 
 function filled(node, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== undefined && value !== null && value !== false) node.setAttribute(name, value);
-  }
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
   return node;
-}
-
-export function copying(button, text) {
-  const label = button.textContent;
-  button.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text());
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "Copy by hand"; // no clipboard outside localhost and https
-    }
-    announce(button.textContent);
-    setTimeout(() => { button.textContent = label; }, 1500);
-  });
 }
 
 export function announce(text) {

@@ -1,0 +1,419 @@
+"""Tool calls in a model's own syntax: find it, write tools into the prompt, read calls from answers.
+
+The syntax of a model is the one whose parser reads what the model's own chat template writes. A call is
+parsed when its closing marker is read; text between the markers that is no call stays text of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mlx_spec.answer import Part
+from mlx_spec.apps.server.ask import CallArguments, CallOpened, Chat, Event, Piece, Span, Tool
+from mlx_spec.apps.server.failures import unsupported
+from mlx_spec.errors import InvalidValue
+from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.reading import Marks
+from mlx_spec.text import Text
+
+# Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: mistral, minicpm5 and kimi_k3 have other
+# markers, kimi_k2 needs call ids of its own, laguna is the same as glm47; json_tools, gemma4 and qwen3_coder
+# lose what `_read_hermes`, `_read_gemma` and `_read_coder` keep.
+LIBRARY_PARSERS = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
+
+PROBE, PROBE_RESULT = "probe_of_calls", "result of the probe"
+PROBE_ARGUMENTS = {"place": "Bahía", "text": "two words"}
+PROBE_TOOL = Tool(
+    PROBE, "A probe.", {"type": "object", "properties": {k: {"type": "string"} for k in PROBE_ARGUMENTS}}
+)
+
+Message = Mapping[str, Any]
+ParsedCall = tuple[str, dict[str, Any]]  # name, arguments
+ReadCalls = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]  # body, start -> calls, end
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How calls are written between two markers. `read` raises ValueError or RecursionError for no call."""
+
+    name: str
+    marks: Marks
+    read: ReadCalls
+    separator: str = ""  # between two calls
+    needs_close: bool = False  # a body without its closing marker may be half a call that `read` accepts
+
+    def parse(
+        self, body: str, tools: Sequence[Tool], *, closed: bool = True
+    ) -> tuple[list[tuple[str, str]], str]:
+        """Return the calls of a body, each with its arguments as JSON, and the text after the last one."""
+        calls: list[tuple[str, str]] = []
+        end = 0
+        while (start := _skip_space(body, end)) < len(body) and (closed or not self.needs_close):
+            try:
+                found, read_to = self.read(body, start, tools)
+                calls += [(name, to_json(arguments)) for name, arguments in found]
+            except (ValueError, RecursionError):
+                return calls, body[end:]
+            end = read_to
+        return calls, "" if start == len(body) else body[end:]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The syntax of one model, with the ids of its tokens."""
+
+    syntax: Syntax
+    open: int
+    close: int
+    ends: frozenset[int]
+    results_in_calls: bool  # the template reads results from the message with the calls ("tool_responses")
+
+
+class ToolCallReader:
+    """Reads the tool calls of one choice: parts of kind "call" in, events out.
+
+    What is no call, or was cut off, becomes text of the answer, markers included. A cut does not change the
+    finish reason: it stays "length".
+    """
+
+    def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool]) -> None:
+        self._index, self._syntax, self._tools = index, format.syntax, tools
+        self._body: list[str] = []  # text since the opening marker
+        self._is_open = False  # the opening marker was read, the closing one was not
+        self._logprobs: list[TokenLogprob] = []  # of the tokens of the body
+        self.complete = 0  # calls so far
+
+    def read(self, part: Part) -> list[Event]:
+        """Return the events that a part of kind "call" completes."""
+        self._is_open = True
+        self._body.append(part.text)
+        self._logprobs += part.logprobs
+        return self._take(closed=True) if part.closed else []
+
+    def end(self) -> list[Event]:
+        """Return the events of a body that the end of the answer cut off."""
+        return self._take(closed=False) if self._is_open else []
+
+    def _take(self, *, closed: bool) -> list[Event]:
+        body, logprobs = "".join(self._body), tuple(self._logprobs)
+        self._body, self._logprobs, self._is_open = [], [], False
+        calls, rest = self._syntax.parse(body, self._tools, closed=closed)
+        events: list[Event] = []
+        for name, arguments in calls:
+            events.append(CallOpened(self._index, self.complete, f"call_{secrets.token_hex(12)}", name))
+            events.append(CallArguments(self._index, self.complete, arguments))
+            self.complete += 1
+        if rest or not calls:  # markers with nothing between them are text as well
+            text = self._syntax.marks.open + rest + (self._syntax.marks.close if closed else "")
+            spans = (Span(text, None, 0),)
+            events.append(Piece(self._index, "answer", text, () if calls else logprobs, spans))
+        return events
+
+
+# --- the format of a model, and its prompt
+
+_known: WeakKeyDictionary[Text, tuple[ToolFormat | None]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def find_tool_format(text: Text) -> ToolFormat | None:
+    """Return the tool format of the model of `text`; None if its template has no calls or unknown ones."""
+    with _lock:
+        if text not in _known:
+            _known[text] = (_find_format(text),)
+        return _known[text][0]
+
+
+def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
+    """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
+
+    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, and
+    InvalidValue if its template refuses the messages.
+    """
+    use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
+    calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
+    format = find_tool_format(text) if use is not None or calls else None
+    if format is None and (use is not None or calls):
+        param = "tools" if use is not None else f"messages.{calls[0]}.tool_calls"
+        raise unsupported(
+            f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not "
+            "known here: leave out the tools, or ask a model that has them",
+            param,
+        )
+    folds = format is not None and format.results_in_calls
+    messages = results_in_calls(chat.messages) if folds else chat.messages
+    tools = [] if use is None else [_definition(tool) for tool in use.tools]
+    return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
+
+
+def results_in_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` with the results of calls moved into the message that made the calls."""
+    found: list[Message] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        if message.get("role") != "tool" or not before.get("tool_calls"):
+            found.append(message)
+            continue
+        result = {"name": message.get("name"), "response": message.get("content")}
+        found[-1] = {**before, "tool_responses": [*before.get("tool_responses", ()), result]}
+    return found
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates take it. Templates print the description even if there is none."""
+    function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+def _find_format(text: Text) -> ToolFormat | None:
+    if not text.chats:
+        return None
+    question = {"role": "user", "content": "?"}
+    call = {"id": "call_0", "type": "function", "function": {"name": PROBE, "arguments": PROBE_ARGUMENTS}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    for content in (None, ""):  # each is refused by some templates
+        written = _render(text, [question, {**calling, "content": content}])
+        if PROBE not in written:
+            continue
+        for syntax in _syntaxes():
+            open, close = text.token_id(syntax.marks.open), text.token_id(syntax.marks.close)
+            if open is not None and close is not None and _reads_probe(syntax, written):
+                answered = {**calling, "tool_responses": [{"name": PROBE, "response": PROBE_RESULT}]}
+                folds = PROBE_RESULT in _render(text, [question, answered])
+                return ToolFormat(syntax, open, close, text.eos, folds)
+    return None
+
+
+def _render(text: Text, messages: list[dict[str, Any]]) -> str:
+    try:
+        return text.decode_raw(text.prompt(messages, tools=[_definition(PROBE_TOOL)]))
+    except InvalidValue:
+        return ""
+
+
+def _reads_probe(syntax: Syntax, written: str) -> bool:
+    """Whether some part of `written` is the call. Prompts may explain the syntax, too."""
+    bodies = [part.split(syntax.marks.close)[0] for part in written.split(syntax.marks.open)[1:]]
+    expected = ([(PROBE, to_json(PROBE_ARGUMENTS))], "")
+    return any(syntax.parse(body, [PROBE_TOOL]) == expected for body in bodies)
+
+
+def _syntaxes() -> list[Syntax]:
+    """All syntaxes; those of mlx-lm last, because some of its parsers read a call in nearly any text."""
+    found = list(SYNTAXES)
+    for name in LIBRARY_PARSERS:
+        module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX
+        marks = Marks(module.tool_call_start, module.tool_call_end)
+        found.append(Syntax(name, marks, _library_reader(module.parse_tool_call), needs_close=True))
+    return found
+
+
+# --- syntaxes
+
+
+def _library_reader(parse: Callable[[str, list[dict[str, Any]]], Any]) -> ReadCalls:
+    """Read with a parser of mlx-lm, which takes a whole body and may return several calls."""
+
+    def read(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
+        try:
+            found = parse(body.strip(), [_definition(tool) for tool in tools])
+            found = found if isinstance(found, list) else [found]
+            calls = [(call["name"], call["arguments"]) for call in found]
+        except Exception as error:  # the parsers raise whatever the text leads them into
+            raise ValueError("no call") from error
+        names = {tool.name for tool in tools}  # without this check the first word of any text may be a call
+        if any(name not in names or not isinstance(arguments, dict) for name, arguments in calls):
+            raise ValueError("no call of a tool")
+        return calls, len(body)
+
+    return read
+
+
+def _read_hermes(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
+    """Read {"name": "f", "arguments": {"n": 1}}.
+
+    Ours, because mlx_lm's json_tools refuses a second call and line breaks in strings, and checks no types.
+    """
+    call, end = _DECODER.raw_decode(body, start)
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name or _SURROGATE.search(name):
+        raise ValueError("a call has no name")
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):  # JSON inside JSON
+        arguments = _DECODER.decode(arguments)
+    if not isinstance(arguments, dict | None):
+        raise ValueError("the arguments are no object")
+    return [(name, arguments or {})], end
+
+
+_GEMMA_NAME = re.compile(r'call:([^\s{}\[\],<>"]+)\s*(?=\{)')
+_GEMMA_TOKEN = re.compile(
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*")|(?P<bare>[^{}\[\],:<"]+)|[{}\[\],:]', re.DOTALL
+)
+
+
+def _read_gemma(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
+    """Read call:f{key:<|"|>text<|"|>,n:1,list:[2,3]}: bare keys, quotes that are tokens, else JSON.
+
+    Ours, because mlx_lm's gemma4 refuses dashes in keys, dots in names and spaces after commas, and drops
+    the text around calls.
+    """
+    name = _GEMMA_NAME.match(body, start)
+    if name is None:
+        raise ValueError("no name")
+    at, depth = name.end(), 0
+    found: list[str] = []
+    while not found or depth:
+        token = _GEMMA_TOKEN.match(body, at)
+        if token is None:
+            raise ValueError("the arguments do not end")
+        at, written = token.end(), token.group()
+        depth += (written in ("{", "[")) - (written in ("}", "]"))
+        if token["text"] is not None:
+            written = json.dumps(token["text"])
+        elif token["bare"] is not None:
+            written = written.strip()
+            is_key = bool(written) and body[at : at + 1] == ":"
+            written = json.dumps(written) if is_key else {"None": "null"}.get(written, written)
+        found.append(written)
+    arguments = _DECODER.decode("".join(found))
+    return [(name[1], arguments)], at
+
+
+_CODER_NAME = re.compile(r"<function=([^<>]+)>\s*")
+_CODER_PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_CODER_END = "</function>"
+
+
+def _read_coder(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
+    """Read <function=f><parameter=n>1</parameter></function>. The schema tells which values are no strings.
+
+    Ours, because mlx_lm's qwen3_coder reads numbers of a union as strings, and the string "null" as null.
+    """
+    head = _CODER_NAME.match(body, start)
+    name = head[1].strip() if head else ""
+    if head is None or not name:
+        raise ValueError("no name")
+    schema = next((tool.parameters for tool in tools if tool.name == name), {})
+    at = head.end()
+    arguments: dict[str, Any] = {}
+    while not body.startswith(_CODER_END, at):
+        parameter = _CODER_PARAMETER.match(body, at)
+        key = parameter[1].strip() if parameter else ""
+        if parameter is None or not key or key in arguments:
+            raise ValueError("no parameter, or one that comes twice")
+        arguments[key] = _typed(parameter[2], _parameter_types(schema, key))
+        at = parameter.end()
+    return [(name, arguments)], at + len(_CODER_END)
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """Return `text` as a value of one of `types`, or as the string that it is."""
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    constants = {"true": "true", "false": "false", "null": "null", "none": "null"}  # templates write "True"
+    try:
+        value = _DECODER.decode(constants.get(word.lower(), word))
+    except (ValueError, RecursionError):
+        return text
+    found = "number" if type_of(value) == "integer" else type_of(value)
+    known = {"number" if each == "integer" else each for each in types}
+    return value if found in known and found != "string" else text
+
+
+def _parameter_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """A parameter without a type may be an object, a list or else a string; an unknown one is a string."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or key not in properties:
+        return frozenset({"string"})
+    return schema_types(properties[key], schema) or frozenset({"object", "array", "string"})
+
+
+SYNTAXES = (
+    Syntax("gemma4", Marks("<|tool_call>", "<tool_call|>"), _read_gemma),
+    Syntax("hermes", Marks("<tool_call>", "</tool_call>"), _read_hermes, "\n"),
+    Syntax("qwen3-coder", Marks("<tool_call>", "</tool_call>"), _read_coder, "\n"),
+)
+
+
+# --- JSON and its schemas
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line breaks into strings
+
+
+def to_json(value: Any) -> str:
+    """Return `value` as JSON that can be encoded: half a surrogate pair stays an escape.
+
+    Raises ValueError for infinite numbers.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(value, separators=(",", ":")) if _SURROGATE.search(text) else text
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+
+
+def _skip_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference such as "#/$defs/Point" stands for. Raises KeyError."""
+    found: Any = root if reference == "#" or reference.startswith("#/") else None
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping):
+            raise KeyError(reference)
+        found = found[key]
+    if found is None:
+        raise KeyError(reference)
+    return found
+
+
+def schema_types(schema: Any, root: Mapping[str, Any], seen: set[str] | None = None) -> frozenset[str]:
+    """Return the types that `schema` allows, by its own type, values or alternatives; empty if it names none.
+
+    `seen`: references that were followed. Each is followed once, and 32 at most.
+    """
+    seen = set() if seen is None else seen
+    if not isinstance(schema, Mapping) or len(seen) > 32:
+        return frozenset()
+    named = schema.get("type")
+    found = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and not found:
+        found = {type_of(value) for value in values}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        try:
+            found |= schema_types(resolve(reference, root), root, seen)
+        except KeyError:
+            return frozenset()
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(keyword)
+        for option in options if isinstance(options, list) else ():
+            found |= schema_types(option, root, seen)
+    return frozenset(found | ({"null"} if schema.get("nullable") is True else set()))
+
+
+def type_of(value: Any) -> str:
+    """Return the JSON type of `value`."""
+    return "null" if value is None else _TYPE_NAMES.get(type(value), "string")

@@ -1,0 +1,405 @@
+"""Tool calls: parsed in each syntax, as events, the format of a model, and prompts with tools."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import call_texts
+import pytest
+from call_texts import SYNTAX, WRITERS, described, parse
+from tokenizers import AddedToken, Tokenizer
+
+import mlx_spec
+from mlx_spec import demo
+from mlx_spec.answer import Answer, Part
+from mlx_spec.apps.server.ask import CallArguments, CallOpened, Chat, Piece, Tool, ToolUse
+from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, find_tool_format, results_in_calls
+from mlx_spec.errors import InvalidValue
+from mlx_spec.template import ChatTemplate, read_template
+from mlx_spec.text import Text
+from mlx_spec.types import Round
+
+Q = '<|"|>'
+GEMMA_CASES = {
+    "one string": (f"call:f{{city:{Q}Paris{Q}}}", {"city": "Paris"}),
+    "types": (
+        "call:f{a:1,b:-2.5e3,c:true,d:false,e:null}",
+        {"a": 1, "b": -2500.0, "c": True, "d": False, "e": None},
+    ),
+    "no arguments": ("call:f{}", {}),
+    "nested": (f"call:f{{o:{{p:{{q:[1,{Q}x{Q},[]]}}}}}}", {"o": {"p": {"q": [1, "x", []]}}}),
+    "dash in a key": (f"call:f{{my-key:{Q}v{Q}}}", {"my-key": "v"}),
+    "space after a comma": ("call:f{a:1, b:2}", {"a": 1, "b": 2}),
+    "structure in a string": (f"call:f{{a:{Q}}},b:[{{{Q},c:1}}", {"a": "},b:[{", "c": 1}),
+    "quotes in a string": (f'call:f{{a:{Q}say "hi" \\n{Q}}}', {"a": 'say "hi" \\n'}),
+    "angle brackets": (f"call:f{{a:{Q}a < b <| c{Q}}}", {"a": "a < b <| c"}),
+    "a quoted key": (f"call:f{{{Q}odd, key{Q}:1}}", {"odd, key": 1}),
+    "JSON's strings": ('call:f{"a":"x"}', {"a": "x"}),
+    "None": ("call:f{a:None}", {"a": None}),  # as the model's own template writes it
+}
+HERMES_CASES = {
+    "arguments first": ('{"arguments": {"a": "x\\ny"}, "name": "f"}', {"a": "x\ny"}),
+    "JSON in JSON": ('{"name": "f", "arguments": "{\\"a\\": \\"x\\\\ny\\"}"}', {"a": "x\ny"}),
+    "a raw line break": ('{"name": "f", "arguments": {"a": "x\ny"}}', {"a": "x\ny"}),
+    "other keys": ('{"type": "function", "id": [1, {}], "name": "f"}', {}),
+    "null": ('{"name": "f", "arguments": null}', {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "body", "arguments"),
+    [("gemma4", *case) for case in GEMMA_CASES.values()]
+    + [("hermes", *case) for case in HERMES_CASES.values()],
+)
+def test_cases(syntax, body, arguments):
+    assert parse(syntax, body) == ([("f", arguments)], "")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_random_arguments(name):
+    rng = random.Random(7)
+    for _ in range(400):
+        expected = [(f"ns.f-{i}", call_texts.random_arguments(rng)) for i in range(rng.randrange(1, 4))]
+        tools = [described(*each) for each in expected]
+        body = "".join(WRITERS[name](*each) for each in expected)
+        assert parse(name, body, tools) == (expected, "")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_body_cut_anywhere_is_text_until_it_is_complete(name):
+    arguments = {"a": 'x "y"\n🙂', "b": {"c": [1, "z", None]}, "n": -12.5, "t": True}
+    tools = [described("f", arguments)]
+    body = WRITERS[name]("f", arguments)
+    for end in range(len(body)):
+        calls, rest = parse(name, body[:end], tools)
+        if calls:  # only white space is missing
+            assert calls == [("f", arguments)] and body[end:].strip() == "" and rest == ""
+        else:
+            assert rest == (body[:end] if body[:end].strip() else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("gemma4", "f{a:1}"),
+        ("gemma4", "call:{a:1}"),
+        ("gemma4", "call:f{a:01}"),
+        ("gemma4", "call:f{a:1,}"),
+        ("gemma4", "call:f{a:celsius}"),
+        ("gemma4", "call:f{a}"),
+        ("gemma4", "call:f{:1}"),
+        ("gemma4", "call:f{a:[1}"),
+        ("gemma4", "call:f{a:NaN}"),
+        ("gemma4", "call:f{a:1e999}"),
+        ("gemma4", "call:f{a:" + "[" * 100_000),
+        ("hermes", '{"name": "f", "arguments": [1]}'),
+        ("hermes", '{"arguments": {}}'),
+        ("hermes", '{"name": 1, "arguments": {}}'),
+        ("hermes", '{"name": "\\ud800", "arguments": {}}'),
+        ("hermes", '{"name": "f", "arguments": "x"}'),
+        ("hermes", '{"name": "f", "arguments": {"a": "\\x"}}'),
+        ("hermes", '{"name": "f", "arguments": ' + '{"a":' * 100_000),
+        ("hermes", "no JSON"),
+        ("qwen3-coder", "<function=f><parameter=a>1</function>"),
+        ("qwen3-coder", "<function=><parameter=a>1</parameter></function>"),
+        ("qwen3-coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
+        ("qwen3-coder", "<function=f>text</function>"),
+    ],
+)
+def test_malformed_calls_stay_whole(name, body):
+    assert parse(name, body) == ([], body)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_text_after_a_call_stays_and_the_call_counts(name):
+    calls, rest = parse(name, WRITERS[name]("f", {}) + " and more")
+    assert calls == [("f", {})] and rest.strip() == "and more"
+
+
+PIECES = (
+    *("call:", "f", "{", "}", "[", "]", ",", ":", '"', "\\", "\\ud800", "1", "-", "e9", "null", "NaN"),
+    *(" ", "\n", Q, "<|", "<", '{"name":', '"name":', '"arguments":', "<function=", "f>", "<parameter="),
+    *("a>", "</parameter>", "</function>", "é", "9" * 5000),
+)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rubbish_is_never_lost_and_never_an_error(name):
+    rng = random.Random(11)
+    properties = {"a": {"type": ["object", "array", "number", "null"]}}
+    tool = Tool("f", None, {"type": "object", "properties": properties})
+    start = WRITERS[name]("f", {"a": []}).split("[")[0]
+    for _ in range(1500):
+        body = start * rng.randrange(2) + "".join(rng.choices(PIECES, k=rng.randrange(12)))
+        calls, rest = SYNTAX[name].parse(body, [tool])
+        assert body.endswith(rest)
+        for called, arguments in calls:
+            called.encode(), arguments.encode()
+            assert isinstance(json.loads(arguments, parse_constant=int), dict)
+        if not calls:
+            assert rest == (body if body.strip() else "")
+
+
+def test_schemas_tell_what_a_parameter_is():
+    properties = {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "b": {"type": "boolean"},
+        "u": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "o": {"$ref": "#/$defs/P"},
+        "e": {"enum": [1, "one"]},
+        "any": {},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"P": {"type": "object"}}}
+
+    def of(**parameters):
+        ((_, found),), _ = parse("qwen3-coder", call_texts.coder("f", parameters), [Tool("f", None, schema)])
+        return found
+
+    assert of(s="12", i="12", b="True") == {"s": "12", "i": 12, "b": True}
+    assert of(s="null", u="null") == {"s": "null", "u": None}
+    assert of(u="12", o='{"x": [1]}') == {"u": "12", "o": {"x": [1]}}
+    assert of(e="1", any="[1]", other="[1]") == {"e": 1, "any": [1], "other": "[1]"}
+    assert of(any="12", i="twelve", o="{") == {"any": "12", "i": "twelve", "o": "{"}  # as it was written
+    assert of(s="\n two\n lines\n", any='"x"') == {"s": "\n two\n lines\n", "any": '"x"'}
+
+
+# --- events
+
+WEATHER = Tool(
+    "get_weather",
+    "The weather.",
+    {
+        "type": "object",
+        "properties": {
+            "unit": {"type": "string", "enum": ["c", "f"]},
+            "city": {"type": "string", "description": "A city."},
+            "days": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["city"],
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return mlx_spec.load("demo").text
+
+
+@pytest.fixture(scope="module")
+def format(text):
+    return find_tool_format(text)
+
+
+def test_a_call_is_given_whole_when_it_closes(format):
+    reader = ToolCallReader(2, format, [WEATHER])
+    assert reader.read(Part("call", 'call:get_weather{city:<|"|>Ro', call=0)) == []
+    assert reader.complete == 0
+    opened, arguments = reader.read(Part("call", 'me<|"|>}', call=0, closed=True))
+    assert isinstance(opened, CallOpened)
+    assert (opened.index, opened.call, opened.name) == (2, 0, "get_weather")
+    assert arguments == CallArguments(2, 0, '{"city":"Rome"}')
+    again = reader.read(Part("call", "call:f{}", call=1, closed=True))
+    assert isinstance(again[0], CallOpened) and again[0].call == 1 and again[0].id != opened.id
+    assert reader.complete == 2 and reader.end() == []
+
+
+@pytest.mark.parametrize("body", ["call:f{a:celsius}", "nothing of the kind", ""])
+def test_a_broken_call_stays_text(format, body):
+    reader = ToolCallReader(0, format, [])
+    (piece,) = reader.read(Part("call", body, call=0, closed=True))
+    assert piece.text == f"<|tool_call>{body}<tool_call|>" and piece.kind == "answer"
+    assert reader.complete == 0
+
+
+def test_text_after_a_call_is_not_lost(format):
+    reader = ToolCallReader(0, format, [])
+    events = reader.read(Part("call", "call:f{}call:g{a:", call=0, closed=True))
+    assert reader.complete == 1 and [type(event) for event in events] == [CallOpened, CallArguments, Piece]
+    assert events[-1].text == "<|tool_call>call:g{a:<tool_call|>"
+
+
+def test_cut_at_every_token(text, format):
+    """Nothing is lost wherever an answer ends, and a call counts only once it is complete."""
+    written = 'Sure. <|tool_call>call:f{a:<|"|>x é<|"|>,b:[1,2]}<tool_call|><|tool_call>call:g{}<tool_call|>'
+    tokens = text.encode(written)
+    for end in range(len(tokens) + 1):
+        answer, reader = Answer(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
+        parts = answer.read(Round(tokens[:end], 0, 0, 0.0)) + answer.end()
+        events = [e for p in parts if p.kind == "call" for e in reader.read(p)] + reader.end()
+        pieces = "".join(e.text for e in events if isinstance(e, Piece))
+        assert reader.complete == sum(isinstance(e, CallOpened) for e in events)
+        begun = text.decode_raw(tokens[:end]).count("<|tool_call>")
+        assert begun == reader.complete + pieces.count("<|tool_call>")
+        assert pieces == "" or text.decode_raw(tokens[:end]).endswith(pieces)
+
+
+def test_rounds_do_not_matter(text, format):
+    written = 'A <|tool_call>call:f{a:<|"|>x é<|"|>}<tool_call|>B<|tool_call>call:oops<tool_call|> C'
+    tokens, rng, seen = text.encode(written), random.Random(3), set()
+    for _ in range(20):
+        answer, reader, found = Answer(text, [], calls=format.syntax.marks), ToolCallReader(0, format, []), []
+        for piece in call_texts.cut(tokens, rng):
+            for part in answer.read(Round(piece, 0, 0, 0.0)):
+                found += reader.read(part) if part.kind == "call" else [part]
+        found += reader.end()
+        arguments = "".join(e.text for e in found if isinstance(e, CallArguments))
+        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (Part, Piece)))))
+    ((arguments, content),) = seen
+    assert arguments == '{"a":"x é"}'
+    assert content.replace(" ", "") == "AB<|tool_call>call:oops<tool_call|>C"
+
+
+# --- formats of models, and prompts
+
+CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+CONVERSATION = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "name": "get_weather", "content": "sunny"},
+]
+TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+OPEN
+BODY
+CLOSE{% endfor %}{% endfor %}{% if tools %}OPENCLOSE {{ tools | tojson }}{% endif %}"""
+HERMES = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+
+
+def each_argument(around: str, name: str = "{{ c.function.name }}") -> str:
+    return name + "{% for k, v in c.function.arguments.items() %}" + around + "{% endfor %}"
+
+
+CODER = "<function=" + each_argument("<parameter={{ k }}>\n{{ v }}\n</parameter>", "{{ c.function.name }}>")
+GLM = each_argument("<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n", "{{ c.function.name }}\n")
+LONGCAT = each_argument(
+    "<longcat_arg_key>{{ k }}</longcat_arg_key>\n<longcat_arg_value>{{ v }}</longcat_arg_value>"
+)
+MINIMAX = '<invoke name="{{ c.function.name }}">' + each_argument(
+    '<parameter name="{{ k }}">{{ v }}</parameter>', ""
+)
+FUNCTION_GEMMA = "call:{{ c.function.name }}{{ '{' }}" + each_argument(
+    "{{ k }}:<escape>{{ v }}<escape>{{ ',' if not loop.last }}", ""
+)
+PYTHONIC = "[{{ c.function.name }}(" + each_argument('{{ k }}="{{ v }}"{{ ", " if not loop.last }}', "")
+MUSE = '<atem:invoke name="{{ c.function.name }}">' + each_argument(
+    '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>', ""
+)
+MARKERS = ("<tool_call>", "</tool_call>")
+TEMPLATES = {
+    "hermes": (HERMES, *MARKERS),
+    "qwen3-coder": (CODER + "</function>", *MARKERS),
+    "glm47": (GLM, *MARKERS),
+    "longcat": (LONGCAT, "<longcat_tool_call>", "</longcat_tool_call>"),
+    "minimax_m2": (MINIMAX + "</invoke>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "function_gemma": (FUNCTION_GEMMA + "}", "<start_function_call>", "<end_function_call>"),
+    "pythonic": (PYTHONIC + ")]", "<|tool_call_start|>", "<|tool_call_end|>"),
+    "muse_spark": (MUSE + "</atem:invoke>", "<atem:function_calls>", "</atem:function_calls>"),
+}
+
+
+def test_the_demo_writes_calls_as_gemma_does(text, format):
+    assert format.syntax.name == "gemma4" and not format.results_in_calls
+    assert (format.open, format.close) == (text.token_id("<|tool_call>"), text.token_id("<tool_call|>"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_tells_how_calls_are_written(name):
+    """A call that the template writes is read back; half of it, and other text, stay text."""
+    body, *markers = TEMPLATES[name]
+    found = templated(body, *markers)
+    syntax = find_tool_format(found).syntax
+    assert syntax.name == name
+    written = found.decode_raw(chat_prompt(Chat(tuple(CONVERSATION)), found, "m"))
+    call = written.split(markers[0])[-1].split(markers[1])[0]
+    assert syntax.parse(call, [WEATHER]) == ([("get_weather", '{"city":"Rome"}')], "")
+    other = call.replace("get_weather", "")
+    assert syntax.parse(other, [WEATHER]) == ([], other)
+    if syntax.needs_close:
+        assert syntax.parse(call, [WEATHER], closed=False) == ([], call)
+        assert syntax.parse(call, []) == ([], call), "these parsers find a call in nearly any text"
+
+
+def test_several_calls_between_two_markers_of_a_library_parser():
+    found = templated(*TEMPLATES["pythonic"])
+    calls, rest = find_tool_format(found).syntax.parse('[f(a=1), g(b="x")]', [Tool("f"), Tool("g")])
+    assert calls == [("f", '{"a":1}'), ("g", '{"b":"x"}')] and rest == ""
+
+
+def test_unknown_calls_and_markers_that_are_no_tokens_have_no_format():
+    assert find_tool_format(templated("{{ c }}", *MARKERS)) is None
+    source = template(HERMES, *MARKERS)
+    assert find_tool_format(Text(tokenizer(), ChatTemplate(source, {}), {1})) is None
+
+
+def test_prompt(text):
+    tokens = chat_prompt(Chat(tuple(CONVERSATION), ToolUse((WEATHER,))), text, "demo")
+    assert text.decode_raw(tokens) == (
+        '<bos><|turn>system\n<|tool>declaration:get_weather{description:<|"|>The weather.<|"|>,parameters:{'
+        'properties:{city:{description:<|"|>A city.<|"|>,type:<|"|>STRING<|"|>},'
+        'days:{items:{type:<|"|>INTEGER<|"|>},type:<|"|>ARRAY<|"|>},'
+        'unit:{enum:[<|"|>c<|"|>,<|"|>f<|"|>],type:<|"|>STRING<|"|>}},'
+        'required:[<|"|>city<|"|>],type:<|"|>OBJECT<|"|>}}<tool|><turn|>\n'
+        "<|turn>user\nWeather?<turn|>\n<|turn>model\n<|channel>thought\nhm\n<channel|>"
+        '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
+        '<|tool_response>response:get_weather{value:<|"|>sunny<|"|>}<tool_response|>'
+    )
+
+
+@pytest.mark.parametrize("properties", [[1], {"a": {"type": "object", "properties": 3}}])
+def test_what_a_template_cannot_write_is_refused(text, properties):
+    use = ToolUse((Tool("f", None, {"type": "object", "properties": properties}),))
+    with pytest.raises(InvalidValue, match="the chat template refuses"):
+        chat_prompt(Chat(tuple(CONVERSATION[:1]), use), text, "demo")
+
+
+def test_with_none_the_prompt_lists_no_tools(text):
+    use = ToolUse((WEATHER,), "none")
+    assert chat_prompt(Chat(tuple(CONVERSATION[:1]), use), text, "demo") == text.prompt(CONVERSATION[:1])
+
+
+def test_a_template_without_tools_refuses_them():
+    plain = Text(tokenizer(), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}), {1})
+    with pytest.raises(Failure, match="tools: the chat template of model 'm' has no tool calls") as failure:
+        chat_prompt(Chat(tuple(CONVERSATION[:1]), ToolUse((WEATHER,))), plain, "m")
+    assert (failure.value.status, failure.value.param) == (400, "tools")
+    with pytest.raises(Failure) as failure:
+        chat_prompt(Chat(tuple(CONVERSATION)), plain, "m")
+    assert failure.value.param == "messages.1.tool_calls"
+    assert chat_prompt(Chat(tuple(CONVERSATION[:1])), plain, "m")
+
+
+def test_results_go_where_the_template_reads_them():
+    loop = "{% for m in messages %}{% for r in m.tool_responses or [] %}[{{ r.name }}: {{ r.response }}]"
+    found = templated(HERMES, *MARKERS, rest=loop + "{% endfor %}{% endfor %}")
+    assert find_tool_format(found).results_in_calls
+    written = found.decode_raw(chat_prompt(Chat(tuple(CONVERSATION)), found, "m"))
+    assert "[get_weather: sunny]" in written and "<|tool|>" not in written
+    twice = results_in_calls([*CONVERSATION, CONVERSATION[2]])[1]["tool_responses"]
+    assert twice == 2 * [{"name": "get_weather", "response": "sunny"}]
+    assert results_in_calls(CONVERSATION[2:]) == CONVERSATION[2:]
+
+
+def test_what_gemmas_template_writes_is_parsed():
+    rng, gemma = random.Random(4), read_template(demo.TARGET)
+    for _ in range(100):
+        arguments = call_texts.random_arguments(rng)
+        call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
+        written = gemma.render([{"role": "assistant", "tool_calls": [call]}], thinking=False)
+        body = written.split("<|tool_call>")[1].split("<tool_call|>")[0]
+        assert parse("gemma4", body) == ([("get_weather", arguments)], "")
+
+
+def template(body, open, close):
+    return TEMPLATE.replace("BODY", body).replace("OPEN", open).replace("CLOSE", close)
+
+
+def templated(body, open, close, rest=""):
+    known = tokenizer()
+    known.add_tokens([AddedToken(marker, special=False) for marker in (open, close)])
+    return Text(known, ChatTemplate(template(body, open, close) + rest, {}), {1})
+
+
+def tokenizer():
+    return Tokenizer.from_file(str(demo.TARGET / "tokenizer.json"))
