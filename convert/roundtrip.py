@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.checkpoint import read_config, shortened
 from mlx_spec.convert.progress import Progress
-from mlx_spec.drafters.weights import read_tensors
+from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint
 
 BLOCK = 1 << 24  # elements

@@ -16,7 +16,7 @@ from mlx_spec.apps.server.failures import invalid
 from mlx_spec.apps.server.models import Loaded
 from mlx_spec.apps.server.prompts import Prepared
 from mlx_spec.apps.server.tools import Calls
-from mlx_spec.drafters.prediction import prediction_counts
+from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue
 from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Law

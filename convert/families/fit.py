@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlx_spec.convert.families.family import Config
-from mlx_spec.drafters.weights import required
+from mlx_spec.drafters.checkpoint import required
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 TARGET = "the target's config.json"

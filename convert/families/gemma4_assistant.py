@@ -13,8 +13,7 @@ import mlx.core as mx
 from mlx_spec.checkpoint import shortened
 from mlx_spec.convert.families.conventions import KEY, Conventions
 from mlx_spec.convert.families.family import Config, Converted, Family, Tensors
-from mlx_spec.drafters.gemma4_assistant import check_fit
-from mlx_spec.drafters.gemma4_network import AssistantConfig
+from mlx_spec.drafters.gemma4 import AssistantConfig, check_fit
 from mlx_spec.errors import BadCheckpoint
 
 NAME = "gemma4_assistant"

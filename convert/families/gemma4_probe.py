@@ -12,9 +12,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_spec.checkpoint import read_config
 from mlx_spec.convert.families.variant import Variant
-from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant
-from mlx_spec.drafters.gemma4_network import AssistantConfig, AssistantNetwork
-from mlx_spec.drafters.weights import load_weights
+from mlx_spec.drafters.checkpoint import load_weights
+from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4Assistant
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts
 
 Weights = dict[str, mx.array]

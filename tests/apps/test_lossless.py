@@ -18,7 +18,7 @@ from lossless import Scripted, emitted, first_difference, mlx_lm_greedy, plain, 
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
-from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import NotRewindable
 from mlx_spec.target import LMTarget

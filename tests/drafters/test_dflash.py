@@ -17,8 +17,7 @@ from one_pass_law import control_excess, drafted_excess, law_target, seeded_text
 from synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.context import BACKLOG
+from mlx_spec.drafters.conditioned import MAX_WAITING, Rows
 from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import Features, TargetParts
@@ -156,7 +155,7 @@ def parts(kind: str = "full") -> TargetParts:
     return fitted.LMTarget(getattr(tiny, kind)()).parts
 
 
-@pytest.mark.parametrize("length", [5, BACKLOG + 40])
+@pytest.mark.parametrize("length", [5, MAX_WAITING + 40])
 def test_after_any_rounds_it_is_as_good_as_new(length, tmp_path):
     source, rows = opened(small(), tmp_path), random_rows(length + 30, 3)
     history = tiny.prompt(length + 31)

@@ -18,9 +18,10 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.draft_model import BACKLOG, CHUNK, SHORT, DraftModel, Vocabulary, common_prefix
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, MAX_VERIFIED, PREFILL_STEP, DraftModel, Vocabulary
 from mlx_spec.errors import BadCheckpoint, NotRewindable
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import common_prefix
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
@@ -97,7 +98,7 @@ def test_limits_change_and_plain_rounds_come_between(kind):
     for turn, limit in enumerate((1, 4, 2, 7, 1, 3)):
         history = history + (full if turn % 2 else partial)(check(drafter, history, limit, kind))
         drafter.observe(history, NOTHING)
-        for token in range(turn * SHORT // 2):
+        for token in range(turn * MAX_VERIFIED // 2):
             history = [*history, token]
             drafter.observe(history, NOTHING)
 
@@ -177,20 +178,20 @@ def test_prompt_is_written_while_it_is_observed(monkeypatch):
         return prefill(self, tokens)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
-    drafter, history = DraftModel(model_of("full"), SAME), tiny.prompt(2 * CHUNK + BACKLOG // 2)
-    drafter.observe(history[: 2 * CHUNK - 99], NOTHING)
-    assert chunks == [CHUNK, CHUNK - 100]
+    drafter, history = DraftModel(model_of("full"), SAME), tiny.prompt(2 * PREFILL_STEP + MAX_UNWRITTEN // 2)
+    drafter.observe(history[: 2 * PREFILL_STEP - 99], NOTHING)
+    assert chunks == [PREFILL_STEP, PREFILL_STEP - 100]
     drafter.observe(history, NOTHING)
     assert sum(chunks) == len(history) - 1
     chunks.clear()
     drafter.draft(history, 4, Recorder())
     assert not chunks
-    for _ in range(BACKLOG + 10):
+    for _ in range(MAX_UNWRITTEN + 10):
         history.append(1)
         drafter.observe(history, NOTHING)
     assert len(chunks) == 1
     drafter.observe(tiny.prompt(9), NOTHING)
-    drafter.observe(tiny.prompt(BACKLOG + 60, seed=9), NOTHING)
+    drafter.observe(tiny.prompt(MAX_UNWRITTEN + 60, seed=9), NOTHING)
     fresh = DraftModel(model_of("full"), SAME)
     assert drafted(drafter, tiny.prompt(300, seed=9), 3)[0] == drafted(fresh, tiny.prompt(300, seed=9), 3)[0]
 

@@ -23,9 +23,8 @@ from mlx_lm.utils import load_model
 from one_pass_law import seeded_texts
 
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.conditioned import BACKLOG, Conditioned, Rows
-from mlx_spec.drafters.eagle3 import Eagle3Source
-from mlx_spec.drafters.tables import own_parts
+from mlx_spec.drafters.checkpoint import own_parts
+from mlx_spec.drafters.conditioned import MAX_WAITING, ChainDrafter, NetworkSource, Rows
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.policy import Fixed
@@ -40,7 +39,7 @@ FACTS = json.loads((GOLDEN / "golden.json").read_text())
 HISTORY, IDS = FACTS["history"], mx.array(FACTS["draft_ids"])
 V = 96
 TOLERANCE = 1e-5
-Open = Callable[..., Eagle3Source]
+Open = Callable[..., NetworkSource]
 
 
 @cache
@@ -61,7 +60,7 @@ def golden() -> dict[str, mx.array]:
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
     """Opens a golden drafter, with other conventions where they are given."""
 
-    def source(name: str, **conventions: Any) -> Eagle3Source:
+    def source(name: str, **conventions: Any) -> NetworkSource:
         folder = tmp_path_factory.mktemp(name) / "drafter"
         return drafting.open_converted(GOLDEN / name, TARGET, folder, **conventions)
 
@@ -74,7 +73,7 @@ def seen_by(capture: tuple[int, ...]) -> Features:
     return LMTarget(target_model(), FeatureSpec(capture)).prefill(HISTORY)
 
 
-def errors(source: Eagle3Source, name: str, chunks: Sequence[int] = ()) -> list[list[float]]:
+def errors(source: NetworkSource, name: str, chunks: Sequence[int] = ()) -> list[list[float]]:
     """Of each draft token's logits, by round."""
     found = drafting.in_rounds(target_model(), source, FACTS, chunks)
     return [
@@ -189,7 +188,7 @@ def test_after_any_round_it_is_as_good_as_new(opened: Open) -> None:
 
 def test_rows_that_wait_are_written_in_time(opened: Open) -> None:
     """Plain decoding for longer than the backlog, one row at a time; then a draft."""
-    source, long = opened("official"), (HISTORY * 8)[: 2 * BACKLOG + 9]
+    source, long = opened("official"), (HISTORY * 8)[: 2 * MAX_WAITING + 9]
     target = LMTarget(target_model(), source.needs)
     features = target.prefill(long)
     drafter = fresh(source, target, long[:3], features)
@@ -266,7 +265,7 @@ LAW_IDS = (1, 2, 4, 7)  # half of the eight tokens
 GENERATIONS = 400
 
 
-class Liar(Conditioned):
+class Liar(ChainDrafter):
     """Drafts the likeliest tokens and says that they were drawn."""
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:

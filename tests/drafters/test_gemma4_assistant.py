@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.gemma4_assistant import AssistantSource, Gemma4Assistant, visible
+from mlx_spec.drafters.gemma4 import AssistantSource, Gemma4Assistant, visible_rows
 from mlx_spec.engine import generate
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Decision, Features, Reason, TargetParts
@@ -105,7 +105,7 @@ def test_three_steps(pair, case, write):
     target = LMTarget(model, source.needs)
     features = write(target, facts["ids"])
     expected = {key: tensors[f"draft.pos0_exact.{key}"] for key in ("logits", "dense", "hidden", "tokens")}
-    network, shared = source.network, visible(features.shared_kv(), source.sliding_window)
+    network, shared = source.network, visible_rows(features.shared_kv(), source.sliding_window)
     hidden, token = features.final_hidden[-1:], facts["greedy"][0]
     for step in range(3):
         embedded = target.parts.embed(mx.array([token]))
@@ -240,7 +240,7 @@ def test_wrong_input_changes_the_first_step(pair):
     length, window = facts["length"], source.sliding_window
 
     def error(*, position=length, visible_rows=window, hidden=last, scale=1.0) -> float:
-        shared = visible(features.shared_kv(), visible_rows)
+        shared = visible_rows(features.shared_kv(), visible_rows)
         embedded = target.parts.embed(token) * scale
         found = source.network(embedded, hidden, mx.array(position), shared)[0]
         return largest(found, tensors["draft.pos0_exact.hidden"][:1])

@@ -12,8 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.drafters import FAMILIES, open_drafter
-from mlx_spec.drafters.gemma4_assistant import check_fit
-from mlx_spec.drafters.gemma4_network import AssistantConfig, HeadShape
+from mlx_spec.drafters.gemma4 import AssistantConfig, HeadShape, check_fit
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.known import mended
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from mlx_spec.drafters import FAMILIES, open_drafter
-from mlx_spec.drafters.lookup import PLACES, TAIL, Lookup, LookupSource
+from mlx_spec.drafters.model_free import MAX_PLACES, MAX_TAIL, Lookup, LookupSource
 from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
@@ -78,10 +78,10 @@ def test_history_may_be_replaced():
 def test_change_far_back_costs_matches_but_no_error():
     """Only the last tokens are compared; places that no longer match are noticed one by one."""
     rng = random.Random(0)
-    text = [rng.randrange(5, 9) for _ in range(4 * TAIL)]
+    text = [rng.randrange(5, 9) for _ in range(4 * MAX_TAIL)]
     drafter = Lookup(2, 32)
-    drafts(drafter, [*text, 1, 2, 3, *text[-TAIL:], 1, 2], 1)
-    edited = [*text, 1, 4, 3, *text[-TAIL:], 1, 2]
+    drafts(drafter, [*text, 1, 2, 3, *text[-MAX_TAIL:], 1, 2], 1)
+    edited = [*text, 1, 4, 3, *text[-MAX_TAIL:], 1, 2]
     assert drafts(drafter, edited, 1) == []
 
 
@@ -104,7 +104,7 @@ def test_tuples_and_lists():
 
 
 def test_looks_at_the_latest_places_only():
-    early, often = [9, 8, 1, 2, 5], [1, 2, 6] * PLACES
+    early, often = [9, 8, 1, 2, 5], [1, 2, 6] * MAX_PLACES
     assert drafts(Lookup(2, 32), [*early, *often[:-3], 9, 8, 1, 2], 1) == [5]
     assert drafts(Lookup(2, 32), [*early, *often, 9, 8, 1, 2], 1) == [6]
 
@@ -130,7 +130,7 @@ def test_cost_does_not_grow_with_the_history(kinds):
         text.read = 0
         drafter.observe(text, NOTHING)
         drafter.draft(text, 4, SAMPLER)
-        assert text.read < 50 * PLACES
+        assert text.read < 50 * MAX_PLACES
 
 
 def test_few_new_tokens_are_indexed_when_a_draft_is_asked_for():

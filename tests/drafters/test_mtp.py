@@ -23,9 +23,8 @@ from one_pass_law import control_excess, drafted_excess
 from mlx_spec.convert.source import open_source
 from mlx_spec.convert.target import open_model
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.mtp import MTPSource
-from mlx_spec.drafters.mtp_layers import KINDS
+from mlx_spec.drafters.conditioned import NetworkSource, Rows
+from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.policy import Fixed
@@ -44,7 +43,7 @@ NAMES = {
 }
 V = 64
 TOLERANCE = 1e-5
-Open = Callable[..., MTPSource]
+Open = Callable[..., NetworkSource]
 Load = Callable[[str], nn.Module]
 
 
@@ -70,7 +69,7 @@ def features(kind: str) -> Features:
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
     """Opens a golden head, with other conventions where they are given."""
 
-    def source(kind: str, **conventions: Any) -> MTPSource:
+    def source(kind: str, **conventions: Any) -> NetworkSource:
         folder = tmp_path_factory.mktemp(kind) / "drafter"
         return drafting.open_converted(GOLDEN / kind, GOLDEN / kind, folder, **conventions)
 
@@ -88,7 +87,7 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
-def errors(kind: str, source: MTPSource, chunks: Sequence[int] = ()) -> list[list[float]]:
+def errors(kind: str, source: NetworkSource, chunks: Sequence[int] = ()) -> list[list[float]]:
     """Of each draft token's logits, by round."""
     return [
         [largest(a, b) for a, b in zip(seen.logits, golden(kind)[f"draft.{i}"], strict=True)]
@@ -283,7 +282,7 @@ def test_seeded_text_is_the_same_with_and_without_a_head(opened: Open, kind: str
     assert texts[0] == texts[1] == texts[2]
 
 
-def law_source() -> MTPSource:
+def law_source() -> NetworkSource:
     """A head whose law is far from its likeliest token."""
     source = random_sources.mtp(16, 8)
     source.network.norm.weight *= 0.15
@@ -347,7 +346,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "'layers'" in refused(folder, BadCheckpoint, theirs, mlx_spec={**recorded, "hidden": "layers"})
     assert "shift 0" in refused(folder, BadCheckpoint, theirs, mlx_spec={**recorded, "shift": 0})
     text = refused(folder, BadCheckpoint, theirs, layer_type="glm_moe_dsa")
-    assert "glm_moe_dsa" in text and all(known in text for known in KINDS)
+    assert "glm_moe_dsa" in text and all(known in text for known in LAYERS)
     sparse = {**config["text_config"], "index_n_heads": 4}
     text = refused(folder, BadCheckpoint, theirs, layer_type="glm_moe_dsa", text_config=sparse)
     assert text.startswith(

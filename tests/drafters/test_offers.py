@@ -19,7 +19,7 @@ from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
 import mlx_spec
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
-from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar, compile
 from mlx_spec.offers import Offered, offered

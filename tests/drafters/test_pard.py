@@ -18,7 +18,7 @@ from one_pass_law import control_excess, drafted_excess, law_target, seeded_text
 
 import mlx_spec.drafters.pard as module
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import BACKLOG, Vocabulary
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, Vocabulary
 from mlx_spec.drafters.pard import Pard
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.sampling import Sampling
@@ -99,7 +99,7 @@ def grown(drafter: Pard, history: list[int], tokens: list[int]) -> list[int]:
     return history
 
 
-@pytest.mark.parametrize("length", [1, 7, 20, BACKLOG + 30])
+@pytest.mark.parametrize("length", [1, 7, 20, MAX_UNWRITTEN + 30])
 def test_rounds(length, monkeypatch):
     """All, none and some accepted, other limits, plain rounds in between: always the rows of one pass."""
     monkeypatch.setattr(module, "CHUNK", 50)

@@ -19,8 +19,7 @@ from fitted import Checkpoint, largest, logits_of, opened, random_rows, replay
 from one_pass_law import control_excess, drafted_excess, seeded_texts
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.context import BACKLOG
+from mlx_spec.drafters.conditioned import MAX_WAITING, Rows
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import Features, TargetParts
 
@@ -84,7 +83,7 @@ def test_rounds(length, chunks, config, tmp_path):
 @pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="float64 is for the CPU")
 def test_rounds_behind_a_long_prompt(tmp_path):
     """In float64, but for the angles. In float32 rows this far are up to 2e-5 off, whoever computes them."""
-    length = BACKLOG + 30
+    length = MAX_WAITING + 30
     made, rows, history = small(), random_rows(length + 20, 3), tiny.prompt(length + 21)
     begins = [length, length + 1, length + 4, length + 9, length + 9, length + 10]
     source, shape = opened(made, tmp_path), replace(SHAPE, rounded=True)

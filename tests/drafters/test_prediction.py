@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from mlx_spec.drafters.prediction import Prediction, prediction_counts
+from mlx_spec.drafters.model_free import Prediction, prediction_counts
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Features
 

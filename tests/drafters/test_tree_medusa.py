@@ -26,8 +26,8 @@ from virtual import Curve
 from mlx_spec import load
 from mlx_spec.convert.conversion import Request, convert
 from mlx_spec.convert.progress import Progress
-from mlx_spec.drafters.legal import Legal
 from mlx_spec.drafters.medusa import MedusaTree
+from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
 from mlx_spec.recorder import Recorder
@@ -360,7 +360,7 @@ def test_a_grammar_holds_on_every_path() -> None:
         and truth != text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)[0]
     )
     matcher = sampling.grammar.matcher(prompt)
-    drafter = Legal(Scripted([*prompt, *truth]), matcher, len(prompt))
+    drafter = GrammarFilter(Scripted([*prompt, *truth]), matcher, len(prompt))
     emitted, done = text(model, "full", prompt, drafter, sampling, 14)
     assert emitted == truth, lossless.first_difference(emitted, truth)
     check(done, 14)

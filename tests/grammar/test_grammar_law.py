@@ -21,8 +21,7 @@ from test_law import PROMPT, Nothing, V, draft_model, model
 
 from mlx_spec import verify
 from mlx_spec.constraint import Matcher
-from mlx_spec.drafters.legal import Legal
-from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.model_free import GrammarFilter, Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import compile
 from mlx_spec.policy import Fixed
@@ -114,7 +113,7 @@ def matcher() -> Matcher:
 
 
 def legal(drafter: Drafter) -> Drafter:
-    return Legal(drafter, matcher(), len(PROMPT))
+    return GrammarFilter(drafter, matcher(), len(PROMPT))
 
 
 class CutDrawn:

@@ -23,7 +23,7 @@ from test_sampling import reference
 
 from mlx_spec import verify
 from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
-from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Law, Sampling, Unseeded
