@@ -84,6 +84,8 @@ class ConditionedDrafter(SequenceDrafter):
         """Queue the rows of `features`, which end before the last token of `history`."""
         read = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         rows = mx.concatenate(read, axis=-1) if len(read) > 1 else read[0]
+        if not rows.shape[0]:
+            return
         first = len(history) - 1 - rows.shape[0]
         self._forget(first, history[first])
         if self._positions and self._positions[-1] + 1 != first:
@@ -184,11 +186,6 @@ class ChainDrafter(ConditionedDrafter):
         self._position_offset = position_offset  # added to the positions of drafted rows
         self._newest: tuple[mx.array, mx.array] | None = None  # the network's output for the newest row
 
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """Queue the rows of `features`, which end before the last token of `history`."""
-        self._newest = None
-        super().observe(history, features)
-
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         """Run the network on rows [T, F] and keep its output for the last one."""
         embedded = self._parts.embed(mx.array(tokens, dtype=mx.int32))
@@ -200,8 +197,7 @@ class ChainDrafter(ConditionedDrafter):
         if limit < 1 or not self._follows(history):
             return no_draft()
         self._write(self._num_waiting)
-        if self._newest is None:
-            return no_draft()
+        assert self._newest is not None
         hidden, normed = self._newest
         self._cut(self._position_offset)
         builder = DraftBuilder(history, sampler)

@@ -38,8 +38,8 @@ def test_what_a_drafter_never_saw_is_counted(family: str, tmp_path: Path) -> Non
     pair = pair_of(family, tmp_path)
     prompt = [2, *tiny.prompt(40)[1:]]
     warm, cold = CachedSequence(pair.open()), CachedSequence(pair.open())
-    cold.decoding.target.prefill(prompt[:25])
-    cold.note(prompt[:25])
+    cold.parts.target.prefill(prompt[:25])
+    cold.append(prompt[:25])
     expected = None
     for held, before in ((warm, (0, 0)), (cold, (25, 25))):
         assert (held.rewind_to_prefix(prompt), held.drafter_missing) == before
@@ -49,8 +49,8 @@ def test_what_a_drafter_never_saw_is_counted(family: str, tmp_path: Path) -> Non
         held.append(tokens)
     longer = [*prompt, *expected[:5], 9, 9]
     kept = len(prompt) + 5
-    assert (warm.align(longer), warm.cold) == (kept, 0)
-    assert (cold.align(longer), cold.cold) == (kept, 25)  # those rows are gone for good
+    assert (warm.rewind_to_prefix(longer), warm.drafter_missing) == (kept, 0)
+    assert (cold.rewind_to_prefix(longer), cold.drafter_missing) == (kept, 25)  # those rows are gone for good
 
 
 def test_the_figures_of_an_answer_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,12 @@ def test_a_draft_that_was_read(kind, monkeypatch):
     drafter, history = DraftModel(model_of(kind), SAME), tiny.prompt(21)
     for outcome in (full, none, partial, stopped, full, none, partial):
         draft = check(drafter, history, 4, kind)
-        drafter.drafted(draft)
+        drafter.keep_draft(draft)
         history = [*history, *outcome(draft), 5, 6]
-    drafter.drafted(check(drafter, history, 4, kind))
+    drafter.keep_draft(check(drafter, history, 4, kind))
     check(drafter, history[:-3], 4, kind)
-    drafter.read(history)
-    drafter.drafted(draft := check(drafter, history, 4, kind))
+    drafter.write(history)
+    drafter.keep_draft(draft := check(drafter, history, 4, kind))
     calls = []
     verify = LMTarget.verify
     monkeypatch.setattr(LMTarget, "verify", lambda self, rows: calls.append(rows.size) or verify(self, rows))

@@ -147,11 +147,11 @@ def generate_with(
     for first, second in zip(questions, OTHER * 2, strict=False):
         held, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
-            held.align(prompt)
-            found = list(pair.run(held.decoding, prompt, sampling=sampling, max_tokens=24))
+            held.rewind_to_prefix(prompt)
+            found = list(pair.run(held.parts, prompt, sampling=sampling, max_tokens=24))
             plain = alone.generate(prompt, sampling=sampling, max_tokens=24)
             assert emitted(found) == emitted(list(plain)), text
-            held.note(emitted(found))
+            held.append(emitted(found))
             done += found
             prompt = [*prompt, *emitted(found)[:7], *pair.text.encode(second)]
     return done
