@@ -35,7 +35,8 @@ def check(source: DrafterSource, draft: Draft, made: Checkpoint, hidden: mx.arra
     """The likeliest tokens, and the logits behind them."""
     expected = by_formula(made, hidden, 4)
     assert draft.probs is None and draft.tokens.tolist() == expected.argmax(axis=-1).tolist()
-    assert largest(source.network(hidden[None], 4), expected) < TOLERANCE
+    probabilities = np.stack([by_hand.softmax(row) for row in expected])
+    assert largest(mx.softmax(source.network(hidden[None], 4), axis=-1), probabilities) < TOLERANCE
 
 
 def observed(source: DrafterSource, history: list[int], rows: mx.array) -> Medusa:
