@@ -35,7 +35,7 @@ from timing import finish, parser, table
 from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
 from mlx_spec.cache import RecurrentCache
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
@@ -255,7 +255,7 @@ class Scripted:
 
 
 def draft_model(layers: int) -> Callable[[LMTarget], Drafter]:
-    return lambda target: DraftModel(Toy(("full",) * layers), Vocabulary(VOCAB, VOCAB))
+    return lambda target: DraftModel(Toy(("full",) * layers), VocabularySizes(VOCAB, VOCAB))
 
 
 ARMS: dict[str, Callable[[int, int], Any]] = {

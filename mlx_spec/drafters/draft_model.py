@@ -25,7 +25,7 @@ MAX_VERIFIED = 8  # known tokens that a draft writes uncommitted together with t
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularySizes:
     """The sizes of two vocabularies that differ by padding rows."""
 
     drafter: int
@@ -48,7 +48,7 @@ class DraftModel(SequenceDrafter):
 
     needs = FeatureSpec()
 
-    def __init__(self, model: nn.Module, vocabulary: Vocabulary) -> None:
+    def __init__(self, model: nn.Module, vocabulary: VocabularySizes) -> None:
         self._model = LMTarget(model)
         self._vocabulary = vocabulary
         self._written: list[int] = []  # tokens whose rows are in the caches, committed or not
@@ -133,7 +133,7 @@ class DraftModelSource:
     """One loaded model, shared by all sequences."""
 
     model: nn.Module
-    vocabulary: Vocabulary
+    vocabulary: VocabularySizes
     name: str
     needs: FeatureSpec = DraftModel.needs
 
@@ -151,7 +151,7 @@ def open_draft_model(
     path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
 ) -> DraftModelSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
-    vocabulary = Vocabulary(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
+    vocabulary = VocabularySizes(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
     given = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
     return DraftModelSource(load_language_model(path, given), vocabulary, str(config["model_type"]))
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required, shift_norms, text_config
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary, load_language_model
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes, load_language_model
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
@@ -20,7 +20,7 @@ from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 class Pard(DraftModel):
     """Drafts one sequence. Its caches hold tokens of the history and never a mask."""
 
-    def __init__(self, model: nn.Module, vocabulary: Vocabulary, mask_token: int) -> None:
+    def __init__(self, model: nn.Module, vocabulary: VocabularySizes, mask_token: int) -> None:
         super().__init__(model, vocabulary)
         self._mask = mx.array([mask_token], dtype=mx.int32)
 
@@ -40,7 +40,7 @@ class PardSource:
     """One loaded model, shared by all sequences."""
 
     model: nn.Module
-    vocabulary: Vocabulary
+    vocabulary: VocabularySizes
     mask_token: int
     name: str = "pard"
     needs: FeatureSpec = Pard.needs
@@ -64,7 +64,7 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
             "follow each other, only 0 is known"
         )
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-    vocabulary = Vocabulary(
+    vocabulary = VocabularySizes(
         required(layers, "vocab_size", int, f"layer_config in {CONFIG}"),
         required(text_config(target_config), "vocab_size", int, "config.json of the target"),
     )

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.constraint import read_tokens
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, Vocabulary, open_draft_model
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, open_draft_model
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import Mismatch
 from mlx_spec.sampling import Sampling
@@ -209,7 +209,7 @@ class Retokenized(SequenceDrafter):
     needs = FeatureSpec()
 
     def __init__(self, model: nn.Module, vocab_size: int, target: TokenText, drafter: TokenText) -> None:
-        self._model = DraftModel(model, Vocabulary(vocab_size, vocab_size))
+        self._model = DraftModel(model, VocabularySizes(vocab_size, vocab_size))
         self._translation = Translation(target, drafter)
         self._target, self._drafter = target, drafter
         self._greedy = Sampling().sampler(0, vocab_size)

@@ -18,7 +18,13 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, MAX_VERIFIED, PREFILL_STEP, DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import (
+    MAX_UNWRITTEN,
+    MAX_VERIFIED,
+    PREFILL_STEP,
+    DraftModel,
+    VocabularySizes,
+)
 from mlx_spec.errors import BadCheckpoint, NotRewindable
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import common_prefix
@@ -26,7 +32,7 @@ from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
 KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")
-SAME = Vocabulary(tiny.VOCAB, tiny.VOCAB)
+SAME = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 NOTHING = Features()
 TOLERANCE = 1e-4
 
@@ -225,17 +231,17 @@ def test_one_pass_a_token(outcome, kind, monkeypatch):
 
 def test_fit():
     logits = mx.arange(6.0).reshape(1, 6)
-    assert Vocabulary(6, 6).fit(logits).tolist() == logits.tolist()
-    assert Vocabulary(6, 4).fit(logits).tolist() == [[0, 1, 2, 3]]
-    assert Vocabulary(6, 8).fit(logits).tolist() == [[0, 1, 2, 3, 4, 5, -mx.inf, -mx.inf]]
-    assert Vocabulary(6, 8).known([1, 5, 6, 7]) == [1, 5, 5, 5]
-    assert Vocabulary(8, 6).known([1, 5]) == [1, 5]
+    assert VocabularySizes(6, 6).fit(logits).tolist() == logits.tolist()
+    assert VocabularySizes(6, 4).fit(logits).tolist() == [[0, 1, 2, 3]]
+    assert VocabularySizes(6, 8).fit(logits).tolist() == [[0, 1, 2, 3, 4, 5, -mx.inf, -mx.inf]]
+    assert VocabularySizes(6, 8).known([1, 5, 6, 7]) == [1, 5, 5, 5]
+    assert VocabularySizes(8, 6).known([1, 5]) == [1, 5]
 
 
 @pytest.mark.parametrize("size", [200, 256, 300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padded_vocabulary(size, temperature):
-    drafter = DraftModel(tiny.full(seed=1, vocab=size), Vocabulary(size, tiny.VOCAB))
+    drafter = DraftModel(tiny.full(seed=1, vocab=size), VocabularySizes(size, tiny.VOCAB))
     sampler = Sampling(temperature=temperature).sampler(10, tiny.VOCAB)
     history = [*tiny.prompt(10), tiny.VOCAB - 1]
     draft = drafter.draft(history, 5, sampler)
@@ -297,7 +303,7 @@ def test_any_language_model_becomes_a_drafter(tmp_path):
     save(tmp_path, model, config)
     source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
     assert (source.name, source.vocab_size) == ("llama", tiny.VOCAB)
-    assert source.vocabulary == Vocabulary(tiny.VOCAB, 260)
+    assert source.vocabulary == VocabularySizes(tiny.VOCAB, 260)
     target = LMTarget(tiny.full())
     draft, _ = drafted(source.make(target.parts), tiny.prompt(9), 3)
     assert draft == drafted(DraftModel(model, SAME), tiny.prompt(9), 3)[0]

@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
 import mlx_spec
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar, compile
@@ -65,7 +65,7 @@ def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
     if kind == "lookup":
         return Lookup(1, 16)
     if kind == "draft model":
-        return DraftModel(tiny.full(seed=1), Vocabulary(V, V))
+        return DraftModel(tiny.full(seed=1), VocabularySizes(V, V))
     return Mixed([*PROMPT, *truth], WRONG)
 
 

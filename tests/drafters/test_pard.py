@@ -15,7 +15,7 @@ from fitted import largest, logits_of, opened
 from mlx_lm.utils import load_model
 
 import mlx_spec.drafters.draft_model as module
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, Vocabulary
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, VocabularySizes
 from mlx_spec.drafters.pard import Pard
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
@@ -81,7 +81,7 @@ def model() -> fitted.nn.Module:
 
 
 def pard() -> Pard:
-    return Pard(model(), Vocabulary(256, 256), MASK)
+    return Pard(model(), VocabularySizes(256, 256), MASK)
 
 
 def whole(history: list[int], limit: int) -> mx.array:
@@ -184,7 +184,7 @@ def test_norms_without_their_1(tmp_path):
 @pytest.mark.parametrize("size", [200, 300])
 def test_padded_vocabulary(size, tmp_path):
     """Tables that differ by their padding: nothing is drafted that the target does not know."""
-    drafter = Pard(tiny.full(seed=1, vocab=size), Vocabulary(size, tiny.VOCAB), size - 1)
+    drafter = Pard(tiny.full(seed=1, vocab=size), VocabularySizes(size, tiny.VOCAB), size - 1)
     history = [*tiny.prompt(10), tiny.VOCAB - 1]
     draft = drafter.draft(history, 5, Sampling(1.0).sampler(10, tiny.VOCAB))
     assert draft.tokens.max().item() < min(size, tiny.VOCAB)

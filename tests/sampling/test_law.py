@@ -22,7 +22,7 @@ from mlx_lm.models import llama
 from test_sampling import reference
 
 from mlx_spec import verify
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
@@ -90,7 +90,7 @@ class Liar(Unseeded):
 
 
 def draft_model(kind: type[DraftModel] = DraftModel) -> DraftModel:
-    return kind(model(noise=0.2), Vocabulary(V, V))
+    return kind(model(noise=0.2), VocabularySizes(V, V))
 
 
 def exact(target: nn.Module, sampling: Sampling) -> np.ndarray:
