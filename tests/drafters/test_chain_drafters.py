@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import random_sources
-from drafting import K, drafted, largest, rows
+from drafting import K, drafted, rows
+from fitted import largest
 from lossless import GREEDY, emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model

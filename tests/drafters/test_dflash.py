@@ -96,11 +96,8 @@ def test_conventions_count(key, value, tmp_path):
 def test_norms_without_their_1(tmp_path):
     history, begins, _ = golden()
     less = {name: w - 1 if "norm" in name else w for name, w in published().tensors.items()}
-    source = opened(
-        replace(published(), tensors=less),
-        tmp_path,
-        edit=lambda config: config["mlx_spec"].update(norm_offset=1),
-    )
+    add_one = {"edit": lambda config: config["mlx_spec"].update(norm_offset=1)}
+    source = opened(replace(published(), tensors=less), tmp_path, **add_one)
     assert worst(replay(made(source), history, layers(), begins, 4)) < TOLERANCE
 
 

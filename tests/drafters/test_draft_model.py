@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from fitted import Recorder
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ChunkedKVCache
@@ -40,18 +41,6 @@ TOLERANCE = 1e-4
 @cache
 def model_of(kind: str) -> nn.Module:
     return getattr(tiny, kind)(seed=1)
-
-
-class Recorder:
-    """Greedy; keeps the logits it drew from."""
-
-    def __init__(self) -> None:
-        self.logits: list[mx.array] = []
-
-    def draw(self, logits, history, drafted):
-        assert drafted.size == len(self.logits)
-        self.logits.append(logits)
-        return logits.argmax(axis=-1).astype(mx.int32), None
 
 
 def drafted(drafter: DraftModel, history: list[int], limit: int) -> tuple[list[int], mx.array]:
@@ -112,15 +101,8 @@ def test_limits_change_and_plain_rounds_come_between(kind):
 @pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
 def test_history_is_replaced_between_turns(kind):
     drafter, first = DraftModel(model_of(kind), SAME), tiny.prompt(50)
-    for history in (
-        first,
-        first[:30],
-        [*first[:30], 9, 9],
-        first[:31],
-        tiny.prompt(40, seed=5),
-        first[:1],
-        first,
-    ):
+    other = tiny.prompt(40, seed=5)
+    for history in (first, first[:30], [*first[:30], 9, 9], first[:31], other, first[:1], first):
         check(drafter, history, 3, kind)
         drafter.observe(full(history), NOTHING)
         check(drafter, history, 2, kind)

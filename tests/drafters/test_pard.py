@@ -130,15 +130,8 @@ def test_rows_are_shifted():
 
 def test_history_goes_back():
     drafter, first = pard(), tiny.prompt(50)
-    for history in (
-        first,
-        first[:30],
-        [*first[:30], 9, 9],
-        first[:31],
-        tiny.prompt(40, seed=5),
-        first[:1],
-        first,
-    ):
+    other = tiny.prompt(40, seed=5)
+    for history in (first, first[:30], [*first[:30], 9, 9], first[:31], other, first[:1], first):
         assert largest(logits_of(drafter, history, 3), whole(history, 3)) < TOLERANCE
         assert largest(logits_of(drafter, history, 3), whole(history, 3)) < TOLERANCE
         drafter.observe([*history, 7], NOTHING)
