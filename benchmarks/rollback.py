@@ -254,7 +254,7 @@ class Scripted:
 
 
 def draft_model(layers: int) -> Callable[[LMTarget], Drafter]:
-    return lambda target: DraftModel(Toy(("full",) * layers), Vocabulary(VOCAB, VOCAB))
+    return lambda target: DraftModel(Toy(("full",) * layers), VocabularySizes(VOCAB, VOCAB))
 
 
 ARMS: dict[str, Callable[[int, int], Any]] = {

@@ -13,8 +13,14 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant
-from mlx_spec.drafters.gemma4_network import FULL, SLIDING, AssistantConfig, AssistantNetwork, HeadShape
+from mlx_spec.drafters.gemma4 import (
+    FULL,
+    SLIDING,
+    AssistantConfig,
+    AssistantNetwork,
+    Gemma4Assistant,
+    HeadShape,
+)
 from mlx_spec.types import TargetParts
 
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 256, 64, 4, 2, 64

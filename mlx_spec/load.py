@@ -161,7 +161,7 @@ class _Drafter:
 
 def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> _Drafter | None:
     """The drafter of these names; None if there is to be none."""
-    from mlx_spec.drafters.lookup import LookupSource
+    from mlx_spec.drafters.model_free import LookupSource
 
     if names.drafter_path is None:
         return _Drafter(LookupSource(), None) if names.drafter == LOOKUP else None
@@ -176,8 +176,7 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
 
 def _refuse_unconverted(names: _Names, folder: Path) -> None:
     """Raise BadCheckpoint for a drafter as its authors published it, which `convert` has to read first."""
-    from mlx_spec.drafters.recorded import KEY
-    from mlx_spec.drafters.weights import read_tensors
+    from mlx_spec.drafters.checkpoint import KEY, read_tensors
 
     config = read_published(folder)
     kind = drafter_kind(config, read_tensors(folder).keys())

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_spec.constraint import Grammar
-from mlx_spec.drafters.forced import Forced
-from mlx_spec.drafters.legal import Legal
-from mlx_spec.drafters.prediction import Prediction
+from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction
 from mlx_spec.types import Drafter, RequestDrafter
 
 FORCED_PRIOR = 0.99  # probability; a grammar forces these tokens, only a stop token may come before them
@@ -29,11 +27,11 @@ def for_request(
     matcher = None if grammar is None else grammar.matcher(prompt)
     extras: list[RequestDrafter] = []
     if matcher is not None:
-        drafters = [Legal(drafter, matcher, len(prompt)) for drafter in drafters]
+        drafters = [GrammarFilter(drafter, matcher, len(prompt)) for drafter in drafters]
         forced = Forced(matcher, len(prompt))
         extras.append(RequestDrafter("grammar", forced, forced.available, FORCED_PRIOR))
     if prediction:
         predicted = Prediction(prediction, prompt)
-        checked: Drafter = predicted if matcher is None else Legal(predicted, matcher, len(prompt))
+        checked: Drafter = predicted if matcher is None else GrammarFilter(predicted, matcher, len(prompt))
         extras.append(RequestDrafter("prediction", checked, predicted.available, PREDICTION_PRIOR))
     return tuple(drafters), tuple(extras)

@@ -1,4 +1,4 @@
-"""Drafter families: the only registry."""
+"""Drafter families: the only registry. README.md says how to add one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_spec.drafters.dflash import open_dflash
 from mlx_spec.drafters.draft_model import open_draft_model
-from mlx_spec.drafters.eagle3 import open_eagle3
-from mlx_spec.drafters.gemma4_assistant import open_assistant
-from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.drafters.eagle3 import open_eagle3, open_peagle
+from mlx_spec.drafters.gemma4 import open_assistant
 from mlx_spec.drafters.medusa import open_medusa
+from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.drafters.mtp import open_mtp
 from mlx_spec.drafters.pard import open_pard
-from mlx_spec.drafters.peagle import open_peagle
 from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
@@ -26,33 +25,32 @@ __all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter", "open_retokeni
 
 
 class DrafterSource(Protocol):
-    """What sequences share: the weights of one drafter. Makes a drafter for each of them."""
+    """The loaded weights of one drafter. Sequences share them; each gets a drafter of its own."""
 
     @property
     def name(self) -> str:
-        """The family, for the user."""
+        """Return the family, for the user."""
         ...
 
     @property
     def needs(self) -> FeatureSpec:
-        """What its drafters read from the target."""
+        """Return what its drafters read from the target."""
         ...
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids it knows, padding included; None if it knows any."""
+        """Return the number of token ids it knows, padding included; None if it knows any."""
         ...
 
     def make(self, parts: TargetParts) -> Drafter:
-        """The drafter of one sequence."""
+        """Return the drafter of one sequence."""
         ...
 
 
 Opener = Callable[[Path, Mapping[str, Any], Mapping[str, Any]], DrafterSource]
 
 
-def open_lookup(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
-    """Lookup has no checkpoint: path and configs do not matter."""
+def _open_lookup(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     return LookupSource()
 
 
@@ -64,7 +62,7 @@ FAMILIES: dict[str, Opener] = {
     "gemma4_assistant": open_assistant,
     "gemma4_unified_assistant": open_assistant,
     "glm_mtp": open_mtp,
-    "lookup": open_lookup,
+    "lookup": _open_lookup,
     "medusa": open_medusa,
     "pard": open_pard,
     "peagle": open_peagle,
@@ -75,7 +73,7 @@ FAMILIES: dict[str, Opener] = {
 def open_drafter(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load the drafter in `path`, whose config.json is `config`, for a target with `target_config`.
 
-    Raises BadCheckpoint for an unknown family and for damaged checkpoints, Mismatch where the two do not fit.
+    Raises BadCheckpoint for an unknown family and a damaged checkpoint, Mismatch if the two do not fit.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):

@@ -1,33 +1,34 @@
-"""Drafters that read, beside each token, what the target computed before it: EAGLE-3, native MTP heads.
+"""Drafters that read the target's hidden states: EAGLE-3, P-EAGLE, DFlash, native MTP heads.
 
-Row i pairs the target's features of position i with token i + 1, and its output predicts token i + 2. Behind
-the newest row the network goes on by itself: its own output stands in for features that do not exist yet.
-Those rows are dropped after the draft, and tokens that were accepted are written with the target's features.
+A row of the drafter's own caches is made of the target's features of one position. In most families the row
+also reads the token after that position, so it predicts the token after that one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import create_attention_mask
 
-from mlx_spec.drafters.chain import Chain
-from mlx_spec.drafters.recorded import KEY, POST, PRE, WHERE, Recorded
+from mlx_spec.cache.full import write
+from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conventions, own_parts
+from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.model.caches import write_rows
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
-BACKLOG = 64  # rows not yet written at which `observe` writes all but the newest
+MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
 
 
 class Rows:
-    """K and V of one layer of a drafter. Positions may have gaps where rows are gone for good."""
+    """K and V of one layer of a drafter. Positions have gaps where rows are missing."""
 
     def __init__(self) -> None:
-        self.offset = 0  # position of the next row, by this name for mlx-lm's attention
+        self.offset = 0  # position of the next row; mlx-lm's attention reads it by this name
         self.size = 0
         self._keys: mx.array | None = None  # [1, H, capacity, Dk]
         self._values: mx.array | None = None  # [1, H, capacity, Dv]
@@ -35,153 +36,217 @@ class Rows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D] and return all rows [1, H, S, D]."""
         start, end = self.size, self.size + keys.shape[2]
-        self._keys = write_rows(self._keys, keys, start, end)
-        self._values = write_rows(self._values, values, start, end)
+        self._keys = write(self._keys, keys, start, end)
+        self._values = write(self._values, values, start, end)
         self.size, self.offset = end, self.offset + keys.shape[2]
         return self._keys[..., :end, :], self._values[..., :end, :]
 
     def mask(self, T: int, *, array: bool = False) -> mx.array | str | None:
-        """What each of the next T rows may see: the rows before it and itself."""
+        """Return the causal mask of the next T rows."""
         mask: mx.array | str | None = create_attention_mask(
             T, self.size, return_array=array, window_size=None
         )
         return mask
 
     def cut(self, size: int, position: int) -> None:
-        """Keep the first rows; the next one is at `position`."""
+        """Keep the first `size` rows; the next one is at `position`."""
         self.size, self.offset = min(self.size, size), position
 
     def arrays(self) -> list[mx.array]:
-        """The buffers."""
+        """Return the buffers."""
         return [a for a in (self._keys, self._values) if a is not None]
 
 
-class Network(Protocol):
-    """The layers of such a drafter, shared by all sequences."""
+class ConditionedDrafter(SequenceDrafter):
+    """Keeps the rows of one sequence: those in the caches, then those that wait to be written.
+
+    When the target goes back to an earlier position, rows from there on are dropped. If the token at that
+    position changed, the row before it is dropped, too: it read that token. A prefix that the target reused
+    and this drafter never saw has no rows. Both lower acceptance and do not change the text.
+
+    A family implements `process` and `draft`.
+    """
+
+    reads_next_token: ClassVar[bool] = True  # False if a row depends on the target's features only
+
+    def __init__(self, needs: FeatureSpec, num_layers: int) -> None:
+        self.needs = needs
+        self._caches = [Rows() for _ in range(num_layers)]
+        self._positions: list[int] = []  # of all rows, ascending
+        self._tokens: list[int] = []  # the token after each of them
+        self._waiting: list[mx.array] = []  # features [T, F] of the last rows, contiguous
+
+    def process(self, rows: mx.array, tokens: list[int]) -> None:
+        """Append rows of features [T, F], and the tokens after them, to the caches."""
+        raise NotImplementedError
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Queue the rows of `features`, which end before the last token of `history`."""
+        read = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
+        rows = mx.concatenate(read, axis=-1) if len(read) > 1 else read[0]
+        if not rows.shape[0]:
+            return
+        first = len(history) - 1 - rows.shape[0]
+        self._forget(first, history[first])
+        if self._positions and self._positions[-1] + 1 != first:
+            self._write(self._num_waiting)  # a gap follows
+        self._positions += range(first, len(history) - 1)
+        self._tokens += history[first + 1 :]
+        self._waiting.append(rows)
+        if self._num_waiting > MAX_WAITING:
+            self._write(self._num_waiting - 1)
+            mx.async_eval([cache.arrays() for cache in self._caches])
 
     @property
-    def depth(self) -> int:
-        """Layers that have K and V."""
-        ...
+    def nbytes(self) -> int:
+        """Return the bytes of its caches."""
+        return sum(array.nbytes for cache in self._caches for array in cache.arrays())
+
+    def missing(self, size: int) -> int:
+        """Return how many of the first `size` positions have no row."""
+        return size - bisect_left(self._positions, size)
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(rows.shape[0] for rows in self._waiting)
+
+    def _follows(self, history: Sequence[int]) -> bool:
+        """Return True if the newest row is that of the position before the last token of `history`."""
+        return self._positions[-1:] == [len(history) - 2] and self._tokens[-1] == history[-1]
+
+    def _write(self, count: int) -> None:
+        """Write the first `count` of the waiting rows to the caches."""
+        if count:
+            self.process(*self._next_rows(count))
+            self._mark_written(count)
+
+    def _next_rows(self, count: int) -> tuple[mx.array, list[int]]:
+        """Return the first `count` waiting rows [T, F] and their tokens. The caches are ready for them."""
+        start = len(self._positions) - self._num_waiting
+        self._cut()
+        return mx.concatenate(self._waiting)[:count], self._tokens[start : start + count]
+
+    def _mark_written(self, count: int) -> None:
+        """Note that the caches hold the first `count` of the waiting rows."""
+        left = mx.concatenate(self._waiting)[count:]
+        self._waiting = [left] if left.shape[0] else []
+
+    def _cut(self, position_offset: int = 0) -> None:
+        """Drop what a draft left in the caches after the written rows."""
+        written = len(self._positions) - self._num_waiting
+        following = self._positions[written] if self._waiting else self._positions[-1] + 1
+        for cache in self._caches:
+            cache.cut(written, following + position_offset)
+
+    def _forget(self, position: int, token: int) -> None:
+        """Drop the rows from `position` on, and the one before if it read another token than `token`."""
+        keep = bisect_left(self._positions, position)
+        adjacent = keep > 0 and self._positions[keep - 1] == position - 1
+        if adjacent and self.reads_next_token and self._tokens[keep - 1] != token:
+            keep -= 1
+        dropped = len(self._positions) - keep
+        if dropped:
+            left = self._num_waiting - dropped
+            self._waiting = [mx.concatenate(self._waiting)[:left]] if left > 0 else []
+            del self._positions[keep:], self._tokens[keep:]
+
+
+# --- drafts of several steps
+
+
+class ChainNetwork(nn.Module):
+    """The layers of a drafter that runs once for each draft token. All sequences share them."""
+
+    layers: list[nn.Module]  # with K and V each
 
     def fuse(self, features: mx.array) -> mx.array:
-        """Features of the target [T, F] to the hidden [T, D] that the layers read."""
-        ...
+        """Return the hidden state [T, D] that the layers read for features [T, F] of the target."""
+        raise NotImplementedError
 
     def __call__(
         self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
     ) -> tuple[mx.array, mx.array]:
-        """Embeddings and hidden [T, D] of T rows to the hidden of their next steps and the head's input."""
-        ...
+        """Return the next steps' hidden state and the head's input, for embeddings and hidden [T, D]."""
+        raise NotImplementedError
 
 
-def check_conventions(recorded: Recorded, read: tuple[str, ...]) -> None:
-    """Raise BadCheckpoint for conventions that `Conditioned` does not follow; `read`: known as its input."""
+class ChainDrafter(ConditionedDrafter):
+    """Drafts token by token: its own output replaces the features that do not exist yet (EAGLE-3, MTP).
+
+    Rows of drafted tokens are dropped after the draft. Accepted tokens are written again with the target's
+    features.
+    """
+
+    def __init__(
+        self, network: ChainNetwork, parts: TargetParts, needs: FeatureSpec, *, position_offset: int = 0
+    ) -> None:
+        super().__init__(needs, len(network.layers))
+        self._network = network
+        self._parts = parts
+        self._position_offset = position_offset  # added to the positions of drafted rows
+        self._newest: tuple[mx.array, mx.array] | None = None  # the network's output for the newest row
+
+    def process(self, rows: mx.array, tokens: list[int]) -> None:
+        """Run the network on rows [T, F] and keep its output for the last one."""
+        embedded = self._parts.embed(mx.array(tokens, dtype=mx.int32))
+        hidden, normed = self._network(embedded, self._network.fuse(rows), self._caches)
+        self._newest = hidden[-1:], normed[-1:]
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return `limit` tokens; none if the newest row is not that of `history`."""
+        if limit < 1 or not self._follows(history):
+            return no_draft()
+        self._write(self._num_waiting)
+        assert self._newest is not None
+        hidden, normed = self._newest
+        self._cut(self._position_offset)
+        builder = DraftBuilder(history, sampler)
+        for step in range(limit):
+            token = builder.draw(self._parts.unembed(normed))
+            if step + 1 < limit:
+                hidden, normed = self._network(self._parts.embed(token), hidden, self._caches)
+        return builder.draft()
+
+
+def check_conventions(conventions: Conventions, readable: tuple[str, ...]) -> None:
+    """Raise BadCheckpoint for conventions that `ChainDrafter` does not follow; `readable`: known inputs."""
     known: dict[str, tuple[object, tuple[object, ...]]] = {
-        "hidden": (recorded.hidden, read),
-        "chain": (recorded.chain, (POST, PRE)),
-        "shift": (recorded.shift, (1,)),
+        "hidden": (conventions.hidden, readable),
+        "chain": (conventions.chain, (POST_NORM, PRE_NORM)),
+        "shift": (conventions.shift, (1,)),
     }
     for key, (found, choices) in known.items():
         if found not in choices:
             shown = " or ".join(repr(choice) for choice in choices)
             raise BadCheckpoint(
-                f"{KEY!r} in {WHERE} has {key} {found!r}, it must be {shown}: convert it again"
+                f"{KEY!r} in {CONFIG} has {key} {found!r}, it must be {shown}: convert it again"
             )
 
 
-class Conditioned:
-    """Drafts one sequence with a network and rows of its own.
+# --- loaded drafters
 
-    After a target went back to an earlier place, rows from there on are dropped. Where the token at that
-    place changed, the row before it is gone, too: the features it was made of are no longer there. A target
-    that already holds a prefix which this drafter never saw leaves it without those rows. Both cost
-    acceptance for a while, and neither the text.
-    """
 
-    def __init__(
-        self, network: Network, parts: TargetParts, needs: FeatureSpec, *, position_offset: int = 0
-    ) -> None:
-        self.needs = needs
-        self._network = network
-        self._parts = parts
-        self._position_offset = position_offset  # of the rows that the network adds by itself
-        self._caches = [Rows() for _ in range(network.depth)]
-        self._positions: list[int] = []  # of all rows with the target's features, ascending
-        self._tokens: list[int] = []  # that each of them reads
-        self._waiting: list[mx.array] = []  # features of the last of them, not yet written: contiguous
-        self._newest: tuple[mx.array, mx.array] | None = None  # what the network made of the last row
+@dataclass(frozen=True)
+class NetworkSource:
+    """One loaded network, shared by all sequences."""
 
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """The rows of `features`, which end before the last token of `history`, are to be written."""
-        read = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
-        rows = mx.concatenate(read, axis=-1) if len(read) > 1 else read[0]
-        first = len(history) - 1 - rows.shape[0]
-        self._forget(first, history[first])
-        if self._positions and self._positions[-1] + 1 != first:
-            self._write(self._held)
-        self._positions += range(first, len(history) - 1)
-        self._tokens += history[first + 1 :]
-        self._waiting.append(rows)
-        if self._held > BACKLOG:
-            self._write(self._held - 1)
-            mx.async_eval([cache.arrays() for cache in self._caches])
+    name: str
+    network: nn.Module
+    needs: FeatureSpec
+    vocab_size: int
+    build: Callable[[TargetParts], Drafter]  # makes the drafter of one sequence
 
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """`limit` tokens; none where the newest row is not that of `history`."""
-        here = self._positions[-1:] == [len(history) - 2] and self._tokens[-1] == history[-1]
-        if limit < 1 or not here:
-            return no_draft()
-        if self._waiting:
-            self._newest = self._write(self._held)
-        assert self._newest is not None
-        hidden, normed = self._newest
-        self._cut(len(self._positions), len(history) - 1 + self._position_offset)
-        chain = Chain(history, sampler)
-        for step in range(limit):
-            token = chain.extend(self._parts.unembed(normed))
-            if step + 1 < limit:
-                hidden, normed = self._network(self._parts.embed(token), hidden, self._caches)
-        return chain.draft()
+    def make(self, parts: TargetParts) -> Drafter:
+        """Return the drafter of one sequence; its network may bring an embedding and an LM head."""
+        return self.build(own_parts(self.network, parts, self.vocab_size))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its caches."""
-        return sum(array.nbytes for cache in self._caches for array in cache.arrays())
 
-    def missing(self, size: int) -> int:
-        """Of how many of the first `size` positions it has no row."""
-        return size - bisect_left(self._positions, size)
+def chain_source(
+    name: str, network: ChainNetwork, needs: FeatureSpec, vocab_size: int, position_offset: int = 0
+) -> NetworkSource:
+    """Return the source of drafters that draft token by token with `network`."""
 
-    @property
-    def _held(self) -> int:
-        """How many rows wait."""
-        return sum(rows.shape[0] for rows in self._waiting)
+    def build(parts: TargetParts) -> ChainDrafter:
+        return ChainDrafter(network, parts, needs, position_offset=position_offset)
 
-    def _forget(self, position: int, token: int) -> None:
-        """Drop the rows from `position` on, and the one before it if it read another token than this."""
-        keep = bisect_left(self._positions, position)
-        if keep and self._positions[keep - 1] == position - 1 and self._tokens[keep - 1] != token:
-            keep -= 1
-        dropped = len(self._positions) - keep
-        if not dropped:
-            return
-        left = self._held - dropped
-        self._waiting = [mx.concatenate(self._waiting)[:left]] if left > 0 else []
-        self._newest = None
-        del self._positions[keep:], self._tokens[keep:]
-
-    def _write(self, count: int) -> tuple[mx.array, mx.array] | None:
-        """Write the first `count` of the rows that wait. Returns what the network made of the last one."""
-        if not count:
-            return None
-        rows, start = mx.concatenate(self._waiting), len(self._positions) - self._held
-        self._cut(start, self._positions[start])
-        embedded = self._parts.embed(mx.array(self._tokens[start : start + count], dtype=mx.int32))
-        hidden, normed = self._network(embedded, self._network.fuse(rows[:count]), self._caches)
-        self._waiting = [rows[count:]] if count < rows.shape[0] else []
-        return hidden[-1:], normed[-1:]
-
-    def _cut(self, size: int, position: int) -> None:
-        for cache in self._caches:
-            cache.cut(size, position)
+    return NetworkSource(name, network, needs, vocab_size, build)

@@ -1,30 +1,46 @@
-"""DFlash (arXiv:2602.06036): a block of tokens in one pass over the target's own activations.
+"""DFlash (arXiv:2602.06036): a block of tokens in one pass over the target's own hidden states.
 
-The block is the pending token and masks, as long as it was in training whatever part of it is wanted. A slot
-says what its own token is, so the first one, whose token is known, has nothing to say; checkpoints that draft
-from it, too, record a shift of 1. Slots do not see each other's tokens: each draws from its marginal law.
+The block is the pending token and masks. It is always as long as in training, however many tokens are
+wanted. A slot predicts its own token, so the first slot, whose token is known, predicts nothing; checkpoints
+that also draft from it record a shift of 1. Slots do not see each other's tokens: each is drawn from its
+marginal distribution.
+
+A context row is the target's captured layers, projected once and turned into K and V by every layer. Only
+the block has queries; its rows see the whole context and each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3 import MLP
 
-from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.context import BACKLOG, Context, check_capture, joined_layers
-from mlx_spec.drafters.dflash_network import DFlashConfig, DFlashNetwork
-from mlx_spec.drafters.one_pass import drawn
-from mlx_spec.drafters.recorded import WHERE, Recorded, check_target, shift_norms
-from mlx_spec.drafters.tables import check_vocabulary, own_parts
-from mlx_spec.drafters.weights import load_weights, read_tensors, required
+from mlx_spec.drafters.checkpoint import (
+    CONFIG,
+    Conventions,
+    Rope,
+    check_capture,
+    check_target,
+    check_vocabulary,
+    layer_config,
+    load_weights,
+    read_tensors,
+    required,
+    shift_norms,
+    text_config,
+)
+from mlx_spec.drafters.conditioned import ConditionedDrafter, NetworkSource, Rows
+from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
-PLAIN = {  # switches of a config, and the only value that is known
+SLIDING, FULL = "sliding_attention", "full_attention"
+SUPPORTED = {  # switches of a config, and the only supported value
     "is_causal": False,
     "causal": False,
     "input_embedding_scale": 1.0,
@@ -34,106 +50,224 @@ SOFTCAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
+class DFlashConfig:
+    """The sizes in config.json, and the names of the tensors for the optional parts."""
+
+    hidden_size: int  # D, the target's too
+    fused_size: int  # F, width of a context row
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    draft_vocab_size: int
+    windows: tuple[int | None, ...]  # one a layer; None if it sees the whole context
+    rope: Rope
+    tensors: frozenset[str]
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], captured: int, tensors: Collection[str]) -> DFlashConfig:
+        """Read the config.json of a drafter that reads `captured` layers. Raises BadCheckpoint."""
+        layer = layer_config(config)
+        where = f"layer_config in {CONFIG}"
+        heads = required(layer, "num_attention_heads", int, where)
+        hidden = required(layer, "hidden_size", int, where)
+        return cls(
+            hidden_size=hidden,
+            fused_size=captured * hidden,
+            intermediate_size=required(layer, "intermediate_size", int, where),
+            num_attention_heads=heads,
+            num_key_value_heads=layer.get("num_key_value_heads") or heads,
+            head_dim=layer.get("head_dim") or hidden // heads,
+            rms_norm_eps=required(layer, "rms_norm_eps", float, where),
+            vocab_size=required(layer, "vocab_size", int, where),
+            draft_vocab_size=required(config, "draft_vocab_size", int, CONFIG),
+            windows=_windows(layer, where),
+            rope=Rope.from_dict(layer, layer.get("max_position_embeddings")),
+            tensors=frozenset(tensors),
+        )
+
+
+def _windows(layer: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
+    count = required(layer, "num_hidden_layers", int, where)
+    kinds = layer.get("layer_types") or [FULL] * count
+    if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
+        raise BadCheckpoint(
+            f"{where} has layer_types {kinds} for {count} layers, known are {SLIDING!r} and {FULL!r}"
+        )
+    return tuple(required(layer, "sliding_window", int, where) if kind == SLIDING else None for kind in kinds)
+
+
+# --- the network
+
+
+class DFlashNetwork(nn.Module):
+    """Layers over a context that grows, and one block at a time. Names are those the converter writes."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(config.fused_size, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.layers = [_Layer(config, index) for index in range(len(config.windows))]
+        self.norm = nn.RMSNorm(width, eps=eps)
+        if "embed_tokens.weight" in config.tensors:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if "lm_head.weight" in config.tensors:
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if "draft_ids" in config.tensors:
+            self.draft_ids = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
+
+    def remember(self, rows: mx.array, caches: Sequence[Rows]) -> None:
+        """Append K and V of context rows [T, F] to the caches."""
+        context = self.hidden_norm(self.fc(rows.astype(self.norm.weight.dtype)))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.remember(context[None], cache)
+
+    def __call__(self, embedded: mx.array, caches: Sequence[Rows], position_offset: int) -> mx.array:
+        """Return the head's input [B, D] for a block [B, D], which stays in the caches."""
+        x = embedded.astype(self.norm.weight.dtype)[None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache, position_offset)
+        normed: mx.array = self.norm(x)[0]
+        return normed
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DFlashConfig, index: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = _Attention(config, index)
+        self.mlp = MLP(width, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+
+    def __call__(self, x: mx.array, cache: Rows, position_offset: int) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), cache, position_offset)
+        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DFlashConfig, index: int) -> None:
+        super().__init__()
+        width, head = config.hidden_size, config.head_dim
+        self._window, self._scale = config.windows[index], head**-0.5
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+
+        def linear(part: str, inputs: int, outputs: int) -> nn.Linear:
+            biased = f"layers.{index}.self_attn.{part}.bias" in config.tensors
+            return nn.Linear(inputs, outputs, bias=biased)
+
+        self.q_proj = linear("q_proj", width, self._heads * head)
+        self.k_proj = linear("k_proj", width, self._groups * head)
+        self.v_proj = linear("v_proj", width, self._groups * head)
+        self.o_proj = linear("o_proj", self._heads * head, width)
+        self.q_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
+        self._rope = config.rope.build(head)
+
+    def remember(self, rows: mx.array, cache: Rows) -> None:
+        """Append K and V of context rows [1, T, D]."""
+        self._append(rows, cache, cache.offset)
+
+    def __call__(self, x: mx.array, cache: Rows, position_offset: int) -> mx.array:
+        """Attend from [1, B, D]: each row sees the context in the first row's window, and the whole block."""
+        before, position = cache.size, cache.offset + position_offset
+        queries = self._rope(self.q_norm(self._split(self.q_proj(x), self._heads)), offset=position)
+        keys, values = self._append(x, cache, position)
+        low = 0 if self._window is None else max(before - self._window + 1, 0)
+        attended = mx.fast.scaled_dot_product_attention(
+            queries, keys[..., low:, :], values[..., low:, :], scale=self._scale
+        )
+        projected: mx.array = self.o_proj(attended.swapaxes(1, 2).reshape(1, x.shape[1], -1))
+        return projected
+
+    def _append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
+        keys = self._rope(self.k_norm(self._split(self.k_proj(x), self._groups)), offset=position)
+        return cache.update_and_fetch(keys, self._split(self.v_proj(x), self._groups))
+
+    def _split(self, x: mx.array, heads: int) -> mx.array:
+        """Reshape [1, T, H * Dk] to [1, H, T, Dk]."""
+        return x.reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+
+
+# --- the drafter
+
+
+@dataclass(frozen=True)
 class Block:
-    """What a block consists of."""
+    """The block that a checkpoint was trained on."""
 
     size: int  # B slots
     mask_token: int
-    shift: int  # 0: slot j says what token j of the block is; 1: what comes after it
+    shift: int  # 0: slot j predicts token j of the block; 1: the token after it
     position_offset: int
 
     @property
     def length(self) -> int:
-        """Tokens that it drafts."""
+        """Return the number of tokens that it drafts."""
         return self.size - 1 + self.shift
 
 
-class DFlash:
-    """Drafts one sequence. Its caches hold the context and, while it drafts, the block."""
+class DFlash(ConditionedDrafter):
+    """Drafts one sequence. Its caches hold the context and, during a draft, the block."""
+
+    reads_next_token = False
 
     def __init__(self, network: DFlashNetwork, parts: TargetParts, needs: FeatureSpec, block: Block) -> None:
-        self.needs = needs
+        super().__init__(needs, len(network.layers))
         self._network = network
         self._parts = parts
         self._block = block
-        self._context = Context([Rows() for _ in network.layers])
 
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """The context grows by the rows of `features`."""
-        self._context.observe(history, joined_layers(features))
-        if self._context.waiting > BACKLOG:
-            self._write()
-            mx.async_eval([cache.arrays() for cache in self._context.caches])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its caches."""
-        return self._context.nbytes
-
-    def missing(self, size: int) -> int:
-        """Of how many of the first `size` positions it has no row."""
-        return self._context.missing(size)
+    def process(self, rows: mx.array, tokens: list[int]) -> None:
+        """Append context rows [T, F] to the caches."""
+        self._network.remember(rows, self._caches)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Tokens up to the end of the block; none where the context is not that of `history`."""
+        """Return tokens up to the end of the block; none if the newest row is not that of `history`."""
         limit = min(limit, self._block.length)
-        if limit < 1 or not self._context.follows(history):
+        if limit < 1 or not self._follows(history):
             return no_draft()
-        self._write()
+        self._write(self._num_waiting)
+        self._cut()
         block = [history[-1], *[self._block.mask_token] * (self._block.size - 1)]
         embedded = self._parts.embed(mx.array(block, dtype=mx.int32))
-        slots = self._network(embedded, self._context.caches, self._block.position_offset)
-        self._context.settle(0)
+        slots = self._network(embedded, self._caches, self._block.position_offset)
         first = 1 - self._block.shift
-        return drawn(self._parts.unembed(slots[first : first + limit]), history, sampler)
-
-    def _write(self) -> None:
-        if self._context.waiting:
-            rows, _ = self._context.take()
-            self._network.remember(rows, self._context.caches)
-            self._context.settle(rows.shape[0])
+        return draw_rows(self._parts.unembed(slots[first : first + limit]), history, sampler)
 
 
-@dataclass(frozen=True)
-class DFlashSource:
-    """One loaded drafter, shared by all sequences."""
-
-    network: DFlashNetwork
-    needs: FeatureSpec
-    block: Block
-    vocab_size: int
-    name: str = "dflash"
-
-    def make(self, parts: TargetParts) -> DFlash:
-        """The drafter of one sequence, with tables of its own where it brings them."""
-        own = own_parts(self.network, parts, self.vocab_size)
-        return DFlash(self.network, own, self.needs, self.block)
-
-
-def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DFlashSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch where it is made for another target."""
-    record = Recorded.from_config(config)
+def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    conventions = Conventions.from_config(config)
     check_target(config, target_config)
     _check_switches(config, target_config)
-    check_capture(record.capture, config)
-    sizes = DFlashConfig.from_dict(config, len(record.capture), read_tensors(path).keys())
+    check_capture(conventions.capture, config)
+    sizes = DFlashConfig.from_dict(config, len(conventions.capture), read_tensors(path).keys())
     check_vocabulary(path, sizes.draft_vocab_size, sizes.vocab_size, sizes.tensors)
     network = DFlashNetwork(sizes)
     load_weights(network, path)
-    shift_norms(network, record.norm_offset)
-    mask, size = (required(config, key, int, WHERE) for key in ("mask_token_id", "block_size"))
-    block = Block(size, mask, record.shift, record.position_offset)
-    return DFlashSource(network, FeatureSpec(hidden_layers=record.capture), block, sizes.vocab_size)
+    shift_norms(network, conventions.norm_offset)
+    mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
+    block = Block(size, mask, conventions.shift, conventions.position_offset)
+    needs = FeatureSpec(conventions.capture)
+
+    def build(parts: TargetParts) -> DFlash:
+        return DFlash(network, parts, needs, block)
+
+    return NetworkSource("dflash", network, needs, sizes.vocab_size, build)
 
 
 def _check_switches(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
-    """Raise BadCheckpoint for what this runtime does not do."""
-    for key, known in PLAIN.items():
+    for key, known in SUPPORTED.items():
         if config.get(key, known) != known:
-            raise BadCheckpoint(f"{WHERE} has {key} = {config[key]!r}, only {known!r} is supported")
-    target: Mapping[str, Any] = target_config.get("text_config") or target_config
+            raise BadCheckpoint(f"{CONFIG} has {key} = {config[key]!r}, only {known!r} is supported")
+    target = text_config(target_config)
     if config.get(SOFTCAP) not in (None, target.get(SOFTCAP)):
         raise BadCheckpoint(
-            f"{WHERE} has {SOFTCAP} {config[SOFTCAP]!r}, the target {target.get(SOFTCAP)!r}: only "
+            f"{CONFIG} has {SOFTCAP} {config[SOFTCAP]!r}, the target {target.get(SOFTCAP)!r}: only "
             "the target's is supported"
         )

@@ -1,4 +1,4 @@
-"""A smaller language model of the same vocabulary (arXiv:2211.17192, arXiv:2302.01318)."""
+"""A smaller language model with the target's vocabulary (arXiv:2211.17192, arXiv:2302.01318)."""
 
 from __future__ import annotations
 
@@ -11,123 +11,121 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.chain import Chain
+from mlx_spec.checkpoint import AGAIN, check_weights, one_line
+from mlx_spec.drafters.checkpoint import text_config
+from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.model.target import LMTarget
+from mlx_spec.sequence import common_prefix
+from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
-CHUNK = 512  # tokens in one pass over a prompt
-BACKLOG = 128  # tokens not yet written at which `observe` writes them, so that no draft has to wait for more
-SHORT = 8  # tokens that a draft writes on trial together with the pending one
+PREFILL_STEP = 512  # tokens in one pass over a prompt
+MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
+MAX_VERIFIED = 8  # known tokens that a draft writes uncommitted together with the pending one
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """Sizes that may differ by padding rows."""
+class VocabularySizes:
+    """The sizes of two vocabularies that differ by padding rows."""
 
     drafter: int
     target: int
 
     def known(self, tokens: Sequence[int]) -> list[int]:
-        """`tokens` with those beyond the drafter's table replaced by its last one."""
+        """Return `tokens` with those beyond the drafter's table replaced by its last one."""
         return list(tokens) if self.drafter >= self.target else [min(t, self.drafter - 1) for t in tokens]
 
     def fit(self, logits: mx.array) -> mx.array:
-        """Logits [T, drafter] cut or padded with -inf to [T, target]."""
+        """Cut or pad logits [T, drafter] to [T, target]; padding is -inf."""
         if self.drafter >= self.target:
             return logits[:, : self.target]
         unknown = mx.full((logits.shape[0], self.target - self.drafter), -mx.inf, dtype=logits.dtype)
         return mx.concatenate([logits, unknown], axis=-1)
 
 
-class DraftModel:
+class DraftModel(SequenceDrafter):
     """Drafts one sequence with a model and caches of its own."""
 
     needs = FeatureSpec()
 
-    def __init__(self, model: nn.Module, vocabulary: Vocabulary) -> None:
+    def __init__(self, model: nn.Module, vocabulary: VocabularySizes) -> None:
         self._model = LMTarget(model)
         self._vocabulary = vocabulary
-        self._written: list[int] = []  # tokens whose rows are in the caches, committed or on trial
-        self._on_trial = 0  # how many of them are on trial
-        self._guesses = 0  # rows of draft tokens behind `_written`, on trial
+        self._written: list[int] = []  # tokens whose rows are in the caches, committed or not
+        self._uncommitted = 0  # how many of them are not committed
+        self._num_guesses = 0  # uncommitted rows of draft tokens after `_written`
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its caches."""
+        """Return the bytes of its caches."""
         return self._model.nbytes
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Keep the rows of the accepted draft tokens: `history` grew by them and one token more."""
+        """Keep the rows of accepted draft tokens if `history` grew by them and one token more."""
         grown = len(history) - len(self._written)
-        a_round = self._on_trial and 1 <= grown <= self._guesses + 2
-        if a_round:
-            self._settle(history, len(self._written) + min(grown - 1, self._guesses))
-        elif grown > BACKLOG or grown < 0:
-            self.read(history)
+        if self._uncommitted and 1 <= grown <= self._num_guesses + 2:
+            self._settle(history, len(self._written) + min(grown - 1, self._num_guesses))
+        elif grown > MAX_UNWRITTEN or grown < 0:
+            self.write(history)
 
-    def read(self, history: Sequence[int]) -> None:
+    def write(self, history: Sequence[int]) -> None:
         """Write all of `history` but its last, pending token."""
-        self._write(history, len(history) - 1 - self._align(history))
+        self._prefill(history, len(history) - 1 - self._align(history))
 
-    def drafted(self, tokens: Sequence[int]) -> None:
-        """The last draft was these `tokens`: told so, the next one keeps the rows of those that came true.
+    def keep_draft(self, tokens: Sequence[int]) -> None:
+        """Note the tokens of the last draft: the next draft keeps the rows of those in its history.
 
-        Without it only `observe` can keep them, which takes the next history for one that accepted them.
+        Without it, `observe` takes the next history for one that accepted them.
         """
-        self._written += tokens[: self._guesses]
-        self._on_trial += self._guesses
-        self._guesses = 0
+        self._written += tokens[: self._num_guesses]
+        self._uncommitted += self._num_guesses
+        self._num_guesses = 0
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """`limit` tokens."""
+        """Return `limit` tokens."""
         if limit < 1:
             return no_draft()
-        missing = len(history) - self._align(history)
-        if missing > SHORT:
-            self._write(history, missing - 1)
-        rows = self._vocabulary.known(history[len(self._written) :])
-        logits = self._model.verify(mx.array(rows, dtype=mx.int32))[-1:]
-        chain = Chain(history, sampler)
+        rows = self._unwritten(history)
+        logits = self._model.verify(rows)[-1:]
+        builder = DraftBuilder(history, sampler)
         for step in range(limit):
-            token = chain.extend(self._vocabulary.fit(logits))
+            token = builder.draw(self._vocabulary.fit(logits))
             if step + 1 < limit:
                 logits = self._model.verify(token)
         self._written += history[len(self._written) :]
-        self._on_trial, self._guesses = len(rows), limit - 1
-        return chain.draft()
+        self._uncommitted, self._num_guesses = rows.size, limit - 1
+        return builder.draft()
+
+    def _unwritten(self, history: Sequence[int]) -> mx.array:
+        """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
+        missing = len(history) - self._align(history)
+        if missing > MAX_VERIFIED:
+            self._prefill(history, missing - 1)
+        return mx.array(self._vocabulary.known(history[len(self._written) :]), dtype=mx.int32)
 
     def _align(self, history: Sequence[int]) -> int:
-        """Keep the rows of the longest common prefix, without the pending token. Returns their number."""
+        """Keep the rows of the longest common prefix, without the pending token. Return their number."""
         keep = min(common_prefix(self._written, history), len(history) - 1)
         self._settle(history, keep)
         return len(self._written)
 
     def _settle(self, history: Sequence[int], keep: int) -> None:
-        """Close the trial and keep at most `keep` rows, those of `history[:keep]`."""
-        committed = len(self._written) - self._on_trial
-        del self._written[committed:]  # first: an interrupted draft leaves a trial that counts for nothing
-        self._on_trial = self._guesses = 0
+        """Commit or drop the uncommitted rows, and keep at most the rows of `history[:keep]`."""
+        committed = len(self._written) - self._uncommitted
+        del self._written[committed:]  # first: an interrupted draft leaves uncommitted rows of no value
+        self._uncommitted = self._num_guesses = 0
         self._model.commit(max(keep - committed, 0))
         kept = self._model.rewind(keep)
         del self._written[kept:]
         self._written += history[len(self._written) : kept]
 
-    def _write(self, history: Sequence[int], count: int) -> None:
+    def _prefill(self, history: Sequence[int], count: int) -> None:
         """Write and commit the next `count` tokens of `history`."""
         end = len(self._written) + count
         while len(self._written) < end:
-            chunk = history[len(self._written) : min(len(self._written) + CHUNK, end)]
+            chunk = history[len(self._written) : min(len(self._written) + PREFILL_STEP, end)]
             self._model.prefill(self._vocabulary.known(chunk))
             self._written += chunk
-
-
-def common_prefix(written: list[int], history: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(written), len(history))
-    if written[:length] == list(history[:length]):
-        return length
-    return next(i for i in range(length) if written[i] != history[i])
 
 
 @dataclass(frozen=True)
@@ -135,17 +133,17 @@ class DraftModelSource:
     """One loaded model, shared by all sequences."""
 
     model: nn.Module
-    vocabulary: Vocabulary
+    vocabulary: VocabularySizes
     name: str
     needs: FeatureSpec = DraftModel.needs
 
     @property
     def vocab_size(self) -> int:
-        """Size of the drafter's own vocabulary, padding included."""
+        """Return the size of the drafter's own vocabulary, padding included."""
         return self.vocabulary.drafter
 
     def make(self, parts: TargetParts) -> DraftModel:
-        """The drafter of one sequence."""
+        """Return the drafter of one sequence."""
         return DraftModel(self.model, self.vocabulary)
 
 
@@ -153,19 +151,24 @@ def open_draft_model(
     path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
 ) -> DraftModelSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
-    vocabulary = Vocabulary(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
+    vocabulary = VocabularySizes(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
+    given = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
+    return DraftModelSource(load_language_model(path, given), vocabulary, str(config["model_type"]))
+
+
+def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
+    """Load a model; `config` overrides its config.json. Raises BadCheckpoint and NotRewindable."""
     check_weights(path)
-    given: dict[str, Any] = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
     try:
-        model, _ = load_model(path, model_config=given)
+        model, _ = load_model(path, model_config=config)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
         raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
-    LMTarget(model)  # refuses here and not in the middle of a sequence
-    return DraftModelSource(model, vocabulary, str(config["model_type"]))
+    LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence
+    return model
 
 
 def _vocab_size(config: Mapping[str, Any], role: str) -> int:
-    size = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size")
+    size = text_config(config).get("vocab_size") or config.get("vocab_size")
     if not isinstance(size, int):
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size

@@ -1,51 +1,311 @@
-"""EAGLE-3 (arXiv:2503.01840): a layer of its own over three of the target's, and a reduced vocabulary.
+"""EAGLE-3 (arXiv:2503.01840) and P-EAGLE (arXiv:2602.01469): layers over three hidden states of the target.
 
-What the target says is never restricted to that vocabulary.
+The first layer reads an embedding beside its hidden state. EAGLE-3 drafts token by token on its own output.
+P-EAGLE drafts K tokens in one pass: rows of tokens that are not drafted yet pair a trained feature with the
+mask token. A reduced vocabulary restricts drafts only, never the target's own tokens.
+
+Source: SafeAILab/EAGLE `cnets.py`, speculators. Parameter names are those that the converter writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.drafters.conditioned import Conditioned, check_conventions
-from mlx_spec.drafters.context import check_capture
-from mlx_spec.drafters.eagle3_network import Eagle3Config, Eagle3Network
-from mlx_spec.drafters.recorded import LAYERS, check_target, shift_norms
-from mlx_spec.drafters.tables import check_vocabulary, own_parts
-from mlx_spec.drafters.weights import load_weights, read_tensors
-from mlx_spec.types import FeatureSpec, TargetParts
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3 import MLP
+
+from mlx_spec.drafters.checkpoint import (
+    CONFIG,
+    LAYERS,
+    POST_NORM,
+    Conventions,
+    Rope,
+    check_capture,
+    check_target,
+    check_vocabulary,
+    join_inputs,
+    layer_config,
+    load_weights,
+    read_tensors,
+    required,
+    shift_norms,
+    text_config,
+)
+from mlx_spec.drafters.conditioned import (
+    ChainNetwork,
+    ConditionedDrafter,
+    NetworkSource,
+    Rows,
+    chain_source,
+    check_conventions,
+)
+from mlx_spec.drafters.drawing import draw_rows
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 
 @dataclass(frozen=True)
-class Eagle3Source:
-    """One loaded drafter, shared by all sequences."""
+class Eagle3Config:
+    """The sizes in config.json, and the names of the tensors for what it does not say."""
 
-    network: Eagle3Network
-    needs: FeatureSpec
-    vocab_size: int
-    position_offset: int = 0
-    name: str = "eagle3"
+    hidden_size: int  # D
+    target_hidden_size: int
+    vocab_size: int  # V, the target's
+    draft_vocab_size: int  # W <= V
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    conventions: Conventions
+    rope: Rope
+    tensors: frozenset[str]
 
-    def make(self, parts: TargetParts) -> Conditioned:
-        """The drafter of one sequence."""
-        own = own_parts(self.network, parts, self.vocab_size)
-        return Conditioned(self.network, own, self.needs, position_offset=self.position_offset)
+    @classmethod
+    def from_dict(
+        cls, config: Mapping[str, Any], tensors: Collection[str], max_positions: int | None = None
+    ) -> Eagle3Config:
+        """Read config.json. Raises BadCheckpoint for a missing key and an unsupported value.
+
+        `tensors` are the names in the checkpoint, `max_positions` is the length of the target's context.
+        """
+        layer = layer_config(config)
+        where = f"layer_config in {CONFIG}"
+        heads = required(layer, "num_attention_heads", int, where)
+        hidden = required(layer, "hidden_size", int, where)
+        conventions = Conventions.from_config(config)
+        return cls(
+            hidden_size=hidden,
+            target_hidden_size=required(config, "target_hidden_size", int, CONFIG),
+            vocab_size=required(layer, "vocab_size", int, where),
+            draft_vocab_size=required(config, "draft_vocab_size", int, CONFIG),
+            intermediate_size=required(layer, "intermediate_size", int, where),
+            num_hidden_layers=layer.get("num_hidden_layers") or 1,
+            num_attention_heads=heads,
+            num_key_value_heads=layer.get("num_key_value_heads") or heads,
+            head_dim=layer.get("head_dim") or hidden // heads,
+            rms_norm_eps=required(layer, "rms_norm_eps", float, where),
+            norm_before_residual=required(config, "norm_before_residual", bool, CONFIG),
+            norm_before_fc=required(config, "norm_before_fc", bool, CONFIG),
+            fc_norm=required(config, "fc_norm", bool, CONFIG),
+            conventions=conventions,
+            rope=_rope(config, layer, max_positions, own=conventions.rope == "own"),
+            tensors=frozenset(tensors),
+        )
 
 
-def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> Eagle3Source:
-    """Load the checkpoint in `path`. Raises Mismatch where it is not made for the target, BadCheckpoint."""
-    text = target_config.get("text_config") or target_config
-    names = read_tensors(path).keys()
-    found = Eagle3Config.from_dict(config, names, text.get("max_position_embeddings"))
-    check_conventions(found.recorded, (LAYERS,))
+def _rope(
+    config: Mapping[str, Any], layer: Mapping[str, Any], max_positions: int | None, *, own: bool
+) -> Rope:
+    """Return the target's rotary parameters; the drafter's if the target has one set per attention type."""
+    target: dict[str, Any] = required(config, "target", dict, CONFIG)
+    theirs: dict[str, Any] = required(target, "rope", dict, f"target in {CONFIG}")
+    split = any(isinstance(value, Mapping) for value in (theirs.get("rope_parameters") or {}).values())
+    if own or split or not theirs:
+        return Rope.from_dict(layer, layer.get("max_position_embeddings"))
+    return Rope.from_dict(theirs, max_positions)
+
+
+# --- the network
+
+
+class Eagle3Network(ChainNetwork):
+    """Fused features, or its own hidden state, and an embedding to the next hidden state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        width, eps, names = config.hidden_size, config.rms_norm_eps, config.tensors
+        count, theirs = len(config.conventions.capture), config.target_hidden_size
+        self._post_norm = config.conventions.chain == POST_NORM
+        self.fc = nn.Linear(count * theirs, width, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(count * theirs, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(theirs, eps=eps) for _ in range(count)]
+        self.layers = [_Layer(config, first=index == 0) for index in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(width, eps=eps)
+        if "lm_head.weight" in names:
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if "draft_ids" in names:
+            self.draft_ids = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
+
+    def fuse(self, features: mx.array) -> mx.array:
+        """Project the captured layers, side by side [T, F], to [T, D]."""
+        features = features.astype(self.norm.weight.dtype)
+        if "input_norm" in self:
+            features = self.input_norm(features)
+        if "fc_norm" in self:
+            parts = mx.split(features, len(self.fc_norm), axis=-1)
+            features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        fused: mx.array = self.fc(features)
+        return fused
+
+    def __call__(
+        self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
+    ) -> tuple[mx.array, mx.array]:
+        """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
+        first, *rest = self.layers
+        own, *others = caches
+        x = first.read(embedded.astype(self.norm.weight.dtype)[None], hidden[None], own)
+        for layer, cache in zip(rest, others, strict=True):
+            x = layer(x, cache)
+        normed: mx.array = self.norm(x)[0]
+        return normed if self._post_norm else x[0], normed
+
+
+class _Layer(nn.Module):
+    """A decoder layer; the first one also reads an embedding."""
+
+    def __init__(self, config: Eagle3Config, *, first: bool) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self._normed_residual = config.norm_before_residual
+        self._hidden_first = config.conventions.hidden_first
+        name = f"layers.{0 if first else 1}."
+        self.self_attn = _Attention(config, 2 * width if first else width, name)
+        self.mlp = MLP(width, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(width, eps=eps)
+
+    def read(self, embedded: mx.array, hidden: mx.array, cache: Rows) -> mx.array:
+        """Run the first layer on an embedding and a hidden state, [1, T, D] each."""
+        normed = self.hidden_norm(hidden)
+        x = join_inputs(self.input_layernorm(embedded), normed, hidden_first=self._hidden_first)
+        return self._finish(normed if self._normed_residual else hidden, self.self_attn(x, cache))
+
+    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+        return self._finish(x, self.self_attn(self.input_layernorm(x), cache))
+
+    def _finish(self, residual: mx.array, attended: mx.array) -> mx.array:
+        x = residual + attended
+        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Eagle3Config, inputs: int, name: str) -> None:
+        super().__init__()
+        heads, groups, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self._heads, self._groups, self._scale = heads, groups, head**-0.5
+
+        def has(part: str) -> bool:
+            return f"{name}self_attn.{part}" in config.tensors
+
+        self.q_proj = nn.Linear(inputs, heads * head, bias=has("q_proj.bias"))
+        self.k_proj = nn.Linear(inputs, groups * head, bias=has("k_proj.bias"))
+        self.v_proj = nn.Linear(inputs, groups * head, bias=has("v_proj.bias"))
+        self.o_proj = nn.Linear(heads * head, config.hidden_size, bias=has("o_proj.bias"))
+        if has("q_norm.weight"):
+            self.q_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
+        self._rope = config.rope.build(head)
+
+    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+        T, mask, offset = x.shape[1], cache.mask(x.shape[1]), cache.offset
+        queries = self.q_proj(x).reshape(1, T, self._heads, -1)
+        keys = self.k_proj(x).reshape(1, T, self._groups, -1)
+        values = self.v_proj(x).reshape(1, T, self._groups, -1).swapaxes(1, 2)
+        if "q_norm" in self:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries = self._rope(queries.swapaxes(1, 2), offset=offset)
+        keys, values = cache.update_and_fetch(self._rope(keys.swapaxes(1, 2), offset=offset), values)
+        attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self._scale, mask=mask)
+        projected: mx.array = self.o_proj(attended.swapaxes(1, 2).reshape(1, T, -1))
+        return projected
+
+
+class PEagleNetwork(Eagle3Network):
+    """The layers of EAGLE-3, and the feature of rows whose token is not known."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.mask_hidden = mx.zeros((len(config.conventions.capture) * config.target_hidden_size,))
+
+
+# --- the drafter
+
+
+class PEagle(ConditionedDrafter):
+    """Drafts one sequence in one pass a draft. Its caches never keep rows of masks."""
+
+    def __init__(
+        self, network: PEagleNetwork, parts: TargetParts, needs: FeatureSpec, mask_token: int
+    ) -> None:
+        super().__init__(needs, len(network.layers))
+        self._network = network
+        self._parts = parts
+        self._mask_token = mask_token
+
+    def process(self, rows: mx.array, tokens: list[int]) -> None:
+        """Append rows of features [T, F], and the tokens after them, to the caches."""
+        self._run(rows, tokens)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return `limit` tokens; none if the newest row is not that of `history`."""
+        if limit < 1 or not self._follows(history):
+            return no_draft()
+        rows, tokens = self._next_rows(self._num_waiting)
+        masks = mx.broadcast_to(self._network.mask_hidden, (limit - 1, rows.shape[1]))
+        both = mx.concatenate([rows, masks])
+        normed = self._run(both, [*tokens, *[self._mask_token] * (limit - 1)])
+        self._mark_written(len(tokens) - 1)  # the next draft runs the newest row again
+        return draw_rows(self._parts.unembed(normed[-limit:]), history, sampler)
+
+    def _run(self, rows: mx.array, tokens: list[int]) -> mx.array:
+        embedded = self._parts.embed(mx.array(tokens, dtype=mx.int32))
+        return self._network(embedded, self._network.fuse(rows), self._caches)[1]
+
+
+def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    max_positions = text_config(target_config).get("max_position_embeddings")
+    sizes = Eagle3Config.from_dict(config, read_tensors(path).keys(), max_positions)
+    check_conventions(sizes.conventions, (LAYERS,))
+    network = Eagle3Network(sizes)
+    _load(network, sizes, path, config, target_config)
+    needs = FeatureSpec(sizes.conventions.capture)
+    return chain_source("eagle3", network, needs, sizes.vocab_size, sizes.conventions.position_offset)
+
+
+def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    sizes = Eagle3Config.from_dict(config, read_tensors(path).keys())
+    if sizes.conventions.position_offset:
+        raise BadCheckpoint(
+            f"{CONFIG} records position_offset {sizes.conventions.position_offset}: mask rows follow the "
+            "others, only 0 is known"
+        )
+    network = PEagleNetwork(sizes)
+    _load(network, sizes, path, config, target_config)
+    needs, mask_token = FeatureSpec(sizes.conventions.capture), required(config, "mask_token_id", int, CONFIG)
+
+    def build(parts: TargetParts) -> PEagle:
+        return PEagle(network, parts, needs, mask_token)
+
+    return NetworkSource("peagle", network, needs, sizes.vocab_size, build)
+
+
+def _load(
+    network: Eagle3Network,
+    sizes: Eagle3Config,
+    path: Path,
+    config: Mapping[str, Any],
+    target_config: Mapping[str, Any],
+) -> None:
     check_target(config, target_config)
-    check_capture(found.recorded.capture, config)
-    check_vocabulary(path, found.draft_vocab_size, found.vocab_size, found.tensors)
-    network = Eagle3Network(found)
+    check_capture(sizes.conventions.capture, config)
+    check_vocabulary(path, sizes.draft_vocab_size, sizes.vocab_size, sizes.tensors)
     load_weights(network, path)
-    shift_norms(network, found.recorded.norm_offset)
-    needs = FeatureSpec(hidden_layers=found.recorded.capture)
-    return Eagle3Source(network, needs, found.vocab_size, found.recorded.position_offset)
+    shift_norms(network, sizes.conventions.norm_offset)

@@ -1,48 +1,117 @@
 """Native multi-token prediction heads: Qwen3-Next, Qwen3.5, Qwen3.6, DeepSeek-V3, GLM-4.5 and later.
 
-A head norms the target's hidden and the embedding of the token that follows it, projects both to one, and
-runs a decoder layer of the target's own architecture (DeepSeek-V3, arXiv:2412.19437, section 2.2). It is used
-again for every further token, on its own output.
+A head norms the target's hidden state and the embedding of the token that follows it, projects both to one
+vector, and runs a decoder layer of the target's own architecture (DeepSeek-V3, arXiv:2412.19437, section
+2.2). It runs again for every further token, on its own output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, qwen3_5, qwen3_next
 
-from mlx_spec.drafters import mtp_layers
-from mlx_spec.drafters.conditioned import Conditioned, Rows, check_conventions
-from mlx_spec.drafters.recorded import POST, PRE, WHERE, Recorded, check_target, joined, shift_norms
-from mlx_spec.drafters.tables import own_parts
-from mlx_spec.drafters.weights import load_weights, read_tensors, required
-from mlx_spec.types import FeatureSpec, TargetParts
+from mlx_spec.checkpoint import AGAIN, one_line
+from mlx_spec.drafters.checkpoint import (
+    CONFIG,
+    POST_NORM,
+    PRE_NORM,
+    Conventions,
+    check_target,
+    join_inputs,
+    load_weights,
+    read_tensors,
+    required,
+    shift_norms,
+)
+from mlx_spec.drafters.conditioned import ChainNetwork, NetworkSource, Rows, chain_source, check_conventions
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.types import FeatureSpec
+
+# --- the decoder layer: mlx-lm's own, as the target has it with full attention and, if any, with experts
 
 
-class MTPNetwork(nn.Module):
+def _qwen3_5(text: dict[str, Any]) -> nn.Module:
+    args = qwen3_5.TextModelArgs.from_dict(text)
+    return qwen3_5.DecoderLayer(args, args.full_attention_interval - 1)
+
+
+def _qwen3_next(text: dict[str, Any]) -> nn.Module:
+    args = replace(qwen3_next.ModelArgs.from_dict(text), mlp_only_layers=[], decoder_sparse_step=1)
+    return qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1)
+
+
+def _deepseek_v3(text: dict[str, Any]) -> nn.Module:
+    args = replace(deepseek_v3.ModelArgs.from_dict(text), moe_layer_freq=1)
+    return deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers)
+
+
+def _glm4_moe(text: dict[str, Any]) -> nn.Module:
+    args = glm4_moe.ModelArgs.from_dict(text)
+    return glm4_moe.DecoderLayer(args, args.num_hidden_layers)
+
+
+def _glm4_moe_lite(text: dict[str, Any]) -> nn.Module:
+    args = glm4_moe_lite.ModelArgs.from_dict(text)
+    return glm4_moe_lite.Glm4MoeLiteDecoderLayer(args, args.num_hidden_layers)
+
+
+# By the `model_type` of the target.
+LAYERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
+    "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
+}
+ARRAY_MASKS = ("deepseek_v3", "glm4_moe_lite")  # latent attention adds the mask to its scores
+
+
+def _build_layer(layer_type: str, text: Mapping[str, Any]) -> nn.Module:
+    if text.get("index_n_heads"):
+        raise BadCheckpoint(
+            f"the MTP head of a {layer_type} attends through an indexer (index_n_heads "
+            f"{text['index_n_heads']}), which this version cannot run: use the target without it"
+        )
+    if layer_type not in LAYERS:
+        raise BadCheckpoint(
+            f"the MTP head of a {layer_type} cannot be run by this version, known are {', '.join(LAYERS)}: "
+            "use the target without it"
+        )
+    try:
+        return LAYERS[layer_type](dict(text))
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
+        raise BadCheckpoint(
+            f"text_config in {CONFIG} describes no {layer_type} ({one_line(error)}): {AGAIN}"
+        ) from error
+
+
+class MTPNetwork(ChainNetwork):
     """The head: two norms, a projection, a decoder layer, a norm. Names are those the converter writes."""
 
-    depth = 1  # layers that have K and V
-
-    def __init__(self, config: Mapping[str, Any], recorded: Recorded) -> None:
+    def __init__(self, config: Mapping[str, Any], conventions: Conventions) -> None:
         super().__init__()
-        text: dict[str, Any] = required(config, "text_config", dict, WHERE)
-        where = f"text_config in {WHERE}"
+        text: dict[str, Any] = required(config, "text_config", dict, CONFIG)
+        where = f"text_config in {CONFIG}"
         width, eps = required(text, "hidden_size", int, where), required(text, "rms_norm_eps", float, where)
-        layer, kind = mtp_layers.build(required(config, "layer_type", str, WHERE), text)
-        self._array_mask, self._recorded = kind.array_mask, recorded
+        layer_type = required(config, "layer_type", str, CONFIG)
+        self._array_mask, self._conventions = layer_type in ARRAY_MASKS, conventions
         self.norm_embedding = nn.RMSNorm(width, eps=eps)
         self.norm_hidden = nn.RMSNorm(width, eps=eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = [layer]
+        self.layers = [_build_layer(layer_type, text)]
         self.norm = nn.RMSNorm(width, eps=eps)
 
     def add_tables(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make room for an embedding and an LM head of its own, where the checkpoint has them."""
+        """Add the embedding and the LM head that the checkpoint brings."""
         if "embed_tokens.weight" in shapes:
             self.embed_tokens = nn.Embedding(*shapes["embed_tokens.weight"])
         if "lm_head.weight" in shapes:
@@ -50,49 +119,34 @@ class MTPNetwork(nn.Module):
             self.lm_head = nn.Linear(width, rows, bias=False)
 
     def fuse(self, features: mx.array) -> mx.array:
-        """The target's hidden as it is."""
+        """Return the target's hidden state unchanged."""
         return features
 
     def __call__(
         self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
     ) -> tuple[mx.array, mx.array]:
-        """[T, D] twice to the hidden of the next step and the final norm, [T, D] each."""
+        """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
         dtype = self.norm.weight.dtype
         inputs = self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))
-        x = self.fc(joined(*inputs, hidden_first=self._recorded.hidden_first))[None]
+        x = self.fc(join_inputs(*inputs, hidden_first=self._conventions.hidden_first))[None]
         mask = caches[0].mask(x.shape[1], array=self._array_mask)
         x = self.layers[0](x, mask, caches[0])
         normed: mx.array = self.norm(x)[0]
-        return normed if self._recorded.chain == POST else x[0], normed
+        return normed if self._conventions.chain == POST_NORM else x[0], normed
 
 
-@dataclass(frozen=True)
-class MTPSource:
-    """One loaded head, shared by all sequences."""
-
-    network: MTPNetwork
-    needs: FeatureSpec
-    name: str
-    vocab_size: int
-    position_offset: int = 0
-
-    def make(self, parts: TargetParts) -> Conditioned:
-        """The drafter of one sequence."""
-        own = own_parts(self.network, parts, self.vocab_size)
-        return Conditioned(self.network, own, self.needs, position_offset=self.position_offset)
-
-
-def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> MTPSource:
-    """Load the head in `path`. Raises Mismatch where it is not made for the target, BadCheckpoint."""
-    recorded = Recorded.from_config(config)
-    check_conventions(recorded, (POST, PRE))
+def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+    """Load a converted head. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    conventions = Conventions.from_config(config)
+    check_conventions(conventions, (POST_NORM, PRE_NORM))
     check_target(config, target_config)
-    network = MTPNetwork(config, recorded)
-    size = required(config["text_config"], "vocab_size", int, f"text_config in {WHERE}")
-    width = required(config["text_config"], "hidden_size", int, f"text_config in {WHERE}")
+    network = MTPNetwork(config, conventions)
+    size = required(config["text_config"], "vocab_size", int, f"text_config in {CONFIG}")
+    width = required(config["text_config"], "hidden_size", int, f"text_config in {CONFIG}")
     own = {"embed_tokens.weight", "lm_head.weight"} & read_tensors(path).keys()
     network.add_tables({name: (size, width) for name in own})
     load_weights(network, path)
-    shift_norms(network, recorded.norm_offset)
-    last = FeatureSpec(final_hidden=True) if recorded.hidden == POST else FeatureSpec(hidden_layers=(-1,))
-    return MTPSource(network, last, str(config["model_type"]), size, recorded.position_offset)
+    shift_norms(network, conventions.norm_offset)
+    post_norm = conventions.hidden == POST_NORM
+    needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
+    return chain_source(str(config["model_type"]), network, needs, size, conventions.position_offset)

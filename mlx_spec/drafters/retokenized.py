@@ -1,109 +1,267 @@
-"""A smaller language model with another tokenizer: what it drafts is read as text and encoded again.
+"""A smaller language model with another tokenizer: its draft is read as text and encoded again.
 
-As in assisted generation with different tokenizers (transformers, "universal assisted decoding"), but that a
-draft holds only tokens that are certain: those that stay what they are when one more token of the drafter
-follows. A draft is the drafter's likeliest text. It depends on no chance, so verification keeps the target's
-law whatever it says: where the two texts do not line up, tokens are rejected and nothing else happens.
+This is assisted generation with different tokenizers (transformers, "universal assisted decoding"), with one
+difference: a draft holds only certain tokens, those that stay the same when one more token of the drafter
+follows. The draft is the drafter's likeliest text. It is deterministic, so verification is exact: if the two
+texts do not line up, tokens are rejected and nothing else happens.
+
+Text passes between the two models as bytes, because a token may be half a character. Tokens of one history
+need not end where tokens of the other end; only text that begins exactly at the end of the history is used.
 """
 
 from __future__ import annotations
 
+import codecs
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.draft_model import BACKLOG, DraftModel, Vocabulary, common_prefix, open_draft_model
-from mlx_spec.drafters.translation import Place, Translation, Writing, continuation, encoded, named
+from mlx_spec.constraint import read_tokens
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, open_draft_model
+from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import Mismatch
-from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
-MOST = 48  # the drafter's tokens in one draft
-RATIOS = (0.25, 4.0)  # of the drafter's tokens to the target's, that are believed
+MAX_STEPS = 48  # the drafter's tokens in one draft
+MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
+PIECE = 32  # tokens of the target after which a piece of text is closed at the next word
+MAX_PIECE = 4 * PIECE  # tokens of the target after which it is closed at the next character
+SPACES = (b" ", b"\n")  # a new word begins with one of these in every tokenizer that keeps words apart
 PROBE = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
 
 
+class TokenText(Protocol):
+    """The tokenizer of one model."""
+
+    @property
+    def controls(self) -> frozenset[int]:
+        """Return the tokens that are no text."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`, none added."""
+        ...
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Return the tokens of `text`, with those that every text begins with."""
+        ...
+
+    def written(self, token: int) -> bytes:
+        """Return the bytes of a token; of a special token its name."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
+        ...
+
+
+# --- text and tokens
+
+
+def encode_after(tokenizer: TokenText, before: bytes, text: bytes) -> list[int] | None:
+    """Return the tokens of `text` when it follows `before`.
+
+    None if no token ends between the two, or if the tokenizer does not write the same bytes. The space that
+    some tokenizers put before every text is left out: here it would stand in the middle.
+    """
+    anchor = b"x" if (before + text)[:1].isspace() else b"\n"  # it does not become one token with the text
+    expected = anchor + before + text
+    try:
+        tokens = tokenizer.encode(expected.decode())
+    except UnicodeDecodeError:
+        return None
+    ends = [0, *accumulate(len(tokenizer.written(token)) for token in tokens)]
+    encoded = b"".join(tokenizer.written(token) for token in tokens)
+    added = len(encoded) - len(expected)
+    if encoded != b" " * added + expected:
+        return None
+    start = len(expected) - len(text) + added
+    index = bisect_left(ends, start)
+    return tokens[index:] if ends[index] == start else None
+
+
+def whole_characters(text: bytes) -> bytes:
+    """Return `text` up to the first byte that is not part of a whole character."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start]
+    return text
+
+
+def split_characters(text: bytes) -> tuple[str, bytes]:
+    """Return the characters of `text`, and the bytes at its end that may become one."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return decoder.decode(text), decoder.getstate()[0]
+
+
 @dataclass(frozen=True)
-class Retold:
-    """A drafted text in the target's tokens."""
+class Place:
+    """The end of a history in the drafter's tokens."""
 
-    tokens: list[int]
-    made_of: list[int]  # how many of the drafter's tokens begin before the end of each
+    tokens: list[int]  # the drafter's tokens of all whole characters
+    before: bytes  # the last piece of text
+    pending: bytes  # the end of `before`: half a character, which `tokens` do not hold
 
 
-class Retokenized:
+@dataclass(frozen=True)
+class _Border:
+    """The end of a closed piece."""
+
+    target: int  # tokens
+    drafter: int  # tokens
+
+
+class Translation:
+    """The history of one sequence in the drafter's tokens.
+
+    It is cut into pieces whose ends do not depend on later text. A closed piece is encoded once; only the
+    last one is encoded again with every token. A control token is a piece of its own: the drafter's token of
+    the same name, or nothing.
+    """
+
+    def __init__(self, target: TokenText, drafter: TokenText) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._opening = drafter.prompt_tokens("")
+        self._history: list[int] = []
+        self._tokens = list(self._opening)  # of closed pieces
+        self._borders = [_Border(0, len(self._tokens))]
+
+    def read(self, history: Sequence[int]) -> Place:
+        """Return the end of `history` in the drafter's tokens."""
+        shared = common_prefix(self._history, history)
+        while len(self._borders) > 1 and self._borders[-1].target >= shared:
+            self._borders.pop()
+        self._history = list(history)
+        start = self._borders[-1].target
+        del self._tokens[self._borders[-1].drafter :]
+        for end in self._ends(start):
+            self._tokens += self._piece(start, end)
+            self._borders.append(_Border(end, len(self._tokens)))
+            start = end
+        before = self._bytes(start, len(history))
+        text, pending = split_characters(before)
+        return Place([*self._tokens, *self._encode(text)], before, pending)
+
+    def _ends(self, start: int) -> Iterator[int]:
+        """Yield the ends of the pieces from `start` on, but not that of the last one."""
+        for i in range(start, len(self._history)):
+            token, length = self._history[i], i - start
+            control = token in self._target.controls
+            word = length >= PIECE and self._target.written(token).startswith(SPACES)
+            long = length >= MAX_PIECE and not split_characters(self._bytes(start, i))[1]
+            if length and (control or word or long):
+                yield i
+                start = i
+            if control:
+                yield i + 1
+                start = i + 1
+
+    def _piece(self, start: int, end: int) -> list[int]:
+        token = self._history[start]
+        if token not in self._target.controls:
+            return self._encode(split_characters(self._bytes(start, end))[0])
+        same = same_control(self._target, token, self._drafter)
+        return [] if start == 0 and same == self._opening[-1:] else same
+
+    def _encode(self, text: str) -> list[int]:
+        found = encode_after(self._drafter, b"", text.encode())
+        return self._drafter.encode(text) if found is None else found
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        return b"".join(self._target.written(token) for token in self._history[start:end])
+
+
+def same_control(tokenizer: TokenText, token: int, other: TokenText) -> list[int]:
+    """Return the control token of `other` that has the name of `token`, if there is one."""
+    same = other.token_id(tokenizer.written(token).decode(errors="replace"))
+    return [] if same is None or same not in other.controls else [same]
+
+
+def continuation(target: TokenText, place: Place, drafted: bytes) -> list[int]:
+    """Return the target's tokens of a drafted text; none if they do not begin at the end of its history."""
+    text = whole_characters(drafted)
+    if not text.startswith(place.pending):
+        return []
+    text = text[len(place.pending) :]
+    found = encode_after(target, place.before, text)
+    if found is None and not place.pending:  # the target would write the last token and the text as one
+        found = encode_after(target, b"", text)
+    return found or []
+
+
+# --- the drafter
+
+
+class Retokenized(SequenceDrafter):
     """Drafts one sequence with a model, caches and tokens of its own."""
 
     needs = FeatureSpec()
 
-    def __init__(self, model: nn.Module, vocab_size: int, target: Writing, drafter: Writing) -> None:
-        self._model = DraftModel(model, Vocabulary(vocab_size, vocab_size))
+    def __init__(self, model: nn.Module, vocab_size: int, target: TokenText, drafter: TokenText) -> None:
+        self._model = DraftModel(model, VocabularySizes(vocab_size, vocab_size))
         self._translation = Translation(target, drafter)
         self._target, self._drafter = target, drafter
         self._greedy = Sampling().sampler(0, vocab_size)
-        self._read = 0  # tokens of the history that were read last
+        self._read = 0  # length of the history that was translated last
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its caches."""
+        """Return the bytes of its caches."""
         return self._model.nbytes
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Read the prompt, and what many rounds without a draft left behind."""
-        if not 0 <= len(history) - self._read <= BACKLOG:
+        """Process a prompt, and the tokens of many rounds without a draft."""
+        if not 0 <= len(history) - self._read <= MAX_UNWRITTEN:
             tokens = self._place(history).tokens
             if tokens:
-                self._model.read(tokens)
+                self._model.write(tokens)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """At most `limit` tokens, the likeliest: no other text is accepted more often as one without chance.
+        """Draft greedily, at most `limit` tokens: a deterministic draft has the highest acceptance.
 
         Waits for the drafter: its text is put into the target's tokens on the host.
         """
         place = self._place(history)
         if limit < 1 or not place.tokens:
             return no_draft()
-        low, high = RATIOS
-        ratio = min(max(len(place.tokens) / len(history), low), high)
-        steps = min(math.ceil(limit * ratio) + 1, MOST)
-        draft = self._model.draft(place.tokens, steps, self._greedy)
-        tokens = read_tokens(draft.tokens)
-        self._model.drafted(tokens)
-        retold = self._retold(place, tokens)
-        if not retold.tokens or draft.confidence is None:
-            return no_draft()
-        together = mx.concatenate([mx.zeros((1,)), mx.cumsum(mx.log(draft.confidence))])
-        ends = together[mx.array([0, *retold.made_of[:limit]])]
-        return Draft(mx.array(retold.tokens[:limit], dtype=mx.int32), confidence=mx.exp(ends[1:] - ends[:-1]))
+        ratio = min(max(len(place.tokens) / len(history), MIN_RATIO), MAX_RATIO)
+        steps = min(math.ceil(limit * ratio) + 1, MAX_STEPS)
+        tokens = read_tokens(self._model.draft(place.tokens, steps, self._greedy).tokens)
+        self._model.keep_draft(tokens)
+        certain = self._certain(place, tokens)[:limit]
+        return Draft(mx.array(certain, dtype=mx.int32)) if certain else no_draft()
 
     def _place(self, history: Sequence[int]) -> Place:
         self._read = len(history)
         return self._translation.read(history)
 
-    def _retold(self, place: Place, tokens: Sequence[int]) -> Retold:
-        """What is certain of a draft. A control token ends it, and so does the text before it."""
+    def _certain(self, place: Place, tokens: Sequence[int]) -> list[int]:
+        """Return the target's tokens that no further token of the drafter can change.
+
+        A control token of the drafter ends the text, and so makes all of it certain.
+        """
         controls = self._drafter.controls
         end = next((i for i, token in enumerate(tokens) if token in controls), len(tokens))
-        written = [self._drafter.written(token) for token in tokens[:end]]
-        certain = continuation(self._target, place, b"".join(written))
+        pieces = [self._drafter.written(token) for token in tokens[:end]]
+        text = b"".join(pieces)
+        found = continuation(self._target, place, text)
         if end == len(tokens):
-            shorter = continuation(self._target, place, b"".join(written[:-1]))
-            certain = certain[: common_prefix(certain, shorter)]
-        sizes = [len(self._target.written(token)) for token in certain]
-        starts = [0, *accumulate(len(text) for text in written)]  # in bytes, of the text behind all as well
-        made_of = [bisect_left(starts, len(place.pending) + size) for size in accumulate(sizes)]
-        if end < len(tokens) and len(place.pending) + sum(sizes) == starts[-1]:
-            last = named(self._drafter, tokens[end], self._target)
-            return Retold([*certain, *last], [*made_of, *(end + 1 for _ in last)])
-        return Retold(certain, made_of)
+            return found[: common_prefix(found, continuation(self._target, place, b"".join(pieces[:-1])))]
+        length = sum(len(self._target.written(token)) for token in found)
+        if len(place.pending) + length == len(text):
+            return [*found, *same_control(self._drafter, tokens[end], self._target)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -112,26 +270,26 @@ class RetokenizedSource:
 
     model: nn.Module
     drafter_vocab_size: int
-    target: Writing
-    drafter: Writing
+    target: TokenText
+    drafter: TokenText
     name: str
     needs: FeatureSpec = Retokenized.needs
-    vocab_size: None = None  # it drafts what the target's tokenizer gives
+    vocab_size: None = None  # it drafts tokens of the target's tokenizer
 
     def make(self, parts: TargetParts) -> Retokenized:
-        """The drafter of one sequence."""
+        """Return the drafter of one sequence."""
         return Retokenized(self.model, self.drafter_vocab_size, self.target, self.drafter)
 
 
 def open_retokenized(
-    path: Path, config: Mapping[str, Any], drafter: Writing, target: Writing
+    path: Path, config: Mapping[str, Any], drafter: TokenText, target: TokenText
 ) -> RetokenizedSource:
     """Load a model that mlx-lm knows, to draft for a target of another vocabulary.
 
-    Raises BadCheckpoint, NotRewindable, or Mismatch where a tokenizer does not write back what it encodes.
+    Raises BadCheckpoint, NotRewindable, or Mismatch if a tokenizer does not write back the text it encodes.
     """
-    for writing, whose in ((drafter, f"the drafter {path}"), (target, "the target")):
-        if encoded(writing, b"", PROBE.encode()) is None:
+    for tokenizer, whose in ((drafter, f"the drafter {path}"), (target, "the target")):
+        if encode_after(tokenizer, b"", PROBE.encode()) is None:
             raise Mismatch(
                 f"the drafter {path} and the target have different tokenizers, and that of {whose} does not "
                 'write back the text it encodes: use a drafter with the target\'s vocabulary, or "lookup"'

@@ -17,8 +17,8 @@ import tiny
 from lossless import Scripted, emitted, first_difference, mlx_lm_greedy, plain, rounds
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
-from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
+from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import NotRewindable
 from mlx_spec.target import LMTarget
@@ -47,7 +47,7 @@ def source(kind: str, drafter: str) -> DraftModelSource | LookupSource | tiny.As
         return tiny.assistant(pattern="ff" if kind == "full" else "sssf")
     if drafter == "draft_model":
         small = tiny.recurrent(1) if kind == "recurrent" else tiny.sliding(1)
-        return DraftModelSource(small, Vocabulary(256, 256), "draft_model")
+        return DraftModelSource(small, VocabularySizes(256, 256), "draft_model")
     return LookupSource()
 
 

@@ -26,7 +26,7 @@ from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.convert.target import sources_of
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.gemma4_assistant import AssistantSource, visible
+from mlx_spec.drafters.gemma4 import AssistantSource, visible_rows
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.hub.progress import StageProgress
@@ -107,7 +107,7 @@ def check_golden(out: Path, pair: str, case: str) -> None:
     target = LMTarget(model, replace(source.needs, prompt=True))
     features = target.prefill(facts["ids"])
     assert features.final_hidden is not None and features.shared_kv is not None
-    shared = visible(features.shared_kv(), source.sliding_window)
+    shared = visible_rows(features.shared_kv(), source.sliding_window)
     hidden, token = features.final_hidden[-1:], facts["greedy"][0]
     for step in range(3):
         embedded = target.parts.embed(mx.array([token]))

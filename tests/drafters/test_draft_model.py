@@ -12,20 +12,28 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from fitted import Recorder
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ChunkedKVCache
 
 import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.draft_model import BACKLOG, CHUNK, SHORT, DraftModel, Vocabulary, common_prefix
+from mlx_spec.drafters.draft_model import (
+    MAX_UNWRITTEN,
+    MAX_VERIFIED,
+    PREFILL_STEP,
+    DraftModel,
+    VocabularySizes,
+)
 from mlx_spec.errors import BadCheckpoint, NotRewindable
-from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import common_prefix
+from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
 KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")
-SAME = Vocabulary(tiny.VOCAB, tiny.VOCAB)
+SAME = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 NOTHING = Features()
 TOLERANCE = 1e-4
 
@@ -33,18 +41,6 @@ TOLERANCE = 1e-4
 @cache
 def model_of(kind: str) -> nn.Module:
     return getattr(tiny, kind)(seed=1)
-
-
-class Recorder:
-    """Greedy; keeps the logits it drew from."""
-
-    def __init__(self) -> None:
-        self.logits: list[mx.array] = []
-
-    def draw(self, logits, history, drafted):
-        assert drafted.size == len(self.logits)
-        self.logits.append(logits)
-        return logits.argmax(axis=-1).astype(mx.int32), None
 
 
 def drafted(drafter: DraftModel, history: list[int], limit: int) -> tuple[list[int], mx.array]:
@@ -97,7 +93,7 @@ def test_limits_change_and_plain_rounds_come_between(kind):
     for turn, limit in enumerate((1, 4, 2, 7, 1, 3)):
         history = history + (full if turn % 2 else partial)(check(drafter, history, limit, kind))
         drafter.observe(history, NOTHING)
-        for token in range(turn * SHORT // 2):
+        for token in range(turn * MAX_VERIFIED // 2):
             history = [*history, token]
             drafter.observe(history, NOTHING)
 
@@ -105,15 +101,8 @@ def test_limits_change_and_plain_rounds_come_between(kind):
 @pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
 def test_history_is_replaced_between_turns(kind):
     drafter, first = DraftModel(model_of(kind), SAME), tiny.prompt(50)
-    for history in (
-        first,
-        first[:30],
-        [*first[:30], 9, 9],
-        first[:31],
-        tiny.prompt(40, seed=5),
-        first[:1],
-        first,
-    ):
+    other = tiny.prompt(40, seed=5)
+    for history in (first, first[:30], [*first[:30], 9, 9], first[:31], other, first[:1], first):
         check(drafter, history, 3, kind)
         drafter.observe(full(history), NOTHING)
         check(drafter, history, 2, kind)
@@ -125,12 +114,12 @@ def test_a_draft_that_was_read(kind, monkeypatch):
     drafter, history = DraftModel(model_of(kind), SAME), tiny.prompt(21)
     for outcome in (full, none, partial, stopped, full, none, partial):
         draft = check(drafter, history, 4, kind)
-        drafter.drafted(draft)
+        drafter.keep_draft(draft)
         history = [*history, *outcome(draft), 5, 6]
-    drafter.drafted(check(drafter, history, 4, kind))
+    drafter.keep_draft(check(drafter, history, 4, kind))
     check(drafter, history[:-3], 4, kind)
-    drafter.read(history)
-    drafter.drafted(draft := check(drafter, history, 4, kind))
+    drafter.write(history)
+    drafter.keep_draft(draft := check(drafter, history, 4, kind))
     calls = []
     verify = LMTarget.verify
     monkeypatch.setattr(LMTarget, "verify", lambda self, rows: calls.append(rows.size) or verify(self, rows))
@@ -177,20 +166,20 @@ def test_prompt_is_written_while_it_is_observed(monkeypatch):
         return prefill(self, tokens)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
-    drafter, history = DraftModel(model_of("full"), SAME), tiny.prompt(2 * CHUNK + BACKLOG // 2)
-    drafter.observe(history[: 2 * CHUNK - 99], NOTHING)
-    assert chunks == [CHUNK, CHUNK - 100]
+    drafter, history = DraftModel(model_of("full"), SAME), tiny.prompt(2 * PREFILL_STEP + MAX_UNWRITTEN // 2)
+    drafter.observe(history[: 2 * PREFILL_STEP - 99], NOTHING)
+    assert chunks == [PREFILL_STEP, PREFILL_STEP - 100]
     drafter.observe(history, NOTHING)
     assert sum(chunks) == len(history) - 1
     chunks.clear()
     drafter.draft(history, 4, Recorder())
     assert not chunks
-    for _ in range(BACKLOG + 10):
+    for _ in range(MAX_UNWRITTEN + 10):
         history.append(1)
         drafter.observe(history, NOTHING)
     assert len(chunks) == 1
     drafter.observe(tiny.prompt(9), NOTHING)
-    drafter.observe(tiny.prompt(BACKLOG + 60, seed=9), NOTHING)
+    drafter.observe(tiny.prompt(MAX_UNWRITTEN + 60, seed=9), NOTHING)
     fresh = DraftModel(model_of("full"), SAME)
     assert drafted(drafter, tiny.prompt(300, seed=9), 3)[0] == drafted(fresh, tiny.prompt(300, seed=9), 3)[0]
 
@@ -224,17 +213,17 @@ def test_one_pass_a_token(outcome, kind, monkeypatch):
 
 def test_fit():
     logits = mx.arange(6.0).reshape(1, 6)
-    assert Vocabulary(6, 6).fit(logits).tolist() == logits.tolist()
-    assert Vocabulary(6, 4).fit(logits).tolist() == [[0, 1, 2, 3]]
-    assert Vocabulary(6, 8).fit(logits).tolist() == [[0, 1, 2, 3, 4, 5, -mx.inf, -mx.inf]]
-    assert Vocabulary(6, 8).known([1, 5, 6, 7]) == [1, 5, 5, 5]
-    assert Vocabulary(8, 6).known([1, 5]) == [1, 5]
+    assert VocabularySizes(6, 6).fit(logits).tolist() == logits.tolist()
+    assert VocabularySizes(6, 4).fit(logits).tolist() == [[0, 1, 2, 3]]
+    assert VocabularySizes(6, 8).fit(logits).tolist() == [[0, 1, 2, 3, 4, 5, -mx.inf, -mx.inf]]
+    assert VocabularySizes(6, 8).known([1, 5, 6, 7]) == [1, 5, 5, 5]
+    assert VocabularySizes(8, 6).known([1, 5]) == [1, 5]
 
 
 @pytest.mark.parametrize("size", [200, 256, 300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padded_vocabulary(size, temperature):
-    drafter = DraftModel(tiny.full(seed=1, vocab=size), Vocabulary(size, tiny.VOCAB))
+    drafter = DraftModel(tiny.full(seed=1, vocab=size), VocabularySizes(size, tiny.VOCAB))
     sampler = Sampling(temperature=temperature).sampler(10, tiny.VOCAB)
     history = [*tiny.prompt(10), tiny.VOCAB - 1]
     draft = drafter.draft(history, 5, sampler)
@@ -296,7 +285,7 @@ def test_any_language_model_becomes_a_drafter(tmp_path):
     save(tmp_path, model, config)
     source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
     assert (source.name, source.vocab_size) == ("llama", tiny.VOCAB)
-    assert source.vocabulary == Vocabulary(tiny.VOCAB, 260)
+    assert source.vocabulary == VocabularySizes(tiny.VOCAB, 260)
     target = LMTarget(tiny.full())
     draft, _ = drafted(source.make(target.parts), tiny.prompt(9), 3)
     assert draft == drafted(DraftModel(model, SAME), tiny.prompt(9), 3)[0]

@@ -17,10 +17,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.gemma4_assistant import AssistantSource, Gemma4Assistant, visible
-from mlx_spec.engine import generate
-from mlx_spec.model.target import LMTarget
-from mlx_spec.types import Decision, Features, Reason, TargetParts
+from mlx_spec.drafters.gemma4 import AssistantSource, Gemma4Assistant, visible_rows
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Features, TargetParts
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "26b", "31b", "12b")
@@ -105,7 +104,7 @@ def test_three_steps(pair, case, write):
     target = LMTarget(model, source.needs)
     features = write(target, facts["ids"])
     expected = {key: tensors[f"draft.pos0_exact.{key}"] for key in ("logits", "dense", "hidden", "tokens")}
-    network, shared = source.network, visible(features.shared_kv(), source.sliding_window)
+    network, shared = source.network, visible_rows(features.shared_kv(), source.sliding_window)
     hidden, token = features.final_hidden[-1:], facts["greedy"][0]
     for step in range(3):
         embedded = target.parts.embed(mx.array([token]))
@@ -239,15 +238,15 @@ def test_wrong_input_changes_the_first_step(pair):
     token, last = mx.array(facts["greedy"][:1]), features.final_hidden[-1:]
     length, window = facts["length"], source.sliding_window
 
-    def error(*, position=length, visible_rows=window, hidden=last, scale=1.0) -> float:
-        shared = visible(features.shared_kv(), visible_rows)
+    def error(*, position=length, window_size=window, hidden=last, scale=1.0) -> float:
+        shared = visible_rows(features.shared_kv(), window_size)
         embedded = target.parts.embed(token) * scale
         found = source.network(embedded, hidden, mx.array(position), shared)[0]
         return largest(found, tensors["draft.pos0_exact.hidden"][:1])
 
     assert error() < TOLERANCE
     assert error(position=length - 1) > 100 * TOLERANCE
-    assert error(visible_rows=window - 1) > 10 * TOLERANCE
+    assert error(window_size=window - 1) > 10 * TOLERANCE
     assert error(hidden=features.final_hidden[-2:-1]) > 100 * TOLERANCE
     assert error(hidden=features.hidden[0][-1:]) > 100 * TOLERANCE  # before the final norm
     assert error(scale=64**-0.5) > 100 * TOLERANCE
@@ -286,41 +285,6 @@ def test_after_any_round_it_is_as_good_as_new(pair):
         other.observe(truth[:end], write_whole(fresh, truth[: end - 1]))
         ours, theirs = (d.draft(truth[:end], 4, sampler).tokens for d in (drafter, other))
         assert ours.tolist() == theirs.tolist()
-
-
-class Shadows:
-    """Decodes plainly and asks for a shadow token in every round."""
-
-    def begin(self):
-        pass
-
-    def decide(self, history):
-        return Decision((), Reason.PROBE, shadow=0)
-
-    def observe(self, round):
-        pass
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pair", ["e2b-trained", "31b-trained"])
-def test_a_shadow_token_is_what_would_be_drafted(pair, case):
-    """A token is on its way then, whose row is in the caches: the drafter does not see it."""
-    facts = golden(pair, case)[0]
-    model, source = load(pair)
-    truth, end = facts["ids"] + facts["greedy"], facts["length"]
-    target, sampler = LMTarget(model, source.needs), lossless.GREEDY.sampler(end, VOCAB)
-    count, drafter = len(facts["greedy"]), source.make(target.parts)
-    rounds = list(generate(target, [drafter], Shadows(), sampler, facts["ids"], max_tokens=count))
-    assert lossless.emitted(rounds) == facts["greedy"]
-    other, target = source.make(target.parts), LMTarget(model, source.needs)
-    other.observe(truth[:end], target.prefill(truth[: end - 1]))
-    right = []
-    for place in range(end, len(truth)):
-        right += [float(t == truth[place]) for t in other.draft(truth[:place], 1, sampler).tokens.tolist()]
-        target.verify(mx.array(truth[place - 1 : place]))
-        other.observe(truth[: place + 1], target.commit(1))
-    assert [round.agreement for round in rounds] == [None, *right]
-    assert 0 < sum(right) < len(right)
 
 
 def test_no_draft_without_the_features_of_this_history():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import by_hand
 import fitted
@@ -16,12 +14,9 @@ import pytest
 import tiny
 from by_hand import Shape, array, norm
 from fitted import Checkpoint, largest, logits_of, opened, random_rows, replay
-from one_pass_law import control_excess, drafted_excess, seeded_texts
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.context import BACKLOG
-from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.drafters.conditioned import MAX_WAITING, Rows
 from mlx_spec.types import Features, TargetParts
 
 TOLERANCE = 1e-5
@@ -84,7 +79,7 @@ def test_rounds(length, chunks, config, tmp_path):
 @pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="float64 is for the CPU")
 def test_rounds_behind_a_long_prompt(tmp_path):
     """In float64, but for the angles. In float32 rows this far are up to 2e-5 off, whoever computes them."""
-    length = BACKLOG + 30
+    length = MAX_WAITING + 30
     made, rows, history = small(), random_rows(length + 20, 3), tiny.prompt(length + 21)
     begins = [length, length + 1, length + 4, length + 9, length + 9, length + 10]
     source, shape = opened(made, tmp_path), replace(SHAPE, rounded=True)
@@ -209,103 +204,3 @@ def test_cold_start_and_other_histories(tmp_path):
     assert [drafter.draft(history[:21], k, sampler).tokens.size for k in (0, 1, 3, 9)] == [0, 1, 3, 9]
     for stranger in (history[:20], [*history[:20], 3], history[:22]):
         assert drafter.draft(stranger, 4, sampler).tokens.size == 0
-
-
-def test_reduced_vocabulary(tmp_path):
-    """d2t holds offsets; what is outside has no chance."""
-    kept = [i for i in range(256) if i % 5 == 2]
-    tensors = {
-        "lm_head__weight": mx.random.normal((len(kept), 64)),
-        "d2t": mx.array(kept) - mx.arange(len(kept)),
-    }
-    made = small(draft_vocab_size=len(kept)).changed(**tensors)
-    source, rows, history = opened(made, tmp_path), random_rows(9, 3), tiny.prompt(10)
-    drafter = source.make(parts())
-    drafter.observe(history, Features(tuple(rows)))
-    logits = logits_of(drafter, history, 4)
-    assert mx.isfinite(logits).sum(axis=-1).tolist() == [len(kept)] * 4
-    assert largest(logits[:, mx.array(kept)], in_one_pass(made, history, rows, 4)) < 10 * TOLERANCE
-    draft = drafter.draft(history, 4, lossless.Sampling(1.0).sampler(1, 256))
-    assert mx.where(mx.arange(256) % 5 == 2, 0, draft.probs).max().item() == 0
-
-
-# --- at work
-
-
-@cache
-def fit(kind: str) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
-    """A target, a prompt, its greedy text, and a drafter that knows most of it."""
-    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
-    truth = lossless.plain(model, prompt, 40, TARGETS[kind])
-    made = small(len(model.layers), head=False)
-    with tempfile.TemporaryDirectory() as folder:
-        rows, wanted = fitted.gather(opened(made, Path(folder)), model, prompt, truth, 4)
-    return model, prompt, truth, made.changed(lm_head__weight=fitted.head_of(rows, wanted))
-
-
-@pytest.mark.parametrize("kind", TARGETS)
-def test_lossless(kind, tmp_path):
-    model, prompt, truth, made = fit(kind)
-    accepted = fitted.lossless_rounds(opened(made, tmp_path), model, prompt, truth, 4, TARGETS[kind])
-    assert set(accepted) & {1, 2, 3}
-
-
-def test_quantized_weights(tmp_path):
-    model, prompt, truth, made = fit("full")
-    source = opened(made, tmp_path, bits=8)
-    assert sum(fitted.lossless_rounds(source, model, prompt, truth, 4)) > 0
-    assert "scales" in source.network.layers[1].mlp.gate_proj
-
-
-# --- the law
-
-
-def law_source(folder: Path) -> DrafterSource:
-    made = fitted.peagle(2, (0, 1), 16, 8)
-    return opened(made.changed(norm__weight=0.5 * made.tensors["norm.weight"]), folder)
-
-
-def test_sampled_drafts_keep_the_law(tmp_path):
-    assert drafted_excess(law_source(tmp_path)) < 1
-
-
-def test_argmax_drafts_that_pose_as_sampled_are_caught(tmp_path):
-    assert control_excess(law_source(tmp_path), 300) > 1
-
-
-def test_seeded_text_is_the_same_without(tmp_path):
-    with_drafter, without = seeded_texts(law_source(tmp_path))
-    assert with_drafter == without
-
-
-# --- what is refused
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "text"),
-    [
-        ({"mlx_spec": None}, BadCheckpoint, "mlx-spec convert"),
-        ({"mask_token_id": None}, BadCheckpoint, "mask_token_id"),
-        ({"draft_vocab_size": 100}, BadCheckpoint, "draft_ids"),
-        (
-            {"target": {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}},
-            Mismatch,
-            "5, target",
-        ),
-    ],
-)
-def test_refusals(changes, kind, text, tmp_path):
-    with pytest.raises(kind, match=text):
-        opened(small(), tmp_path, edit=lambda config: config.update(changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "text"),
-    [
-        ({"capture": [0, 1, 3]}, Mismatch, "layers 0 to 2"),
-        ({"position_offset": -1}, BadCheckpoint, "position_offset -1"),
-    ],
-)
-def test_conventions_that_are_refused(changes, kind, text, tmp_path):
-    with pytest.raises(kind, match=text):
-        opened(small(), tmp_path, edit=lambda config: config["mlx_spec"].update(changes))

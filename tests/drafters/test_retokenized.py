@@ -23,17 +23,26 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
 from mlx_spec.apps.described import as_json, description
+from mlx_spec.convert.inspect import inspect
 from mlx_spec.demo import DRAFTER, TARGET
-from mlx_spec.drafters.retokenized import Retokenized, RetokenizedSource
-from mlx_spec.drafters.translation import LONGEST, Place, Translation, continuation, encoded, parted, whole
+from mlx_spec.drafters.retokenized import (
+    MAX_PIECE,
+    Place,
+    Retokenized,
+    RetokenizedSource,
+    Translation,
+    continuation,
+    encode_after,
+    split_characters,
+    whole_characters,
+)
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.inspect import inspect
 from mlx_spec.load import load
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
-from mlx_spec.tuning import tuner
 from mlx_spec.types import Features, Round
 
 GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
@@ -48,7 +57,7 @@ def text_of(kind: str) -> Text:
 
 
 def recited(kind: str) -> list[int]:
-    tokens = encoded(text_of(kind), b"", RECITED.encode())
+    tokens = encode_after(text_of(kind), b"", RECITED.encode())
     assert tokens is not None and len(set(tokens)) > 0.9 * len(tokens)
     return tokens
 
@@ -137,28 +146,6 @@ def test_misaligned_text_costs_acceptance_and_nothing_else(monkeypatch: pytest.M
     assert figures(done)[0] / figures(done)[1] < 0.3 * good[0] / good[1]
 
 
-def test_confidence_is_that_of_the_tokens_it_is_made_of() -> None:
-    """Certain where it recites, and the chances of several of the drafter's tokens multiply."""
-    drafter, history = drafter_for("words"), prompt_of("words", 8)
-    draft = drafter.draft(history, 4, SEEDED.sampler(0, size_of("words")))
-    assert draft.probs is None and draft.confidence is not None
-    sure = draft.confidence.tolist()
-    assert len(sure) == draft.tokens.size == 4
-    tokens = [*text_of("syllables").prompt_tokens(""), text_of("syllables").token_id("<bos>")]
-    tokens += encoded(text_of("syllables"), b"", text_of("words").decode(history).encode()) or []
-    expected, missing = [], 0
-    for token in draft.tokens.tolist():
-        chance = 1.0
-        missing += len(text_of("words").written(token))
-        while missing > 0:
-            law = mx.softmax(model_of("syllables")(mx.array([tokens]))[0, -1])
-            chance *= law.max().item()
-            tokens.append(law.argmax().item())
-            missing -= len(text_of("syllables").written(tokens[-1]))
-        expected.append(chance)
-    assert sure == pytest.approx(expected, rel=1e-3)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_good_as_new_after_every_outcome(kind: str) -> None:
     sampler = GREEDY.sampler(0, size_of(kind))
@@ -222,7 +209,7 @@ def test_translation_does_not_depend_on_the_way(kind: str) -> None:
     for end in [*range(1, len(history), 7), 40, 200, 190, 191, len(history)]:
         place = translation.read(history[:end])
         assert place == Translation(text, other).read(history[:end])
-        assert place.before.endswith(place.pending) and len(place.before) <= LONGEST * 16
+        assert place.before.endswith(place.pending) and len(place.before) <= MAX_PIECE * 16
     changed = [*history[:100], 9, *history[101:]]
     assert translation.read(changed) == Translation(text, other).read(changed)
     clean = recited(kind) * 4
@@ -239,7 +226,9 @@ def test_what_is_offered_writes_what_was_drafted(kind: str) -> None:
         place = Translation(text, other).read(tokens[:end])
         behind = b"".join(map(text.written, tokens[end : end + 12]))
         offered = continuation(text, place, place.pending + behind)
-        assert whole(place.pending + behind)[len(place.pending) :] == b"".join(map(text.written, offered))
+        assert whole_characters(place.pending + behind)[len(place.pending) :] == b"".join(
+            map(text.written, offered)
+        )
         found += offered == tokens[end : end + len(offered)]
     assert found > 0.9 * len(recited(kind))
 
@@ -260,20 +249,19 @@ def test_an_end_that_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, history = drafter_for("words"), prompt_of("words", 4)
     syllables, words = text_of("syllables"), text_of("words")
     end = syllables.token_id("<eos>")
-    drafted = [*(encoded(syllables, b"", b" tokens with some") or []), end, *recited("syllables")[:2]]
+    drafted = [*(encode_after(syllables, b"", b" tokens with some") or []), end, *recited("syllables")[:2]]
     monkeypatch.setattr(module, "read_tokens", lambda tokens: (drafted * 2)[: tokens.size])
     draft = drafter.draft(history, 8, GREEDY.sampler(0, size_of("words")))
     assert list(map(words.written, draft.tokens.tolist())) == [b" tokens", b" with", b" some", b"<eos>"]
-    assert draft.confidence is not None and draft.confidence.size == 4
 
 
 def test_texts_in_bytes() -> None:
-    assert parted("né😀".encode()[:-1]) == ("né", "😀".encode()[:-1])
-    assert parted(b"a\xffb") == ("a\ufffdb", b"")
-    assert whole("é😀".encode()[:-2]) == "é".encode() and whole(b"a\xffb") == b"a"
+    assert split_characters("né😀".encode()[:-1]) == ("né", "😀".encode()[:-1])
+    assert split_characters(b"a\xffb") == ("a\ufffdb", b"")
+    assert whole_characters("é😀".encode()[:-2]) == "é".encode() and whole_characters(b"a\xffb") == b"a"
     words = text_of("words")
-    assert encoded(words, b" some", b"thing") is not None
-    assert encoded(words, b" smal", b"ler") is None  # one token of both
+    assert encode_after(words, b" some", b"thing") is not None
+    assert encode_after(words, b" smal", b"ler") is None  # one token of both
     place = Place([], b" smal", b"")
     assert b"".join(map(words.written, continuation(words, place, b"ler model"))) == b"ler model"
     assert continuation(words, Place([], b" \xf0\x9f", b"\xf0\x9f"), b"other") == []
@@ -295,13 +283,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, checkpoint(folder / "drafter", model_of("syllables"), reciting.syllables())
 
 
-def test_load_goes_by_the_vocabularies(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_goes_by_the_vocabularies(folders: tuple[Path, Path]) -> None:
     pair = load(folders[0], folders[1], num_draft_tokens=4)
     assert pair.drafter_names == ("llama, re-tokenized",)
     done = list(pair.generate(prompt_of("words"), max_tokens=40))
     assert lossless.emitted(done) == lossless.emitted(rounds("words", 0))[:40]
     assert figures(done)[0] > 10
-    monkeypatch.setattr(tuner, "BUDGET", 0.05)
     adaptive = load(folders[0], folders[1])
     assert adaptive.drafter_names == ("llama, re-tokenized", "lookup")
     assert lossless.emitted(list(adaptive.generate(prompt_of("words"), max_tokens=40))) == lossless.emitted(

@@ -24,14 +24,17 @@ from test_tree_policy import FLAT, PLAIN, STEEP
 from virtual import Curve
 
 from mlx_spec import load
-from mlx_spec.convert.convert import Request, convert
-from mlx_spec.drafters.legal import Legal
+from mlx_spec.convert.conversion import Request, convert
+from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters.medusa import MedusaTree
+from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
 from mlx_spec.recorder import Recorder
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.session import Statistics
+from mlx_spec.target import LMTarget
+from mlx_spec.tree import Tree, grown
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import Tuner
@@ -45,7 +48,7 @@ PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=
 
 
 def small(nodes: int, height: int = HEADS) -> Tree:
-    return tree_template(nodes, RATES[:height]).tree(nodes)
+    return grown(nodes, RATES[:height]).tree(nodes)
 
 
 @cache
@@ -253,7 +256,7 @@ def test_no_more_tokens_than_asked_for(count: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
     target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", False), StageProgress(io.StringIO()))
+    convert(Request(target, heads, out, "none", None, "none", "float32", False), Progress(io.StringIO()))
     return out
 
 
@@ -332,7 +335,7 @@ def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
     found = []
     truth: list[int] = []
     for K in (0, 14):
-        recorder = LogprobRecorder(sampling.sampler(25, 256), LogitsProcessor(sampling, 25, 256), TEXT, TOP)
+        recorder = Recorder(sampling.sampler(25, 256), Law(sampling, 25, 256), TEXT, TOP)
         drafter, position = Scripted([*prompt, *truth]), len(prompt)
         rounds, said = [], []
         for round in generate(LMTarget(model), [drafter], Fixed(K), recorder, prompt, max_tokens=40):
@@ -357,7 +360,7 @@ def test_a_grammar_holds_on_every_path() -> None:
         and truth != text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)[0]
     )
     matcher = sampling.grammar.matcher(prompt)
-    drafter = Legal(Scripted([*prompt, *truth]), matcher, len(prompt))
+    drafter = GrammarFilter(Scripted([*prompt, *truth]), matcher, len(prompt))
     emitted, done = text(model, "full", prompt, drafter, sampling, 14)
     assert emitted == truth, lossless.first_difference(emitted, truth)
     check(done, 14)

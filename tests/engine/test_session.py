@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import DraftModelSource, Vocabulary
-from mlx_spec.drafters.lookup import LookupSource
+from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
+from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import Fixed
@@ -72,7 +72,7 @@ def make_pair(
 
 
 def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
-    vocabulary = Vocabulary(tiny.VOCAB, tiny.VOCAB)
+    vocabulary = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
     made: dict[str, Callable[[], list[DrafterSource]]] = {
         "none": list,
         "lookup": lambda: [LookupSource()],

@@ -1,4 +1,4 @@
-"""What the tests of drafters that read features share: published checkpoints opened, drafts watched."""
+"""Open published checkpoints of drafters that read features, and record their drafts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from fitted import Recorder
 from lossless import GREEDY, emitted
 
 import mlx_spec
-from mlx_spec.convert import acceptance, measure, texts
-from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert import measure, texts, walk
+from mlx_spec.convert.conversion import Request, convert
 from mlx_spec.convert.families import family_of
+from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence
 from mlx_spec.target import LMTarget
-from mlx_spec.types import Drafter, Features, Round, Sampler
+from mlx_spec.types import Drafter, Features, Round
 
 K = 4
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder."""
+    """Return the config.json of a folder."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 
@@ -47,25 +49,11 @@ def write_converted(published: Path, target: Path, folder: Path, **conventions: 
 
 
 def open_converted(published: Path, target: Path, folder: Path, **conventions: Any) -> Any:
-    """The same, opened, in float32."""
+    """Convert and open it, in float32."""
     write_converted(published, target, folder, **conventions)
     source: Any = open_drafter(folder, read(folder), read(target))
     source.network.set_dtype(mx.float32)
     return source
-
-
-class Watching:
-    """A sampler that remembers the logits it draws from."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
-        self.seen: list[mx.array] = []
-
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        self.seen.append(logits[0])
-        return self.sampler.draw(logits, history, drafted)
 
 
 @dataclass(frozen=True)
@@ -77,25 +65,20 @@ class Seen:
 
 
 def drafted(drafter: Drafter, history: Sequence[int], limit: int = K) -> Seen:
-    """A greedy draft."""
-    sampler: Any = Watching(GREEDY.sampler(1, 256))
-    draft = drafter.draft(history, limit, sampler)
-    return Seen([int(token) for token in draft.tokens.tolist()], mx.stack(sampler.seen))
-
-
-def largest(a: mx.array, b: mx.array) -> float:
-    """Largest difference."""
-    return mx.abs(a - b).max().item()
+    """Return a greedy draft."""
+    recorder = Recorder()
+    draft = drafter.draft(history, limit, recorder)
+    return Seen([int(token) for token in draft.tokens.tolist()], mx.concatenate(recorder.logits))
 
 
 def rows(features: Features, low: int, high: int) -> Features:
-    """Some of the rows."""
+    """Return some of the rows."""
     final = None if features.final_hidden is None else features.final_hidden[low:high]
     return Features(tuple(hidden[low:high] for hidden in features.hidden), final)
 
 
 def fresh(source: DrafterSource, target: LMTarget, history: Sequence[int], features: Features) -> Drafter:
-    """A new drafter that sees all rows of `history` at once."""
+    """Return a new drafter that sees all rows of `history` at once."""
     drafter = source.make(target.parts)
     drafter.observe(history, rows(features, 0, len(history) - 1))
     return drafter
@@ -104,7 +87,7 @@ def fresh(source: DrafterSource, target: LMTarget, history: Sequence[int], featu
 def in_rounds(
     model: nn.Module, source: DrafterSource, facts: dict[str, Any], chunks: Sequence[int] = ()
 ) -> Iterator[Seen]:
-    """The drafts of the golden rounds: of K tokens each, of which some are kept, others not."""
+    """Yield the drafts of the golden rounds, K tokens each, of which some are kept, others not."""
     history, end, kept = facts["history"], facts["prompt"], facts["kept"]
     target = LMTarget(model, source.needs)
     drafter, start = source.make(target.parts), 0
@@ -126,38 +109,38 @@ OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 
 
 def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
-    """Convert a trained pair in float32 and test it, on few and short texts. Returns its manifest."""
+    """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "GENERATED", 12)
+        patch.setattr(walk, "GENERATED", 12)
         patch.setattr(measure, "TEXT_LENGTH", 16)
         patch.setattr(measure, "PROMPTS", texts.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
         asked = Request(str(target), drafter, out, "none", None, "none", "float32", True)
-        return convert(asked, StageProgress(io.StringIO()))
+        return convert(asked, Progress(io.StringIO()))
 
 
 def generate_with(
     folder: Path, limit: int = 3, sampling: Sampling = GREEDY, questions: Sequence[str] = QUESTIONS
 ) -> list[Round]:
-    """Rounds of a converted pair, with prefixes kept and cut, all checked against plain decoding."""
+    """Return rounds of a converted pair, with prefixes kept and cut; check them against plain decoding."""
     pair = mlx_spec.load(folder, num_draft_tokens=limit)
     alone = mlx_spec.load(folder, drafter="none")
     done: list[Round] = []
     for first, second in zip(questions, OTHER * 2, strict=False):
-        held, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
+        cached, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
-            held.align(prompt)
-            found = list(pair.run(held.decoding, prompt, sampling=sampling, max_tokens=24))
+            cached.rewind_to_prefix(prompt)
+            found = list(pair.run(cached.parts, prompt, sampling=sampling, max_tokens=24))
             plain = alone.generate(prompt, sampling=sampling, max_tokens=24)
             assert emitted(found) == emitted(list(plain)), text
-            held.note(emitted(found))
+            cached.append(emitted(found))
             done += found
             prompt = [*prompt, *emitted(found)[:7], *pair.text.encode(second)]
     return done
 
 
 def check_acceptance(done: list[Round], limit: int = 3) -> None:
-    """Nothing, a part and all of the draft tokens were accepted, more than one on average."""
+    """Check that none, some and all draft tokens were accepted, more than one on average."""
     drafted = [round for round in done if round.drafted == limit]
     assert {0, limit} <= {round.accepted for round in drafted}
     assert {round.accepted for round in drafted} & set(range(1, limit))

@@ -87,7 +87,7 @@ class Posing(DraftModel):
 
 
 def draft_model(kind: type[DraftModel] = DraftModel) -> DraftModel:
-    return kind(model(noise=0.2), Vocabulary(V, V))
+    return kind(model(noise=0.2), VocabularySizes(V, V))
 
 
 def reference(sampling: Sampling, row: np.ndarray, history: Sequence[int], prompt_length: int) -> np.ndarray:

@@ -1,11 +1,12 @@
-"""Whether what the engine emits follows the target's law when a drafter of a family drafts.
+"""Check that the engine keeps the target's distribution when a drafter of a family drafts.
 
-As in test_law.py: generations of a tiny model, counted by their tokens and compared with its exact law. A
-right engine is rejected once in a million; the keys are fixed, so a pass stays a pass.
+As in test_law.py, tokens of a tiny model are counted over many generations and compared with its exact
+distribution. A right engine is rejected once in a million; the keys are fixed, so a pass stays a pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import chi_square
@@ -24,7 +25,7 @@ from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import LMTarget
-from mlx_spec.types import Drafter
+from mlx_spec.types import Drafter, Sampler
 
 GENERATIONS, FEW = 300, 200  # the controls need fewer, as a rule
 
@@ -50,38 +51,41 @@ def law_target() -> nn.Module:
     return built
 
 
-@cache
-def exact() -> np.ndarray:
-    """The law [V, V, V] of the tokens after the prompt."""
-    return test_law.exact(law_target(), PLAIN)
-
-
-def excess(source: DrafterSource, drafter: Drafter, generations: int) -> float:
-    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection."""
+def excess(
+    source: DrafterSource,
+    drafter: Drafter,
+    generations: int,
+    sampling: Sampling = PLAIN,
+    sampler: Callable[[int], Sampler] | None = None,
+) -> float:
+    """Return the chi-square of the tokens of many generations over its quantile: above 1 is a rejection."""
     target, counts, drafted = LMTarget(law_target(), source.needs), np.zeros((V,) * COUNT), 0
+    sampler = sampler or unseeded(sampling)
     for i in range(generations):
         target.rewind(0)
-        sampler = unseeded(PLAIN)(i)
-        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler, PROMPT, max_tokens=COUNT))
+        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
         drafted += sum(round.drafted for round in done)
         counts[tuple(emitted(done))] += 1
     assert drafted >= generations
-    return chi_square.excess(counts, exact())
+    return chi_square.excess(counts, test_law.exact(law_target(), sampling))
 
 
-def drafted_excess(source: DrafterSource) -> float:
-    """With drafts as they are."""
-    return excess(source, source.make(LMTarget(law_target(), source.needs).parts), GENERATIONS)
+def drafted_excess(
+    source: DrafterSource, sampling: Sampling = PLAIN, sampler: Callable[[int], Sampler] | None = None
+) -> float:
+    """Return it for drafts as they are."""
+    drafter = source.make(LMTarget(law_target(), source.needs).parts)
+    return excess(source, drafter, GENERATIONS, sampling, sampler)
 
 
 def control_excess(source: DrafterSource, generations: int = FEW) -> float:
-    """With the likeliest tokens, said to be drawn: must be rejected."""
+    """Return it for the likeliest tokens, said to be drawn: they must be rejected."""
     parts = LMTarget(law_target(), source.needs).parts
     return excess(source, fitted.Sampled(source.make(parts), Liar()), generations)
 
 
 def seeded_texts(source: DrafterSource) -> tuple[list[int], list[int]]:
-    """60 tokens of one seed, drafted three at a time, and without a drafter."""
+    """Return 60 tokens of one seed, drafted three at a time, and without a drafter."""
     texts = []
     for K in (3, 0):
         target = LMTarget(law_target(), source.needs)

@@ -10,8 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, gemma4_text, llama, qwen3, qwen3_5, qwen3_next
 
-from mlx_spec.drafters.gemma4_assistant import AssistantSource
-from mlx_spec.drafters.gemma4_network import AssistantConfig, AssistantNetwork, HeadShape
+from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, AssistantSource, HeadShape
 
 VOCAB = 256
 

@@ -18,8 +18,8 @@ from fitted import opened
 from virtual import CURVES, VOCABULARY, Clocked, Curve, Device, VirtualTarget
 
 from mlx_spec.branches import Branches
-from mlx_spec.drafters.lookup import LookupSource
 from mlx_spec.drafters.medusa import MedusaTree
+from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import tree_of, tree_template

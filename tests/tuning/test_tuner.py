@@ -13,7 +13,7 @@ from lossless import GREEDY, Scripted, emitted, plain
 
 import mlx_spec
 from mlx_spec.apps.tune import main as tune
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
 from mlx_spec.policy import Fixed
 from mlx_spec.target import LMTarget
@@ -43,7 +43,7 @@ def test_measuring_leaves_no_trace(kind: str, kv_bits: int | None) -> None:
     model, prompt = MODELS[kind], tiny.prompt(20)
     truth = plain(model, prompt, 30, kv_bits)
     target = LMTarget(model, kv_bits=kv_bits)
-    drafter = DraftModel(MODELS["full"], Vocabulary(tiny.VOCAB, tiny.VOCAB))
+    drafter = DraftModel(MODELS["full"], VocabularySizes(tiny.VOCAB, tiny.VOCAB))
     target.prefill(prompt[:-1])
     points = measure(target, [drafter, Scripted([])], prompt, 0.05)
     assert (target.size, target.uncommitted) == (19, 0)

@@ -25,8 +25,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama, qwen3_5
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.drafters.recorded import Recorded
 from mlx_spec.model.target import LMTarget
@@ -234,7 +235,7 @@ def make_qwen() -> None:
     fit_target(model, 160)
     published = flat(model.language_model)  # before a target puts its taps into the names
     written = {"text_config": DELTA, "layer_type": "qwen3_5_text", "mlx_spec": RECORDED}
-    network = MTPNetwork(written, Recorded.from_config(written))
+    network = MTPNetwork(written, Conventions.from_config(written))
     target = LMTarget(model, FeatureSpec(final_hidden=True))
     fit_drafter(network, target, target.parts.unembed, mx.arange(V), 120)
     tensors = {}

@@ -26,8 +26,8 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.dflash_network import DFlashConfig, DFlashNetwork
-from mlx_spec.drafters.eagle3_network import Eagle3Config
+from mlx_spec.drafters.dflash import DFlashConfig, DFlashNetwork
+from mlx_spec.drafters.eagle3 import Eagle3Config, PEagleNetwork
 from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mlx_spec.drafters.peagle import PEagleNetwork
 from mlx_spec.model.target import LMTarget

@@ -1,0 +1,265 @@
+"""The checkpoint of a drafter: the conventions in its config.json, its weights and its own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.utils import infer_quant_config
+
+from mlx_spec.checkpoint import AGAIN, WEIGHTS, check_weights, one_line, shortened
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.types import TargetParts
+
+KEY = "mlx_spec"  # key of the conventions in config.json
+CONFIG = "config.json of the drafter"
+POST_NORM, PRE_NORM, LAYERS = "post_norm", "pre_norm", "layers"
+ACTIVATION = "silu"
+TARGET_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+QUANTIZABLE = nn.Linear, nn.Embedding, SwitchLinear, MultiLinear
+
+Value = TypeVar("Value")
+
+
+# --- config.json
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How to run a drafter, as far as its weights do not show it.
+
+    The converter writes them to config.json. Row i belongs to the target's input token x_i, whose logits
+    predict x_{i+1}. A wrong convention lowers acceptance and raises no error.
+    """
+
+    hidden: str  # what it reads: after or before the target's final norm, or the layers of `capture`
+    capture: tuple[int, ...] = ()  # outputs of these layers, from 0 and never negative, in the order of fc
+    chain: str = "none"  # what its own next step reads instead of the target's hidden state
+    fc_order: tuple[str, ...] = ()  # the columns of fc, from the left
+    shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts its own token
+    position_offset: int = 0  # added to the positions of drafted rows
+    norm_offset: int = 0  # added to the norm weights
+    rope: str = "target"  # whose rotary parameters it uses: "target" or "own"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Conventions:
+        """Read the conventions in config.json. Raises BadCheckpoint for a drafter that was not converted."""
+        found = config.get(KEY)
+        if not isinstance(found, Mapping):
+            raise BadCheckpoint(
+                f"{CONFIG} has no {KEY!r}, so its conventions are not known: run `mlx-spec convert` on it"
+            )
+        where = f"{KEY!r} in {CONFIG}"
+        return cls(
+            hidden=required(found, "hidden", str, where),
+            capture=_items(found, "capture", where),
+            chain=required(found, "chain", str, where),
+            fc_order=_items(found, "fc_order", where),
+            shift=required(found, "shift", int, where),
+            position_offset=required(found, "position_offset", int, where),
+            norm_offset=required(found, "norm_offset", int, where),
+            rope=required(found, "rope", str, where),
+        )
+
+    @property
+    def hidden_first(self) -> bool:
+        """Return True if fc reads the hidden state before the embedding."""
+        return self.fc_order[:1] == ("hidden",)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary parameters."""
+
+    base: float
+    scaling: Mapping[str, Any] | None
+    share: float  # share of a head's dimensions that are rotated
+    max_positions: int | None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any], max_positions: int | None) -> Rope:
+        """Read them from a config.json in its old or new form."""
+        parameters = found.get("rope_parameters") or found.get("rope_scaling")
+        both = {**found, **(parameters or {})}
+        share = float(both.get("partial_rotary_factor") or 1.0)
+        scaling = dict(parameters) if parameters else None
+        return cls(float(both.get("rope_theta") or 10000.0), scaling, share, max_positions)
+
+    def build(self, head_dim: int) -> nn.Module:
+        """Return the rotation of heads [.., head_dim]. Raises BadCheckpoint if mlx-lm does not know it."""
+        scaling = None if self.scaling is None else dict(self.scaling)
+        try:
+            rope: nn.Module = initialize_rope(
+                int(head_dim * self.share), self.base, False, scaling, self.max_positions
+            )
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise BadCheckpoint(f"rotary parameters {scaling} cannot be used: {one_line(error)}") from error
+        return rope
+
+
+def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str) -> Value:
+    """Return `config[key]`. Raises BadCheckpoint unless it is of type `kind`; `where` names the config."""
+    value = config.get(key)
+    if value is None:
+        raise BadCheckpoint(f"{where} has no {key!r}: {AGAIN}")
+    if kind is float and type(value) is int:
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise BadCheckpoint(f"{where} has {key!r} = {value!r}, which is no {kind.__name__}")
+    return value
+
+
+def _items(found: Mapping[str, Any], key: str, where: str) -> tuple[Any, ...]:
+    items = found.get(key)
+    if not isinstance(items, list | tuple):  # a tuple if the config was never written to a file
+        raise BadCheckpoint(f"{where} has {key!r} = {items!r}, which is no list")
+    return tuple(items)
+
+
+def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the drafter's layers. Raises BadCheckpoint for another activation."""
+    layer: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
+    activation = layer.get("hidden_act", ACTIVATION)
+    if activation != ACTIVATION:
+        raise BadCheckpoint(f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported")
+    return layer
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a target's config.json that describes its language model."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
+    """Raise Mismatch unless the drafter was made for a target of these sizes."""
+    made_for = required(config, "target", dict, CONFIG)
+    target = text_config(target_config)
+    for key in TARGET_SIZES:
+        if made_for.get(key) != target.get(key):
+            raise Mismatch(
+                f"drafter expects {key.replace('_', ' ')} {made_for.get(key)}, target has "
+                f"{target.get(key)}: use the drafter made for this target"
+            )
+
+
+def check_capture(capture: Sequence[int], config: Mapping[str, Any]) -> None:
+    """Raise Mismatch unless `capture` names layers of the target in a drafter's config.json, each once."""
+    layers = config["target"]["num_hidden_layers"]
+    exist = all(0 <= index < layers for index in capture)
+    if not (capture and exist and len(set(capture)) == len(capture)):
+        raise Mismatch(
+            f"drafter reads the outputs of layers {list(capture)}, the target has layers 0 to {layers - 1} "
+            "and each is read once: convert it again for this target"
+        )
+
+
+def check_vocabulary(path: Path, draft_vocab_size: int, vocab_size: int, tensors: Collection[str]) -> None:
+    """Raise BadCheckpoint if the drafter in `path` has a reduced vocabulary and does not say which."""
+    if draft_vocab_size != vocab_size and "draft_ids" not in tensors:
+        raise BadCheckpoint(
+            f"{path} has a vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens "
+            "and no 'draft_ids' that say which: convert it again"
+        )
+
+
+# --- weights
+
+
+def read_tensors(folder: Path) -> dict[str, mx.array]:
+    """Return every tensor of the safetensors in `folder`, lazily. Raises BadCheckpoint."""
+    check_weights(folder)
+    tensors: dict[str, mx.array] = {}
+    for file in sorted(folder.glob(WEIGHTS)):
+        loaded = mx.load(str(file))
+        assert isinstance(loaded, dict)
+        tensors |= loaded
+    return tensors
+
+
+def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) -> None:
+    """Fill the parameters of `module` from the safetensors of `folder`, quantized if they have scales.
+
+    The files are read when the parameters are first used. Tensors named in `skip` are ignored. Raises
+    BadCheckpoint if a tensor is missing, left over or of another form.
+    """
+    tensors = {name: array for name, array in read_tensors(folder).items() if name not in skip}
+    _quantize(module, tensors, folder)
+    expected = dict(tree_flatten(module.parameters()))
+    _refuse(folder, "lacks the tensors", expected.keys() - tensors.keys())
+    _refuse(folder, "has tensors that this drafter has no use for:", tensors.keys() - expected.keys())
+    forms = {name: (_form(array), _form(expected[name])) for name, array in tensors.items()}
+    wrong = [f"{name} {ours} instead of {theirs}" for name, (ours, theirs) in forms.items() if ours != theirs]
+    _refuse(folder, "has tensors of another form than its config.json says:", wrong)
+    module.update(tree_unflatten(list(tensors.items())))
+    module.eval()
+
+
+def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:
+    def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
+        if not isinstance(layer, QUANTIZABLE) or f"{path}.scales" not in tensors:
+            return False
+        return dict(infer_quant_config(path, layer, tensors))
+
+    if any(name.endswith(".scales") for name in tensors):
+        try:
+            nn.quantize(module, class_predicate=settings)
+        except ValueError as error:
+            raise BadCheckpoint(f"{folder}: {error}") from error
+
+
+def _form(array: mx.array) -> str:
+    kind = "integers" if mx.issubdtype(array.dtype, mx.integer) else "floats"
+    return f"{kind} {list(array.shape)}"
+
+
+def _refuse(folder: Path, problem: str, names: Collection[str]) -> None:
+    if names:
+        raise BadCheckpoint(f"{folder} {problem} {shortened(sorted(names))}: {AGAIN}")
+
+
+def shift_norms(network: nn.Module, offset: int) -> None:
+    """Add `offset` to every norm weight of a loaded network, lazily."""
+    if offset:
+        weights: dict[str, mx.array] = dict(tree_flatten(network.parameters()))
+        norms = [(name, w + offset) for name, w in weights.items() if "norm" in name.rpartition(".")[0]]
+        network.update(tree_unflatten(norms))
+
+
+# --- embedding and LM head
+
+
+def own_parts(network: nn.Module, parts: TargetParts, vocab_size: int) -> TargetParts:
+    """Return `parts` with the tables that `network` brings: embed_tokens, lm_head, draft_ids [W].
+
+    Tokens outside a reduced vocabulary have logits of -inf. Their probability is 0, so sampling stays exact.
+    """
+    embed = network.get("embed_tokens", parts.embed)
+    unembed = network.get("lm_head", parts.unembed)
+    if "draft_ids" in network:
+        unembed = _widened(unembed, network["draft_ids"], vocab_size)
+    return TargetParts(embed, unembed)
+
+
+def _widened(
+    unembed: Callable[[mx.array], mx.array], ids: mx.array, vocab_size: int
+) -> Callable[[mx.array], mx.array]:
+    def to_full_vocabulary(normed: mx.array) -> mx.array:
+        logits = unembed(normed)  # [T, W]
+        empty = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
+        return mx.put_along_axis(empty, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
+
+    return to_full_vocabulary
+
+
+def join_inputs(embedded: mx.array, hidden: mx.array, *, hidden_first: bool) -> mx.array:
+    """Put an embedding and a hidden state side by side, in the order of the columns of fc."""
+    return mx.concatenate([hidden, embedded] if hidden_first else [embedded, hidden], axis=-1)

@@ -1,0 +1,60 @@
+"""The base of all drafters, and drafts that are drawn token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_spec.types import Draft, Sampler
+
+
+class SequenceDrafter:
+    """Defaults for a drafter that has no caches and needs nothing that it cannot compute by itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its caches."""
+        return 0
+
+    def missing(self, size: int) -> int:
+        """Return how many of the first `size` positions it has not processed and cannot process by itself."""
+        return 0
+
+
+class DraftBuilder:
+    """Draws one token after the other and collects them with their distributions.
+
+    The device begins with a token while the host prepares the next one; the host never waits.
+    """
+
+    def __init__(self, history: Sequence[int], sampler: Sampler) -> None:
+        self._history = history
+        self._sampler = sampler
+        self._tokens = mx.array([], dtype=mx.int32)
+        self._probs: list[mx.array] = []
+
+    def draw(self, logits: mx.array) -> mx.array:
+        """Draw the next token from logits [1, V] and return it, [1] int32."""
+        token, probs = self._sampler.draw(logits, self._history, self._tokens)
+        mx.async_eval(token)
+        self._tokens = mx.concatenate([self._tokens, token])
+        if probs is not None:
+            self._probs.append(probs)
+        return token
+
+    def draft(self) -> Draft:
+        """Return all tokens drawn so far."""
+        return Draft(self._tokens, mx.concatenate(self._probs) if self._probs else None)
+
+
+def draw_rows(logits: mx.array, history: Sequence[int], sampler: Sampler) -> Draft:
+    """Draw one token from each row of logits [K, V] that one pass produced.
+
+    The rows do not see each other's tokens. They are drawn in turn because a sampler's penalties depend on
+    the tokens before.
+    """
+    builder = DraftBuilder(history, sampler)
+    for j in range(logits.shape[0]):
+        builder.draw(logits[j : j + 1])
+    return builder.draft()

@@ -1,0 +1,425 @@
+"""Gemma 4 assistants: multi-token prediction over the target's own K/V.
+
+A step takes the target's embedding of a token and the hidden state of the position before it. Its four
+decoder layers attend to the K/V of the target's last cache-owning layer of each attention type; they have
+none of their own. The output replaces the hidden state of the next step. All steps of a draft run at the
+position of the pending token, as in transformers, LiteRT-LM and llama.cpp.
+
+Source: transformers `models/gemma4_assistant`. Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gemma3_text import MLP
+from mlx_lm.models.rope_utils import initialize_rope
+
+from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required, text_config
+from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ACTIVATION = "gelu_pytorch_tanh"
+ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
+ADVICE = "use the assistant made for this target"
+
+Stage = Callable[..., tuple[mx.array, mx.array]]
+
+
+# --- config.json
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The shape of K and V of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class AssistantConfig:
+    """The keys of config.json that matter here."""
+
+    backbone_hidden_size: int  # D, the target's hidden size
+    vocab_size: int
+    hidden_size: int  # h, the drafter's own
+    intermediate_size: int
+    num_attention_heads: int
+    layer_types: tuple[str, ...]
+    heads: tuple[HeadShape, ...]  # one a layer
+    sliding_window: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
+    num_centroids: int = 0  # 0 for a dense head
+    centroid_intermediate_top_k: int = 0
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> AssistantConfig:
+        """Read config.json. Raises BadCheckpoint for a missing key and an unsupported value."""
+        text: dict[str, Any] = required(config, "text_config", dict, CONFIG)
+        where = f"text_config in {CONFIG}"
+        ordered = required(config, "use_ordered_embeddings", bool, CONFIG)
+        layer_types = tuple(required(text, "layer_types", list, where))
+        result = cls(
+            backbone_hidden_size=required(config, "backbone_hidden_size", int, CONFIG),
+            vocab_size=required(text, "vocab_size", int, where),
+            hidden_size=required(text, "hidden_size", int, where),
+            intermediate_size=required(text, "intermediate_size", int, where),
+            num_attention_heads=required(text, "num_attention_heads", int, where),
+            layer_types=layer_types,
+            heads=tuple(head_shape(text, index, where) for index in range(len(layer_types))),
+            sliding_window=required(text, "sliding_window", int, where),
+            rms_norm_eps=required(text, "rms_norm_eps", float, where),
+            rope_parameters=required(text, "rope_parameters", dict, where),
+            num_centroids=required(config, "num_centroids", int, CONFIG) if ordered else 0,
+            centroid_intermediate_top_k=(
+                required(config, "centroid_intermediate_top_k", int, CONFIG) if ordered else 0
+            ),
+        )
+        _check_supported(result, config, text)
+        return result
+
+
+def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
+    """Return the shape of K and V in one layer of any Gemma 4 text config.
+
+    transformers 5.23 writes `per_layer_config`, everything else the `global_` keys.
+    """
+    num_kv_heads = required(text, "num_key_value_heads", int, where)
+    head_dim = required(text, "head_dim", int, where)
+    if text["layer_types"][layer] != FULL:
+        return HeadShape(num_kv_heads, head_dim)
+    if "per_layer_config" in text:
+        own = text["per_layer_config"].get(str(layer), {})
+        return HeadShape(own.get("num_key_value_heads", num_kv_heads), own.get("head_dim", head_dim))
+    if text.get("attention_k_eq_v"):
+        num_kv_heads = text.get("num_global_key_value_heads") or num_kv_heads
+    return HeadShape(num_kv_heads, required(text, "global_head_dim", int, where))
+
+
+def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    activation = text.get("hidden_activation", ACTIVATION)
+    if activation != ACTIVATION:
+        raise BadCheckpoint(
+            f"the drafter's hidden_activation is {activation!r}, only {ACTIVATION!r} is supported"
+        )
+    if not raw.get("tie_word_embeddings", True):
+        raise BadCheckpoint(
+            "the drafter has an LM head of its own (tie_word_embeddings is false): not supported"
+        )
+    unknown = set(config.layer_types) - {SLIDING, FULL}
+    if unknown or not config.layer_types:
+        raise BadCheckpoint(
+            f"the drafter's layer_types hold {sorted(unknown)}, known are {SLIDING!r} and {FULL!r}"
+        )
+    for kind in sorted(set(config.layer_types)):
+        required(config.rope_parameters, kind, dict, f"rope_parameters in {CONFIG}")
+    clusters, vocab = config.num_centroids, config.vocab_size
+    if clusters and vocab % clusters:
+        raise BadCheckpoint(f"the drafter's num_centroids {clusters} does not divide its vocab_size {vocab}")
+    if clusters and not 0 < config.centroid_intermediate_top_k <= clusters:
+        top_k = config.centroid_intermediate_top_k
+        raise BadCheckpoint(f"the drafter's centroid_intermediate_top_k {top_k} is not in 1..{clusters}")
+
+
+def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None:
+    """Raise Mismatch unless the assistant was made for a target with this config.json or text_config."""
+    target = text_config(target_config)
+    _check("hidden size", config.backbone_hidden_size, target.get("hidden_size"))
+    _check("vocabulary size", config.vocab_size, target.get("vocab_size"))
+    shapes = _owned_shapes(target)
+    for kind, expected in zip(config.layer_types, config.heads, strict=True):
+        found = shapes.get(kind)
+        if found is None:
+            raise Mismatch(
+                f"the drafter reads {kind} K/V, the target has {sorted(shapes) or 'none'}: {ADVICE}"
+            )
+        _check(f"{kind} K/V heads", expected.num_kv_heads, found.num_kv_heads)
+        _check(f"{kind} head dimension", expected.head_dim, found.head_dim)
+    if SLIDING in config.layer_types:
+        _check("sliding window", config.sliding_window, target.get("sliding_window"))
+    ropes = target.get("rope_parameters") or {}
+    for kind in (SLIDING, FULL):
+        ours, theirs = config.rope_parameters.get(kind, {}), ropes.get(kind, {})
+        for key in ROPE_KEYS:
+            if key in ours and key in theirs:
+                _check(f"{kind} {key}", ours[key], theirs[key])
+
+
+def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
+    """Return the K/V shape of the last layer of each attention type that has a cache of its own."""
+    layer_types = target.get("layer_types") or []
+    owners = len(layer_types) - int(target.get("num_kv_shared_layers") or 0)
+    return {layer_types[i]: head_shape(target, i, "config.json of the target") for i in range(owners)}
+
+
+def _check(what: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise Mismatch(f"drafter expects {what} {expected}, target has {found}: {ADVICE}")
+
+
+# --- the network
+
+
+class AssistantNetwork(nn.Module):
+    """One step: a token and a hidden state of the target to logits and the next hidden state."""
+
+    def __init__(self, config: AssistantConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.pre_projection = nn.Linear(2 * config.backbone_hidden_size, width, bias=False)
+        self.post_projection = nn.Linear(width, config.backbone_hidden_size, bias=False)
+        self.model = _Body(config)
+        if config.num_centroids:
+            self.masked_embedding = Centroids(
+                width, config.vocab_size, config.num_centroids, config.centroid_intermediate_top_k
+            )
+
+    def __call__(
+        self, embedded: mx.array, hidden: mx.array, position: mx.array, shared: Mapping[str, KVRows]
+    ) -> tuple[mx.array, mx.array]:
+        """Return the next hidden state [1, D] and the final norm [1, h] for two [1, D] of the target."""
+        enter, *between, leave = self._stages
+        x, queries = enter(embedded, hidden, position)
+        *inner, last = [shared[layer.attention_type] for layer in self.model.layers]
+        for rows, stage in zip(inner, between, strict=True):
+            x, queries = stage(x, _attend(queries, rows), position)
+        hidden, normed = leave(x, _attend(queries, last))
+        return hidden, normed
+
+    @cached_property
+    def _stages(self) -> list[Stage]:
+        """The step cut at its attentions, whose K and V grow; the parts between them are compiled once.
+
+        Made in the first step, from the weights at that time.
+        """
+        layers, norm = self.model.layers, self.model.norm
+
+        def enter(embedded: mx.array, hidden: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
+            x = mx.concatenate([embedded, hidden], axis=-1)
+            x = self.pre_projection(x.astype(norm.weight.dtype))
+            return x, layers[0].queries(x, position)
+
+        def between(before: _Layer, after: _Layer) -> Stage:
+            def stage(x: mx.array, attended: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
+                x = before.finish(x, attended)
+                return x, after.queries(x, position)
+
+            return stage
+
+        def leave(x: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
+            x = norm(layers[-1].finish(x, attended))
+            return self.post_projection(x), x
+
+        stages: list[Stage] = [enter, *(between(a, b) for a, b in pairwise(layers)), leave]
+        return [mx.compile(stage) for stage in stages]
+
+    def logits(self, normed: mx.array) -> mx.array:
+        """Return logits [1, V] for the final norm [1, h]. A centroid head leaves most tokens at -inf."""
+        table = self.model.embed_tokens
+        if "masked_embedding" not in self:
+            logits: mx.array = table.as_linear(normed)
+            return logits
+        candidates, scores = self.masked_embedding(normed, table)
+        empty = mx.full((1, table.weight.shape[0]), -mx.inf, dtype=scores.dtype)
+        return mx.put_along_axis(empty, candidates, scores, axis=-1)
+
+    def sort_table(self) -> None:
+        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head."""
+        if "masked_embedding" in self:
+            order = self.masked_embedding.token_ordering.astype(mx.int32)
+            self.masked_embedding.token_ordering = order
+            table = self.model.embed_tokens
+            table.update({name: rows[order] for name, rows in table.parameters().items()})
+
+
+class _Body(nn.Module):
+    def __init__(self, config: AssistantConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # the LM head, never an input
+        self.layers = [_Layer(config, index) for index in range(len(config.layer_types))]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: AssistantConfig, index: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_type = config.layer_types[index]
+        self.self_attn = _Attention(config, index)
+        self.mlp = MLP(width, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        self.pre_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def queries(self, x: mx.array, position: mx.array) -> mx.array:
+        """Return queries [1, H, 1, Dk] for the residual stream [1, h]."""
+        return self.self_attn.queries(self.input_layernorm(x), position)
+
+    def finish(self, x: mx.array, attended: mx.array) -> mx.array:
+        """Return the residual stream [1, h] after this layer; `attended`: [1, H, 1, Dv]."""
+        x = x + self.post_attention_layernorm(self.self_attn.project(attended, x.dtype))
+        forwarded = self.mlp(self.pre_feedforward_layernorm(x))
+        scaled: mx.array = (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
+        return scaled
+
+
+class _Attention(nn.Module):
+    """Queries only; K and V are the target's."""
+
+    def __init__(self, config: AssistantConfig, index: int) -> None:
+        super().__init__()
+        self._num_heads, self._head_dim = config.num_attention_heads, config.heads[index].head_dim
+        width = self._num_heads * self._head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(self._head_dim, eps=config.rms_norm_eps)
+        rope = config.rope_parameters[config.layer_types[index]]
+        base = required(rope, "rope_theta", float, "rope_parameters")
+        self._rope = initialize_rope(self._head_dim, base, traditional=False, scaling_config=dict(rope))
+
+    def queries(self, x: mx.array, position: mx.array) -> mx.array:
+        queries = self.q_norm(self.q_proj(x).reshape(1, self._num_heads, 1, self._head_dim))
+        rotated: mx.array = self._rope(queries, offset=position)
+        return rotated
+
+    def project(self, attended: mx.array, dtype: mx.Dtype) -> mx.array:
+        projected: mx.array = self.o_proj(attended.reshape(1, -1).astype(dtype))
+        return projected
+
+
+def _attend(queries: mx.array, rows: KVRows) -> mx.array:
+    """Attend with one query [1, H, 1, Dk] to all rows, so without a mask; [1, H, 1, Dv]."""
+    queries = queries.astype(rows.keys.dtype)
+    attended: mx.array = mx.fast.scaled_dot_product_attention(queries, rows.keys, rows.values, scale=1.0)
+    return attended
+
+
+class Centroids(nn.Module):
+    """The LM head of small assistants: scores only the tokens of the best clusters.
+
+    2048 + 4096 dot products replace 262144. The rows of a cluster are neighbours in the sorted table, so
+    their scores are one gathered product, also of a quantized table.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_centroids: int, top_k: int) -> None:
+        super().__init__()
+        self._top_k = top_k
+        self.centroids = nn.Linear(hidden_size, num_centroids, bias=False)
+        self.token_ordering = mx.zeros((vocab_size,), dtype=mx.int32)  # token ids, cluster by cluster
+
+    def __call__(
+        self, normed: mx.array, table: nn.Embedding | nn.QuantizedEmbedding
+    ) -> tuple[mx.array, mx.array]:
+        """Return token ids [1, C] and their scores [1, C] for the final norm [1, h] and the sorted table."""
+        similar = self.centroids(normed)[0]
+        best = mx.argpartition(similar, kth=-self._top_k)[-self._top_k :]
+        clusters = {
+            name: rows.reshape(similar.shape[0], -1, rows.shape[-1])
+            for name, rows in table.parameters().items()
+        }
+        if isinstance(table, nn.QuantizedEmbedding):
+            scores = mx.gather_qmm(
+                normed[None],
+                clusters["weight"],
+                clusters["scales"],
+                clusters.get("biases"),
+                rhs_indices=best,
+                transpose=True,
+                group_size=table.group_size,
+                bits=table.bits,
+                mode=table.mode,
+            )
+        else:
+            # Not gather_mm, which has no bfloat16 on the CPU.
+            scores = normed[None] @ clusters["weight"][best].swapaxes(-1, -2)
+        tokens = self.token_ordering.reshape(similar.shape[0], -1)[best]
+        return tokens.reshape(1, -1), scores.reshape(1, -1)
+
+
+# --- the drafter
+
+
+class Gemma4Assistant(SequenceDrafter):
+    """Drafts one sequence. Keeps the newest features of the target and nothing else."""
+
+    # The hidden state before the last prompt token says nothing about the answer: the first token comes
+    # without a draft, and a prefill can skip the layers that only feed its hidden states.
+    needs = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
+
+    def __init__(self, network: AssistantNetwork, sliding_window: int, parts: TargetParts) -> None:
+        self._network = network
+        self._window = sliding_window
+        self._parts = parts
+        self._features: Features | None = None
+        self._length = 0  # of the history that the features belong to
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Keep the newest row of `features`, of the position before the last token of `history`."""
+        self._features, self._length = None, len(history)
+        if features.final_hidden is not None:  # None for a prompt
+            self._features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return `limit` tokens; none if the newest features are not those of `history`."""
+        features = self._features
+        if limit < 1 or features is None or self._length != len(history):
+            return no_draft()
+        assert features.final_hidden is not None and features.shared_kv is not None
+        shared = visible_rows(features.shared_kv(), self._window)
+        position = mx.array(len(history) - 1)
+        token, hidden = mx.array([history[-1]], dtype=mx.int32), features.final_hidden
+        builder = DraftBuilder(history, sampler)
+        for _ in range(limit):
+            hidden, normed = self._network(self._parts.embed(token), hidden, position, shared)
+            token = builder.draw(self._network.logits(normed))
+        return builder.draft()
+
+
+def visible_rows(shared: Mapping[str, KVRows], sliding_window: int) -> dict[str, KVRows]:
+    """Return the rows that the next query may see: all of full attention, W - 1 of sliding attention."""
+    result = dict(shared)
+    rows = result.get(SLIDING)
+    if rows is not None and rows.keys.shape[2] >= sliding_window:
+        last = slice(1 - sliding_window, None)
+        result[SLIDING] = KVRows(rows.keys[..., last, :], rows.values[..., last, :])
+    return result
+
+
+@dataclass(frozen=True)
+class AssistantSource:
+    """One loaded assistant, shared by all sequences."""
+
+    network: AssistantNetwork
+    sliding_window: int
+    vocab_size: int
+    name: str = "gemma4_assistant"
+    needs: FeatureSpec = Gemma4Assistant.needs
+
+    def make(self, parts: TargetParts) -> Gemma4Assistant:
+        """Return the drafter of one sequence."""
+        return Gemma4Assistant(self.network, self.sliding_window, parts)
+
+
+def open_assistant(
+    path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
+) -> AssistantSource:
+    """Load the checkpoint in `path`. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    assistant = AssistantConfig.from_dict(config)
+    check_fit(assistant, target_config)
+    network = AssistantNetwork(assistant)
+    load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
+    network.sort_table()
+    return AssistantSource(network, assistant.sliding_window, assistant.vocab_size)

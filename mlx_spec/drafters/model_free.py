@@ -1,0 +1,248 @@
+"""Drafts without a model: lookup in the text, predicted output, tokens that a grammar forces.
+
+`GrammarFilter` is not a drafter of its own: it cuts another drafter's tokens at the first illegal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_spec.constraint import Matcher, read_tokens
+from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
+
+MIN_MATCH = 2  # tokens that must match before anything is copied
+MAX_MATCH = 32  # tokens of a match that are compared
+MAX_PLACES = 256  # earlier places compared in one draft, latest first
+MAX_TAIL = 64  # tokens compared to notice that the history was replaced
+
+
+class Lookup(SequenceDrafter):
+    """Copies what followed the longest earlier match of the last tokens.
+
+    Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with matches of any length, found as in
+    LZ77 compressors: a table from the last few tokens to the latest place after them, and a chain from every
+    place to the one before. A draft is no longer than its match, as in suffix decoding (arXiv:2411.04975):
+    two equal tokens say little about the next one, twenty say nearly everything.
+
+    A place is the index of the token that followed a match.
+    """
+
+    needs = FeatureSpec()
+
+    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
+        self._min_match, self._max_match = min_match, max_match
+        self._forget()
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Index many new tokens at once; the next draft indexes a few."""
+        if not 0 <= len(history) - len(self._before) <= MAX_TAIL:
+            self._index(history)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Copy at most `limit` tokens that followed the longest match, the latest of equals.
+
+        A copy that reaches the end of the history goes on with its own beginning.
+        """
+        self._index(history)
+        place, length = self._longest_match(history)
+        if limit < 1 or not length:
+            return no_draft()
+        period, count = len(history) - place, min(limit, length)
+        return Draft(mx.array([history[place + i % period] for i in range(count)], dtype=mx.int32))
+
+    def available(self, history: Sequence[int]) -> int:
+        """Return the most tokens that would be drafted: the length of the longest match, or 0."""
+        self._index(history)
+        return self._longest_match(history)[1]
+
+    def _forget(self) -> None:
+        self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
+        self._before = [0] * self._min_match  # place -> the place before it with the same tokens, or 0
+        self._tail: list[int] = []  # the last tokens indexed
+
+    def _index(self, history: Sequence[int]) -> None:
+        """Enter all places up to the last token: a continuation can be copied from them."""
+        indexed = len(self._before)
+        if len(history) < indexed or list(history[indexed - len(self._tail) : indexed]) != self._tail:
+            self._forget()
+            indexed = len(self._before)
+        for place in range(indexed, len(history)):
+            key = tuple(history[place - self._min_match : place])
+            self._before.append(self._latest.get(key, 0))
+            self._latest[key] = place
+        self._tail = list(history[max(len(self._before) - MAX_TAIL, 0) : len(self._before)])
+
+    def _longest_match(self, history: Sequence[int]) -> tuple[int, int]:
+        """Return the place after the longest match and its length, or two zeros."""
+        place = self._latest.get(tuple(history[-self._min_match :]), 0)
+        if not place:
+            return 0, 0
+        last = list(history[-self._max_match :])[::-1]
+        best, length = 0, self._min_match - 1
+        for _ in range(MAX_PLACES):
+            if not place or length == len(last):
+                break
+            if length < place and history[place - 1 - length] == last[length]:
+                found = _match_length(history, place, last)
+                if found > length:
+                    best, length = place, found
+            place = self._before[place]
+        return (best, length) if best else (0, 0)
+
+
+def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
+    """Return how many tokens before `place` equal the last ones of the history, given backwards."""
+    before = history[max(place - len(last), 0) : place][::-1]
+    return next((i for i, (a, b) in enumerate(zip(before, last, strict=False)) if a != b), len(before))
+
+
+@dataclass(frozen=True)
+class LookupSource:
+    """The settings of lookup, shared by all sequences."""
+
+    min_match: int = MIN_MATCH
+    max_match: int = MAX_MATCH
+    name: str = "lookup"
+    needs: FeatureSpec = Lookup.needs
+    vocab_size: None = None
+
+    def make(self, parts: TargetParts) -> Lookup:
+        """Return the drafter of one sequence."""
+        return Lookup(self.min_match, self.max_match)
+
+
+# --- drafters of one request
+
+
+class Prediction(SequenceDrafter):
+    """Lookup in the text that a client expects, then in the prompt and the answer so far.
+
+    The predicted text is put before the conversation, after a copy of the prompt's last tokens, like an
+    earlier answer to the same prompt. So the first tokens of an answer find its beginning, and after a
+    difference the longest match leads back into it.
+    """
+
+    needs = FeatureSpec()
+    prior = (
+        0.75  # acceptance expected of one token: clients predict texts that stay the same for the most part
+    )
+
+    def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
+        self._lookup = Lookup()
+        self._text = [*prompt[-MAX_MATCH:], *prediction]
+        self._offset = len(self._text)  # of the conversation in the text
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Index the new tokens."""
+        self._extend(history)
+        self._lookup.observe(self._text, features)
+
+    def available(self, history: Sequence[int]) -> int:
+        """Return the most tokens that would be drafted."""
+        self._extend(history)
+        return self._lookup.available(self._text)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Copy at most `limit` tokens that followed the longest match."""
+        self._extend(history)
+        return self._lookup.draft(self._text, limit, sampler)
+
+    def _extend(self, history: Sequence[int]) -> None:
+        """Add the new tokens of the conversation, which only grows."""
+        self._text += history[len(self._text) - self._offset :]
+
+
+def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
+    """Return how many tokens of a prediction appear in the output, in its order, and how many do not.
+
+    The first number is the length of a longest common subsequence; it does not depend on the drafts. Bit i
+    of an integer is token i of the prediction, so a token of the output takes a few operations (Hyyrö,
+    Bit-parallel LCS-length computation revisited, 2004).
+    """
+    places: dict[int, int] = {}
+    for i, token in enumerate(prediction):
+        places[token] = places.get(token, 0) | 1 << i
+    everything = (1 << len(prediction)) - 1
+    unmatched = everything
+    for token in output:
+        found = unmatched & places.get(token, 0)
+        unmatched = (unmatched + found | unmatched - found) & everything
+    accepted = len(prediction) - unmatched.bit_count()
+    return accepted, len(prediction) - accepted
+
+
+class Forced(SequenceDrafter):
+    """Drafts the tokens that a grammar leaves no choice about.
+
+    The history is that of one answer and starts with a prompt.
+    """
+
+    needs = FeatureSpec()
+    prior = 0.995  # acceptance expected of one token: only a stop token of the request can come instead
+
+    def __init__(self, matcher: Matcher, prompt_length: int) -> None:
+        self._matcher = matcher
+        self._prompt_length = prompt_length
+        self._known = (-1, 0)  # length and last token of the history that `_tokens` follow
+        self._tokens: list[int] = []
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Do nothing: a draft depends on its history only."""
+
+    def available(self, history: Sequence[int]) -> int:
+        """Return the most tokens that would be drafted."""
+        return len(self._following(history))
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return at most `limit` tokens that must follow `history`."""
+        tokens = self._following(history)[:limit]
+        return Draft(mx.array(tokens, dtype=mx.int32)) if tokens else no_draft()
+
+    def _following(self, history: Sequence[int]) -> list[int]:
+        known = (len(history), history[-1])
+        if known != self._known:
+            self._known = known
+            self._tokens = self._matcher.forced(history[self._prompt_length :])
+        return self._tokens
+
+
+class GrammarFilter:
+    """Another drafter, whose tokens are cut after the first one that the grammar forbids.
+
+    The tokens after it would waste rows of the target's pass. The forbidden token stays and is rejected: a
+    policy learns only from verdicts, and would otherwise pay in every round for empty drafts.
+
+    Only chains without probabilities are cut. Dropping a drawn token because it is forbidden would change
+    the distribution of the drafts, and then the acceptance rule would no longer be exact.
+    """
+
+    def __init__(self, drafter: Drafter, matcher: Matcher, prompt_length: int) -> None:
+        self._drafter = drafter
+        self._matcher = matcher
+        self._prompt_length = prompt_length
+        self.needs = drafter.needs
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its caches."""
+        return self._drafter.nbytes
+
+    def missing(self, size: int) -> int:
+        """Return how many of the first `size` positions the other drafter has not processed."""
+        return self._drafter.missing(size)
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Pass the new tokens on."""
+        self._drafter.observe(history, features)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return the other drafter's tokens up to the first forbidden one, and that one."""
+        draft = self._drafter.draft(history, limit, sampler)
+        if draft.probs is not None or draft.parents is not None or not draft.tokens.size:
+            return draft
+        keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens)) + 1
+        return Draft(draft.tokens[:keep])

@@ -1,0 +1,522 @@
+"""EAGLE-3 and native MTP heads: the numbers of independent constructions, their state, their refusals."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import drafting
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import random_sources
+from drafting import K, drafted, rows
+from fitted import largest
+from lossless import GREEDY, emitted, mlx_lm_greedy, plain, rounds
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+from one_pass_law import control_excess, drafted_excess, seeded_texts
+from test_law import FILTERED, seeded
+
+from mlx_spec.convert.source import open_source
+from mlx_spec.convert.target import open_model
+from mlx_spec.drafters import open_drafter
+from mlx_spec.drafters.conditioned import MAX_WAITING, NetworkSource, Rows
+from mlx_spec.drafters.mtp import LAYERS
+from mlx_spec.engine import generate
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.policy import Fixed
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Drafter, Features
+
+ROOT = Path(__file__).parents[1] / "golden"
+EAGLE = ("official", "speculators")
+MTP = {
+    "qwen3_5_text": "qwen_mtp",
+    "qwen3_next": "qwen_mtp",
+    "glm4_moe": "glm_mtp",
+    "glm4_moe_lite": "glm_mtp",
+    "deepseek_v3": "deepseek_mtp",
+}
+NAMES = (*EAGLE, *MTP)
+TOLERANCE = 1e-5
+
+
+class Golden:
+    """A published drafter, its target, and the features and logits of an independent construction."""
+
+    def __init__(self, name: str) -> None:
+        self.is_eagle = name in EAGLE
+        root = ROOT / "eagle3" if self.is_eagle else ROOT / "mtp" / name
+        self.published = root / name if self.is_eagle else root
+        self.target_folder = root / "llama" if self.is_eagle else root
+        self.facts = json.loads((root / "golden.json").read_text())
+        self.history, self.prompt = self.facts["history"], self.facts["prompt"]
+        self.drafts = self.facts["drafts"][name] if self.is_eagle else self.facts["drafts"]
+        self.vocab = 96 if self.is_eagle else 64
+        self.ids = mx.array(self.facts["draft_ids"] if self.is_eagle else list(range(self.vocab)))
+        tensors = mx.load(str(root / "golden.safetensors"))
+        prefix = name if self.is_eagle else "draft"
+        self.logits = [tensors[f"{prefix}.{i}"] for i in range(len(self.drafts))]
+        if self.is_eagle:
+            self.features = Features(tuple(mx.split(tensors["features"], 3, axis=-1)))
+        else:
+            self.features = Features(final_hidden=tensors["hidden"])
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The target, without a head in its checkpoint, in float32."""
+        found = open_model(open_source(str(self.target_folder)), None, "float32")
+        with tempfile.TemporaryDirectory() as folder:
+            mx.save_safetensors(str(Path(folder) / "model.safetensors"), found.tensors)
+            (Path(folder) / "config.json").write_text(json.dumps(found.config))
+            model, _ = load_model(Path(folder))
+        return model
+
+    def open(self, **conventions: Any) -> NetworkSource:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "drafter"
+            source = drafting.open_converted(self.published, self.target_folder, path, **conventions)
+            mx.eval(source.network.parameters())
+        return source
+
+    def errors(self, source: NetworkSource, chunks: Sequence[int] = ()) -> list[list[float]]:
+        """The largest difference of each draft token's logits, by round."""
+        found = drafting.in_rounds(self.model, source, self.facts, chunks)
+        return [
+            [largest(ours[self.ids], theirs) for ours, theirs in zip(seen.logits, expected, strict=True)]
+            for seen, expected in zip(found, self.logits, strict=True)
+        ]
+
+    def target(self, source: NetworkSource) -> LMTarget:
+        return LMTarget(self.model, source.needs)
+
+    def fresh(self, source: NetworkSource, history: Sequence[int]) -> Drafter:
+        """A new drafter that has seen `history`, a beginning of the golden one."""
+        return drafting.fresh(source, self.target(source), history, self.features)
+
+    def difference(self, ours: Drafter, theirs: Drafter, history: Sequence[int]) -> float:
+        one, other = drafted(ours, history), drafted(theirs, history)
+        assert one.tokens == other.tokens
+        return largest(one.logits[:, self.ids], other.logits[:, self.ids])
+
+
+@cache
+def golden(name: str) -> Golden:
+    return Golden(name)
+
+
+# --- the same numbers as independent constructions
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_and_text_of_the_target(name):
+    g = golden(name)
+    found, source = g.features, g.open()
+    ours = g.target(source).prefill(g.history)
+    for a, b in zip((*ours.hidden, ours.final_hidden), (*found.hidden, found.final_hidden), strict=True):
+        assert a is b or largest(a, b) < TOLERANCE
+    assert plain(g.model, g.history[: g.prompt], len(g.history) - g.prompt) == g.history[g.prompt :]
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_of_all_rounds(name, in_chunks):
+    """Of drafts of 4 tokens some are kept, none or all; the prompt comes whole or in pieces."""
+    g = golden(name)
+    source = g.open()
+    assert source.name == MTP.get(name, "eagle3")
+    assert max(map(max, g.errors(source, (1, 4, g.prompt - 6) if in_chunks else ()))) < TOLERANCE
+    for seen, expected in zip(drafting.in_rounds(g.model, source, g.facts), g.drafts, strict=True):
+        assert seen.tokens == expected and seen.logits.shape == (K, g.vocab)
+        assert (
+            mx.isfinite(seen.logits).sum().item() == K * g.ids.size
+        )  # -inf outside the drafter's vocabulary
+
+
+@pytest.mark.parametrize("name", EAGLE)
+def test_drafts_as_mlx_vlm_computes_them(name):
+    g, theirs = golden(name), mx.load(str(ROOT / "eagle3" / "mlx_vlm.safetensors"))
+    for i, seen in enumerate(drafting.in_rounds(g.model, g.open(), g.facts)):
+        assert largest(seen.logits[:, g.ids], theirs[f"{name}.{i}"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_rounds_are_those_of_transformers_generate(name):
+    """Drafts of one token: the same logits, the same acceptance, the same text."""
+    g, source = golden(name), golden(name).open()
+    facts = json.loads((g.published / "generated.json").read_text())
+    logits = mx.load(str(g.published / "generated.safetensors"))["logits"]
+    history, begins = facts["history"], facts["begins"]
+    target = g.target(source)
+    drafter, start = source.make(target.parts), 0
+    for begin, theirs in zip(begins, logits, strict=True):
+        drafter.observe(history[:begin], target.prefill(history[start : begin - 1]))
+        start = begin - 1
+        assert largest(drafted(drafter, history[:begin], 1).logits[0], theirs) < TOLERANCE
+    target, prompt = g.target(source), history[: facts["prompt"]]
+    done = rounds(target, source.make(target.parts), 1, prompt, len(history) - len(prompt), g.vocab)
+    assert prompt + emitted(done) == history
+    ends = [len(prompt) + sum(len(r.tokens) for r in done[: i + 1]) for i in range(len(done))]
+    assert ends[:-1] == begins[: len(ends) - 1]  # transformers has no draft in its first round
+    assert any(r.accepted for r in done) and any(r.drafted > r.accepted for r in done)
+
+
+HIDDEN_FIRST = {"fc_order": ["hidden", "embedding"]}
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"capture": capture}) for name in EAGLE for capture in ([0, 2, 3], [2, 4, 5])),
+    *((name, {"rope": "own"}) for name in EAGLE),
+    *((name, wrong) for name in NAMES for wrong in (HIDDEN_FIRST, {"norm_offset": 1})),
+    *((name, wrong) for name in MTP for wrong in ({"hidden": "pre_norm"}, {"norm_offset": -1})),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG)
+def test_wrong_conventions_change_every_draft(name, wrong):
+    g = golden(name)
+    assert min(map(max, g.errors(g.open(**wrong)))) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("name", ["official", *MTP])
+def test_wrong_chaining_changes_all_but_the_first_token(name, offset):
+    g = golden(name)
+    chain = "post_norm" if g.is_eagle else "pre_norm"
+    for first, *rest in g.errors(g.open(**({"position_offset": -1} if offset else {"chain": chain}))):
+        assert first < TOLERANCE and max(rest) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_another_rope_changes_every_draft(name, tmp_path):
+    g = golden(name)
+    folder = drafting.write_converted(g.published, g.target_folder, tmp_path / "drafter")
+    config, theirs = drafting.read(folder), drafting.read(g.target_folder)
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 30.0}
+    changed = {**config["text_config"], "rope_theta": 30.0, "rope_parameters": rope}
+    source: Any = open_drafter(folder, {**config, "text_config": changed}, theirs)
+    source.network.set_dtype(mx.float32)
+    assert min(map(max, g.errors(source))) > 100 * TOLERANCE
+
+
+def test_offsets_taken_for_ids_draft_other_tokens():
+    g = golden("official")
+    source = g.open()
+    offsets = source.network.draft_ids - mx.arange(40)
+    assert not mx.array_equal(offsets, source.network.draft_ids)
+    assert mx.array_equal(source.network.draft_ids, g.ids)
+    assert {0, g.vocab - 1} <= set(g.facts["draft_ids"])  # both ends of the vocabulary can be drafted
+    source.network.draft_ids = offsets
+    found = [seen.tokens for seen in drafting.in_rounds(g.model, source, g.facts)]
+    assert all(a != b for a, b in zip(found, g.drafts, strict=True))
+
+
+@pytest.mark.parametrize("gap", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_features_of_the_next_position_or_a_missing_row_change_the_draft(name, gap):
+    g, end = golden(name), golden(name).prompt
+    source, history = g.open(), golden(name).history[:end]
+    drafter = g.fresh(source, history[:6]) if gap else source.make(g.target(source).parts)
+    drafter.observe(history, rows(g.features, 6, end - 1) if gap else rows(g.features, 1, end))
+    assert largest(drafted(drafter, history).logits[0][g.ids], g.logits[0][0]) > 100 * TOLERANCE
+
+
+# --- their state
+
+
+@pytest.mark.parametrize("name", ["official", "glm4_moe"])
+def test_rows_of_drafted_tokens_do_not_stay(name, monkeypatch):
+    """What a draft wrote after the newest row would change every round but the first."""
+    g = golden(name)
+    source = g.open()
+    monkeypatch.setattr(Rows, "cut", lambda self, size, position: None)
+    first, *rest = map(max, g.errors(source))
+    assert first < TOLERANCE and min(rest) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_any_round_it_is_as_good_as_new(name):
+    g, end = golden(name), 6
+    source, history = g.open(), g.history
+    drafter = g.fresh(source, history[:end])
+    for kept in (5, 2, 1, 5, 2, 1, 2):
+        drafted(drafter, history[:end])
+        end += kept
+        drafter.observe(history[:end], rows(g.features, end - 1 - kept, end - 1))
+        assert g.difference(drafter, g.fresh(source, history[:end]), history[:end]) < TOLERANCE
+        assert g.difference(drafter, drafter, history[:end]) == 0
+
+
+def test_waiting_rows_are_written_in_time():
+    """Plain decoding for longer than the limit, one row at a time; then a draft."""
+    g = golden("official")
+    source, long = g.open(), (g.history * 8)[: 2 * MAX_WAITING + 9]
+    target = g.target(source)
+    features = target.prefill(long)
+    drafter = drafting.fresh(source, target, long[:3], features)
+    for end in range(4, len(long) + 1):
+        drafter.observe(long[:end], rows(features, end - 2, end - 1))
+    assert g.difference(drafter, drafting.fresh(source, target, long, features), long) < TOLERANCE
+
+
+def test_positions_beyond_those_of_its_config():
+    """Only the last rows are known, far after position 2048: the same numbers as at the start."""
+    g = golden("official")
+    source, far = g.open(), [7] * 3000 + g.history
+    drafter = source.make(g.target(source).parts)
+    drafter.observe(far, rows(g.features, 0, len(g.history) - 1))
+    near = drafted(g.fresh(source, g.history), g.history)
+    assert largest(drafted(drafter, far).logits[:, g.ids], near.logits[:, g.ids]) < 100 * TOLERANCE
+
+
+def test_another_end_of_a_known_prefix():
+    """The row that read the token that changed is dropped; everything before it stays."""
+    g = golden("official")
+    source, history = g.open(), g.history
+    target = g.target(source)
+    first = target.prefill(history[:20])
+    drafter = drafting.fresh(source, target, history[:21], first)
+    drafted(drafter, history[:21])
+    other = [*history[:12], *[(token + 1) % g.vocab for token in history[12:21]]]
+    assert target.rewind(12) == 12
+    second = target.prefill(other[12:-1])
+    drafter.observe(other, second)
+    ours = drafted(drafter, other).logits
+    expected = source.make(target.parts)
+    expected.observe(history[:12], rows(first, 0, 11))
+    expected.observe(other, second)
+    assert mx.array_equal(ours, drafted(expected, other).logits)
+    stale = source.make(target.parts)
+    stale.observe(history[:13], rows(first, 0, 12))
+    stale.observe([*history[:13], *other[13:]], second)
+    assert not mx.array_equal(ours, drafted(stale, [*history[:13], *other[13:]]).logits)
+
+
+def test_the_same_end_of_a_known_prefix():
+    g = golden("official")
+    source, history = g.open(), g.history
+    target = g.target(source)
+    drafter = source.make(target.parts)
+    drafter.observe(history[:21], target.prefill(history[:20]))
+    target.rewind(12)
+    drafter.observe(history, target.prefill(history[12:-1]))
+    assert g.difference(drafter, g.fresh(source, history), history) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "deepseek_v3"])
+def test_a_shortened_history(name):
+    g = golden(name)
+    source, history = g.open(), g.history
+    target = g.target(source)
+    drafter = source.make(target.parts)
+    drafter.observe(history, target.prefill(history[:-1]))
+    kept = target.rewind(9)
+    other = [*history[:10], 1, 2, 3]
+    drafter.observe(other, target.prefill(other[kept:-1]))
+    whole = g.target(source)
+    expected = source.make(whole.parts)
+    expected.observe(other, whole.prefill(other[:-1]))
+    assert g.difference(drafter, expected, other) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["speculators", "glm4_moe"])
+def test_no_draft_without_the_features_of_this_history(name):
+    g = golden(name)
+    source, history, sampler = g.open(), g.history, GREEDY.sampler(1, g.vocab)
+    drafter = source.make(g.target(source).parts)
+    assert drafter.draft(history[:1], 3, sampler).tokens.size == 0
+    drafter.observe(history[:9], rows(g.features, 0, 8))
+    assert [drafter.draft(history[:9], limit, sampler).tokens.size for limit in (3, 0)] == [3, 0]
+    for other in (history[:8], history[:10], [*history[:8], history[8] + 1]):
+        assert drafter.draft(other, 3, sampler).tokens.size == 0
+
+
+# --- at work
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_rounds_over_three_turns_equal_plain_decoding(name):
+    """Recurrent targets go back to checkpoints, others to any place; the head follows them."""
+    g = golden(name)
+    source = g.open()
+    for limit in (0, 1, 4, 7):
+        target = g.target(source)
+        drafter, prompt = source.make(target.parts), g.history[:7]
+        for turn in range(3):
+            answer = emitted(rounds(target, drafter, limit, prompt, 9, g.vocab))
+            assert answer == plain(g.model, prompt, 9)
+            if limit == 4:
+                assert answer == mlx_lm_greedy(g.model, prompt, 9)
+            prompt = prompt + answer + [3 * turn, 5, 7]
+
+
+def test_the_target_emits_tokens_that_the_drafter_does_not_know():
+    g = golden("official")
+    source, prompt = g.open(), g.history[: g.prompt]
+    target = g.target(source)
+    done = emitted(rounds(target, source.make(target.parts), 3, prompt, 15, g.vocab))
+    assert done == g.history[g.prompt :] and set(done) - set(g.facts["draft_ids"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
+def test_seeded_text_is_the_same_with_and_without_a_head(name):
+    g = golden(name)
+    source, prompt, sampling = g.open(), g.history[:7], Sampling(0.8, seed=4)
+    texts = []
+    for limit in (0, 1, 4):
+        target, sampler = g.target(source), sampling.sampler(len(prompt), g.vocab)
+        drafters = [source.make(target.parts)]
+        done = list(generate(target, drafters, Fixed(limit), sampler, prompt, max_tokens=40))
+        texts.append(emitted(done))
+        assert limit == 0 or sum(r.accepted for r in done) > 0
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, mx.float32) for name in ("official", *MTP)),
+        ("official", mx.float16),
+        ("official", mx.bfloat16),
+    ],
+)
+def test_drawn_tokens_come_with_their_distribution(name, dtype):
+    """Also in half precision, where tokens outside the reduced vocabulary have logits of -inf."""
+    g = golden(name)
+    source = g.open()
+    source.network.set_dtype(dtype)
+    draft = g.fresh(source, g.history).draft(g.history, K, Sampling(temperature=1.0).sampler(1, g.vocab))
+    assert draft.probs is not None and draft.probs.shape == (K, g.vocab)
+    assert largest(draft.probs.sum(axis=-1), mx.ones(K)) < 1e-5
+    assert ((draft.probs > 0).sum(axis=-1) <= g.ids.size).all()
+    assert mx.take_along_axis(draft.probs, draft.tokens[:, None], axis=-1).min().item() > 0
+
+
+def law_source(family: str) -> NetworkSource:
+    known = (1, 2, 4, 7)  # half of the eight tokens
+    source = random_sources.eagle3(16, 8, known, (0,)) if family == "eagle3" else random_sources.mtp(16, 8)
+    source.network.norm.weight *= 0.15  # its distribution is far from its likeliest token
+    return source
+
+
+@pytest.mark.parametrize("family", ["eagle3", "mtp"])
+def test_sampled_drafts_keep_the_distribution(family):
+    assert drafted_excess(law_source(family)) < 1
+
+
+def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution():
+    assert drafted_excess(law_source("eagle3"), FILTERED, seeded(FILTERED)) < 1
+
+
+@pytest.mark.parametrize("family", ["eagle3", "mtp"])
+def test_argmax_drafts_that_pose_as_sampled_are_caught(family):
+    assert control_excess(law_source(family)) > 1
+
+
+def test_seeded_text_is_the_same_without_a_reduced_vocabulary():
+    with_drafter, without = seeded_texts(law_source("eagle3"))
+    assert with_drafter == without
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["official", "qwen3_next", "deepseek_v3"])
+def test_quantized(name, bits, tmp_path):
+    """Experts and latent attention, too, where their rows are long enough."""
+    g = golden(name)
+    folder = drafting.write_converted(g.published, g.target_folder, tmp_path / "drafter")
+    network = g.open().network
+
+    def chosen(path: str, layer: nn.Module) -> bool:
+        return path != "fc" and hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
+
+    nn.quantize(network, 32, bits, class_predicate=chosen)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(network.parameters())))
+    source: Any = open_drafter(folder, drafting.read(folder), drafting.read(g.target_folder))
+    layers = dict(source.network.named_modules())
+    assert isinstance(layers["fc"], nn.Linear)
+    quantized = layers["lm_head" if g.is_eagle else "layers.0.mlp.switch_mlp.up_proj"]
+    assert type(quantized).__name__ == ("QuantizedLinear" if g.is_eagle else "QuantizedSwitchLinear")
+    target = g.target(source)
+    done = rounds(target, source.make(target.parts), 3, g.history[: g.prompt], 11, g.vocab)
+    assert emitted(done) == g.history[g.prompt :][:11]
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "family"),
+    [("llama", str(ROOT / "trained" / "eagle3"), "eagle3"), ("qwen", "auto", "qwen_mtp")],
+)
+def test_trained_pair_converted_loaded_and_at_work(target, drafter, family, tmp_path):
+    """The MTP head is inside the target's checkpoint; two of the target's four layers are recurrent."""
+    manifest = drafting.prove(ROOT / "trained" / target, drafter, tmp_path / "out")
+    part, proof = manifest["parts"]["drafter"], manifest["self_test"]
+    assert part["family"] == family and part["runnable"] and proof["result"] == "passed"
+    assert proof["acceptance"]["length"] > 2
+    drafting.check_acceptance(drafting.generate_with(tmp_path / "out"))
+
+
+# --- what is refused
+
+
+def refused(name: str, folder: Path, kind: type[Exception], target: dict[str, Any], **changes: Any) -> str:
+    path = folder / "drafter"
+    if not path.exists():
+        drafting.write_converted(golden(name).published, golden(name).target_folder, path)
+    recorded = drafting.read(path)["mlx_spec"]
+    if isinstance(changes.get("mlx_spec"), dict):
+        changes["mlx_spec"] = {**recorded, **changes["mlx_spec"]}
+    with pytest.raises(kind) as caught:
+        open_drafter(
+            path, {**drafting.read(path), **changes}, {**drafting.read(golden(name).target_folder), **target}
+        )
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("capture", [[1, 3, 8], [1, 3, 3], [-1, 3, 4]])
+def test_layers_that_the_target_does_not_have_or_that_are_read_twice(capture, tmp_path):
+    assert str(capture) in refused("official", tmp_path, Mismatch, {}, mlx_spec={"capture": capture})
+
+
+@pytest.mark.parametrize("name", ["official", "glm4_moe"])
+def test_another_target_and_other_conventions(name, tmp_path):
+    text = refused(name, tmp_path, Mismatch, {"hidden_size": 48})
+    assert "hidden size 32" in text and "48" in text
+    layers = drafting.read(golden(name).target_folder)["num_hidden_layers"]
+    text = refused(name, tmp_path, Mismatch, {"num_hidden_layers": layers + 1})
+    assert f"num hidden layers {layers}" in text
+    assert "shift 0" in refused(name, tmp_path, BadCheckpoint, {}, mlx_spec={"shift": 0})
+    assert "has no 'mlx_spec'" in refused(name, tmp_path, BadCheckpoint, {}, mlx_spec=None)
+
+
+def test_eagle3_with_another_activation_or_without_its_vocabulary(tmp_path):
+    folder = drafting.write_converted(
+        ROOT / "eagle3" / "official", ROOT / "eagle3" / "llama", tmp_path / "drafter"
+    )
+    layer = {**drafting.read(folder)["layer_config"], "hidden_act": "gelu"}
+    assert "'gelu'" in refused("official", tmp_path, BadCheckpoint, {}, layer_config=layer)
+    file = str(folder / "model.safetensors")
+    tensors = {name: mx.array(w) for name, w in mx.load(file).items() if name != "draft_ids"}
+    mx.eval(tensors)
+    mx.save_safetensors(file, tensors)
+    assert "40 of the target's 96" in refused("official", tmp_path, BadCheckpoint, {})
+
+
+def test_mtp_heads_of_unknown_layers(tmp_path):
+    def refusal(**changes: Any) -> str:
+        return refused("glm4_moe", tmp_path, BadCheckpoint, {}, **changes)
+
+    assert "'layers'" in refusal(mlx_spec={"hidden": "layers"})
+    text = refusal(layer_type="glm_moe_dsa")
+    assert "glm_moe_dsa" in text and all(known in text for known in LAYERS)
+    config = drafting.read(tmp_path / "drafter")["text_config"]
+    text = refusal(layer_type="glm_moe_dsa", text_config={**config, "index_n_heads": 4})
+    assert text.startswith(
+        "the MTP head of a glm_moe_dsa attends through an indexer (index_n_heads 4), which"
+    )
+    assert "lacks the tensors" in refusal(layer_type="deepseek_v3")
+    assert "glm4_moe" in refusal(text_config={**config, "num_attention_heads": None})

@@ -1,0 +1,314 @@
+"""Lookup against its definition and at work; predicted output; tokens that a grammar forces."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import lossless
+import mlx.core as mx
+import pytest
+import tiny
+
+from mlx_spec.drafters import FAMILIES, open_drafter
+from mlx_spec.drafters.model_free import (
+    MAX_PLACES,
+    MAX_TAIL,
+    Forced,
+    GrammarFilter,
+    Lookup,
+    LookupSource,
+    Prediction,
+    prediction_counts,
+)
+from mlx_spec.target import LMTarget
+from mlx_spec.types import Features
+
+NOTHING = Features()
+SAMPLER = lossless.GREEDY.sampler(1, 1000)
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def drafts(drafter: Lookup, history: list[int], limit: int) -> list[int]:
+    draft = drafter.draft(history, limit, SAMPLER)
+    assert draft.probs is None
+    return draft.tokens.tolist()
+
+
+def reference(history: list[int], limit: int, min_match: int = 2, max_match: int = 32) -> list[int]:
+    """What followed the longest match of the last tokens, the latest of equals; as many tokens at most."""
+    for length in range(min(max_match, len(history) - 1), min_match - 1, -1):
+        for place in range(len(history) - 1, length - 1, -1):
+            if history[place - length : place] == history[-length:]:
+                text = list(history)
+                for i in range(min(limit, length)):
+                    text.append(text[place + i])
+                return text[len(history) :]
+    return []
+
+
+def texts(seed: int) -> list[int]:
+    """Random tokens with copied stretches and runs."""
+    rng = random.Random(seed)
+    text = [rng.randrange(4 + seed % 9) for _ in range(rng.randrange(1, 40))]
+    for _ in range(rng.randrange(6)):
+        start = rng.randrange(len(text))
+        text += text[start : start + rng.randrange(1, 50)]
+        text += [rng.randrange(12)] * rng.randrange(4)
+    return text
+
+
+@pytest.mark.parametrize("settings", [(2, 32), (1, 32), (3, 4), (2, 2), (5, 100)])
+def test_equals_the_definition(settings):
+    for seed in range(120):
+        text = texts(seed)
+        assert drafts(Lookup(*settings), text, 7) == reference(text, 7, *settings), seed
+
+
+def test_grows_with_the_history():
+    for seed in range(12):
+        text, rng, drafter = texts(seed), random.Random(seed), Lookup()
+        end = 1
+        while end < len(text):
+            if rng.random() < 0.5:
+                drafter.observe(text[:end], NOTHING)
+            if rng.random() < 0.5:
+                assert drafts(drafter, text[:end], 3) == reference(text[:end], 3)
+            end += rng.randrange(1, 6)
+
+
+def test_history_may_be_replaced():
+    """Between turns the history is cut, edited or another one altogether."""
+    for seed in range(40):
+        rng, drafter, text = random.Random(seed), Lookup(), texts(seed)
+        for _ in range(6):
+            assert drafts(drafter, text, 4) == reference(text, 4)
+            keep = rng.randrange(len(text) + 1)
+            text = text[:keep] + texts(rng.randrange(1000))
+
+
+def test_change_far_back_costs_matches_but_no_error():
+    """Only the last tokens are compared; places that no longer match are noticed one by one."""
+    rng = random.Random(0)
+    text = [rng.randrange(5, 9) for _ in range(4 * MAX_TAIL)]
+    drafter = Lookup()
+    drafts(drafter, [*text, 1, 2, 3, *text[-MAX_TAIL:], 1, 2], 1)
+    edited = [*text, 1, 4, 3, *text[-MAX_TAIL:], 1, 2]
+    assert drafts(drafter, edited, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("history", "limit", "expected"),
+    [
+        ([5], 4, []),
+        ([5, 5], 4, []),
+        ([5, 5, 5], 4, [5, 5]),
+        ([5] * 9, 4, [5] * 4),
+        ([1, 2, 3, 1, 2], 0, []),
+        ([1, 2, 3, 1, 2], 1, [3]),
+        ([1, 2, 3, 1, 2], 5, [3, 1]),
+        ((1, 2, 3, 1, 2), 2, [3, 1]),
+        ([1, 2, 3, 1, 2, 3, 1], 9, [2, 3, 1, 2]),
+        ([7, 1, 2, 8, 9, 1, 2, 4, 7, 1, 2], 1, [8]),  # longest before latest
+        ([1, 2, 8, 9, 1, 2, 4, 7, 1, 2], 1, [4]),
+    ],
+)
+def test_edges(history, limit, expected):
+    assert drafts(Lookup(), history, limit) == expected
+    assert drafts(Lookup(2, 3), history, limit) == expected[:3]
+
+
+def test_looks_at_the_latest_places_only():
+    early, often = [9, 8, 1, 2, 5], [1, 2, 6] * MAX_PLACES
+    assert drafts(Lookup(), [*early, *often[:-3], 9, 8, 1, 2], 1) == [5]
+    assert drafts(Lookup(), [*early, *often, 9, 8, 1, 2], 1) == [6]
+
+
+class Counted(list):
+    """Counts the tokens that are read."""
+
+    read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("kinds", [2, 50])
+def test_cost_does_not_grow_with_the_history(kinds):
+    rng = random.Random(0)
+    text, drafter = Counted(rng.randrange(kinds) for _ in range(20_000)), Lookup()
+    drafter.observe(text, NOTHING)
+    for _ in range(50):
+        text += [rng.randrange(kinds)] * 2
+        text.read = 0
+        drafter.observe(text, NOTHING)
+        drafter.draft(text, 4, SAMPLER)
+        assert text.read < 50 * MAX_PLACES
+
+
+def test_few_new_tokens_are_indexed_when_a_draft_is_asked_for():
+    rng = random.Random(1)
+    text, drafter = Counted(rng.randrange(9) for _ in range(500)), Lookup()
+    drafter.observe(text, NOTHING)
+    text.read = 0
+    for _ in range(40):
+        text.append(rng.randrange(9))
+        drafter.observe(text, NOTHING)
+    assert text.read == 0
+    fresh = Lookup()
+    assert drafter.draft(text, 8, SAMPLER).tokens.tolist() == fresh.draft(text, 8, SAMPLER).tokens.tolist()
+    shorter = list(text[:300])
+    drafter.observe(shorter, NOTHING)
+    again = [*shorter, *(rng.randrange(9) for _ in range(240))]
+    drafter.observe(again, NOTHING)
+    fresh = Lookup()
+    assert drafter.draft(again, 8, SAMPLER).tokens.tolist() == fresh.draft(again, 8, SAMPLER).tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
+@pytest.mark.parametrize("K", [1, 4])
+def test_lossless(kind, K):
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(30)
+    source = LookupSource(min_match=1)
+    target = LMTarget(model, source.needs)
+    done = lossless.rounds(target, source.make(target.parts), K, prompt, 40)
+    assert lossless.emitted(done) == lossless.plain(model, prompt, 40)
+    assert any(round.drafted for round in done)
+
+
+def test_source(tmp_path):
+    source = open_drafter(tmp_path, {"model_type": "lookup"}, {})
+    assert (source.name, source.vocab_size) == ("lookup", None)
+    assert source == FAMILIES["lookup"](tmp_path, {}, {})
+
+
+# --- predicted output
+
+
+def drafted(drafter: Prediction, history: Sequence[int], limit: int = 16) -> list[int]:
+    found = drafter.draft(history, limit, SAMPLER)
+    assert drafter.available(history) >= found.tokens.size and found.probs is None
+    assert found.tokens.dtype == mx.int32
+    tokens: list[int] = found.tokens.tolist()
+    return tokens
+
+
+def test_an_answer_begins_with_the_prediction() -> None:
+    assert drafted(Prediction([10, 11, 12, 13], PROMPT), PROMPT, 3) == [10, 11, 12]
+
+
+def test_it_goes_on_behind_what_came_true() -> None:
+    drafter = Prediction(range(10, 40), PROMPT)
+    for end in range(4):
+        drafter.observe([*PROMPT, *range(10, 10 + end)], Features())
+    assert drafted(drafter, [*PROMPT, *range(10, 14)], 5) == [14, 15, 16, 17, 18]
+
+
+def test_it_is_found_again_behind_a_change() -> None:
+    drafter = Prediction(range(10, 40), PROMPT)
+    history = [*PROMPT, 10, 11, 99, 98]
+    assert drafted(drafter, history) == []
+    assert drafted(drafter, [*history, 20, 21]) == [22, 23]
+    assert drafted(drafter, [*history, 20, 21, 22, 23]) == [24, 25, 26, 27]
+
+
+def test_prompt_and_output_are_looked_up_too() -> None:
+    prompt = [7, 8, 9, *PROMPT]
+    assert drafted(Prediction([10, 11], prompt), [*prompt, 50, 7, 8], 1) == [9]
+    assert drafted(Prediction([10, 11], prompt), [*prompt, 50, 51, 52, 50, 51], 1) == [52]
+
+
+def test_a_prompt_in_chunks() -> None:
+    chance = random.Random(0)
+    prompt = [chance.randrange(7) for _ in range(3000)]
+    drafter = Prediction(range(100, 130), prompt)
+    for high in (1000, 2000, 3000):
+        drafter.observe(prompt[:high], Features())
+    assert drafted(drafter, prompt) == list(range(100, 116))
+
+
+# --- what is counted
+
+
+def longest_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """By the textbook's table."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        before = row
+        row = [0]
+        for j, y in enumerate(b):
+            row.append(before[j] + 1 if x == y else max(before[j + 1], row[-1]))
+    return row[-1]
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 50])
+def test_counts_are_those_of_a_longest_common_subsequence(tokens: int) -> None:
+    chance = random.Random(tokens)
+    for _ in range(60):
+        a, b = ([chance.randrange(tokens) for _ in range(chance.randrange(40))] for _ in range(2))
+        expected = longest_common(a, b)
+        assert prediction_counts(a, b) == (expected, len(a) - expected)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "output", "expected"),
+    [
+        ([], [1, 2], (0, 0)),
+        ([1, 2, 3], [], (0, 3)),
+        ([1, 2, 3], [1, 2, 3, 4], (3, 0)),
+        ([1, 2, 3, 4], [1, 9, 3, 4], (3, 1)),
+        ([1, 2], [2, 1], (1, 1)),
+    ],
+)
+def test_counts(prediction, output, expected):
+    assert prediction_counts(prediction, output) == expected
+
+
+def test_ten_thousand_tokens_take_no_time() -> None:
+    chance = random.Random(0)
+    prediction = [chance.randrange(300) for _ in range(10_000)]
+    output = [t if chance.random() < 0.9 else 0 for t in prediction]
+    start = time.perf_counter()
+    accepted, rejected = prediction_counts(prediction, output)
+    assert accepted > 8900 and accepted + rejected == 10_000
+    assert time.perf_counter() - start < 2.0
+
+
+# --- grammars
+
+
+class Letters:
+    """A grammar that allows ascending tokens only, and forces 1, 2, 3 at the start."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
+        before = [*generated[-1:], *drafted]
+        ends = (i for i in range(1, len(before)) if before[i] <= before[i - 1])
+        return next(ends, len(before)) - len(generated[-1:])
+
+    def forced(self, generated: Sequence[int]) -> list[int]:
+        self.calls += 1
+        return [1, 2, 3][len(generated) :]
+
+
+def test_forced_tokens_are_drafted_and_read_once_a_round():
+    matcher = Letters()
+    drafter = Forced(matcher, len(PROMPT))
+    assert drafter.available(PROMPT) == 3
+    assert drafter.draft(PROMPT, 2, SAMPLER).tokens.tolist() == [1, 2] and matcher.calls == 1
+    assert drafter.draft([*PROMPT, 1], 9, SAMPLER).tokens.tolist() == [2, 3]
+    assert drafter.draft([*PROMPT, 1, 2, 3], 9, SAMPLER).tokens.size == 0
+    assert (drafter.nbytes, drafter.missing(7)) == (0, 0)
+    assert 0.9 < Forced.prior < 1 and Prediction.prior < Forced.prior
+
+
+def test_a_draft_is_cut_after_the_first_forbidden_token():
+    truth = [*PROMPT, 7, 8, 3, 9]
+    drafter = GrammarFilter(lossless.Scripted(truth), Letters(), len(PROMPT))
+    assert drafter.draft(PROMPT, 4, SAMPLER).tokens.tolist() == [7, 8, 3]
+    assert drafter.draft(PROMPT, 2, SAMPLER).tokens.tolist() == [7, 8]
