@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from mlx_spec import __version__
 from mlx_spec.apps.command import Parser, integer, number
-from mlx_spec.apps.server.settings import GB, Limits, Served, Settings, is_loopback
+from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, is_loopback
 
 DEMO = "demo"
 PORTS = 65535
@@ -151,7 +151,7 @@ def _settings(given: argparse.Namespace) -> Settings:
     )
 
 
-def _models(given: argparse.Namespace) -> tuple[Served, ...]:
+def _models(given: argparse.Namespace) -> tuple[ServedModel, ...]:
     named = [_named("--model", text, "NAME=TARGET[,DRAFTER]") for text in given.model]
     if named and given.drafter is not None and given.target is None:
         raise ValueError("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
@@ -169,7 +169,7 @@ def _models(given: argparse.Namespace) -> tuple[Served, ...]:
     for name in given.pin:
         _check_known("--pin", name, names)
     return tuple(
-        Served(name, target, drafter, given.num_draft_tokens, given.kv_bits, pinned=name in given.pin)
+        ServedModel(name, target, drafter, given.num_draft_tokens, given.kv_bits, pinned=name in given.pin)
         for name, target, drafter in found
     )
 

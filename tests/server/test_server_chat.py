@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from endpoint import CALLS, CHAT, DEMO, HELLO, Endpoint, Stub, fresh, running, stubbed
 
-from mlx_spec.apps.server.ask import Ask, Chat, Format, Tool, ToolUse
+from mlx_spec.apps.server.request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
 
@@ -20,7 +20,7 @@ WEATHER = {
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
 
-def asked(**body: Any) -> Ask:
+def asked(**body: Any) -> GenerationRequest:
     """What the worker is asked."""
     stub, endpoint = fresh()
     response = endpoint.chat(**body)
@@ -39,7 +39,7 @@ def chat_of(**body: Any) -> Chat:
 
 def test_defaults_are_those_of_openai():
     found = asked()
-    assert found == Ask(
+    assert found == GenerationRequest(
         "demo", Chat(({"role": "user", "content": "What does zip do?"},)), Sampling(temperature=1.0)
     )
 
@@ -88,13 +88,16 @@ def test_logprobs():
     ("given", "expected"),
     [
         ({"type": "text"}, None),
-        ({"type": "json_object"}, Format("json_object")),
+        ({"type": "json_object"}, OutputFormat("json_object")),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": 1, "a": 2}, "strict": True}},
-            Format("json_schema", '{"b": 1, "a": 2}', "response_format.json_schema.schema"),
+            OutputFormat("json_schema", '{"b": 1, "a": 2}', "response_format.json_schema.schema"),
         ),
-        ({"type": "regex", "pattern": "a+"}, Format("regex", "a+", "response_format.pattern")),
-        ({"type": "lark", "grammar": "start: A"}, Format("lark", "start: A", "response_format.grammar")),
+        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "response_format.pattern")),
+        (
+            {"type": "lark", "grammar": "start: A"},
+            OutputFormat("lark", "start: A", "response_format.grammar"),
+        ),
     ],
 )
 def test_formats(given, expected):

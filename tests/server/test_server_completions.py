@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, fresh, running, stubbed
 
-from mlx_spec.apps.server.ask import Ask, Ended, Opened, Piece, Raw
-from mlx_spec.apps.server.completions.answering import logprobs_json
+from mlx_spec.apps.server.openai_completions import logprobs_json
+from mlx_spec.apps.server.request import ChoiceEnded, GenerationRequest, PromptRead, RawPrompts, TextDelta
 from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
 
 
-def asked(**body: Any) -> Ask:
+def asked(**body: Any) -> GenerationRequest:
     stub, endpoint = fresh(two_answers(body))
     response = endpoint.post(TEXT, **body)
     assert response.status_code == 200, response.text
@@ -25,8 +25,8 @@ def asked(**body: Any) -> Ask:
 def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
     prompt = body["prompt"]
     count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
-    ends = [Ended(i, "length") for i in range(count * (body.get("n") or 1))]
-    return (Opened(1, 0), *ends, CLOSED)
+    ends = [ChoiceEnded(i, "length") for i in range(count * (body.get("n") or 1))]
+    return (PromptRead(1, 0), *ends, CLOSED)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,14 @@ def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
     ],
 )
 def test_prompts(given, expected):
-    assert asked(prompt=given) == Ask("demo", Raw(expected), Sampling(temperature=1.0), max_tokens=16)
+    assert asked(prompt=given) == GenerationRequest(
+        "demo", RawPrompts(expected), Sampling(temperature=1.0), max_tokens=16
+    )
 
 
 def test_fields():
     found = asked(prompt=["a", "b"], n=2, echo=True, logprobs=3, max_tokens=0, stop="x", best_of=2, suffix="")
-    assert found.prompt == Raw(("a", "b"), echo=True)
+    assert found.prompt == RawPrompts(("a", "b"), echo=True)
     assert (found.n, found.top_logprobs, found.max_tokens, found.stop) == (2, 3, 0, ("x",))
 
 
@@ -107,12 +109,12 @@ def test_logprobs_name_bytes_and_offsets():
 
 def test_chunks():
     events = (
-        Opened(1, 0),
-        Piece(0, "answer", "Hel", TOKENS[:1]),
-        Ended(0, "stop"),
-        Opened(1, 0),
-        Piece(1, "answer", "lo", TOKENS[1:]),
-        Ended(1, "length"),
+        PromptRead(1, 0),
+        TextDelta(0, "answer", "Hel", TOKENS[:1]),
+        ChoiceEnded(0, "stop"),
+        PromptRead(1, 0),
+        TextDelta(1, "answer", "lo", TOKENS[1:]),
+        ChoiceEnded(1, "length"),
         CLOSED,
     )
     found = stubbed(Stub(events)).chunks(TEXT, prompt=["a", "b"], logprobs=1)

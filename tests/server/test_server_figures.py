@@ -10,17 +10,16 @@ from dataclasses import replace
 import pytest
 from scripted import OPENED, STATISTICS, TIMINGS, TURN, Scripted, logprob, said
 
-from mlx_spec.apps.server.ask import Ask, Chat, Failed, Piece, RoundDone, Timings
-from mlx_spec.apps.server.bridge import events, frame, paced
-from mlx_spec.apps.server.failures import Failure, broken, busy
-from mlx_spec.apps.server.figures import logprob_json, timings_json
-from mlx_spec.apps.server.inbox import STEPS, Inbox, Waking
+from mlx_spec.apps.server.errors import Failure, internal_error, queue_full
+from mlx_spec.apps.server.http import STEP_EVENTS, EventQueue, LoopWaker, named_event, read_events
+from mlx_spec.apps.server.request import Chat, Failed, GenerationRequest, RoundDone, TextDelta, Timings
+from mlx_spec.apps.server.usage import logprob_json, timings_json
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
 
-ASK = Ask("demo", Chat(()), Sampling())
-PIECE, DONE = Piece(0, "answer", "x"), RoundDone(0, STATISTICS)
+ASK = GenerationRequest("demo", Chat(()), Sampling())
+PIECE, DONE = TextDelta(0, "answer", "x"), RoundDone(0, STATISTICS)
 
 
 def test_timings_name_everything():
@@ -74,14 +73,14 @@ def test_logprobs_are_json():
 
 def test_a_frame_is_one_line_of_data():
     text = "".join(map(chr, range(0x2030))) + "ü🌦"
-    name, data = frame("x", {"text": text}).removesuffix("\n\n").splitlines()
+    name, data = named_event("x", {"text": text}).removesuffix("\n\n").splitlines()
     assert name == "event: x" and json.loads(data.removeprefix("data: ")) == {"text": text}
-    assert frame("x", {"text": "ü"}) == 'event: x\ndata: {"text":"ü"}\n\n'
+    assert named_event("x", {"text": "ü"}) == 'event: x\ndata: {"text":"ü"}\n\n'
 
 
 def test_all_events_arrive_in_order():
     async def read() -> list[object]:
-        return [event async for event in events(worker, ASK)]
+        return [event async for event in read_events(worker, ASK)]
 
     worker = Scripted()
     worker.script = TURN
@@ -90,16 +89,16 @@ def test_all_events_arrive_in_order():
 
 def test_a_failure_is_the_last_event():
     async def read() -> list[object]:
-        return [event async for event in events(worker, ASK)]
+        return [event async for event in read_events(worker, ASK)]
 
     worker = Scripted()
-    worker.script = (OPENED, Failed(broken()), *said("never"))
+    worker.script = (OPENED, Failed(internal_error()), *said("never"))
     assert len(asyncio.run(read())) == 2
 
 
 def test_closing_early_cancels():
     async def read() -> None:
-        async with aclosing(events(worker, ASK)) as source:
+        async with aclosing(read_events(worker, ASK)) as source:
             assert await anext(source) == OPENED
             assert not worker.jobs[0].gone.is_set()
         assert worker.jobs[0].gone.is_set()
@@ -119,31 +118,31 @@ def test_cancelling_whoever_waits_cancels():
 
     worker = Scripted()
     worker.script = (5.0,)
-    source = events(worker, ASK)
+    source = read_events(worker, ASK)
     asyncio.run(read())
     assert worker.jobs[0].gone.is_set()
 
 
 def test_a_refusal_is_raised_at_once():
     worker = Scripted()
-    worker.refuses = busy(1, 1)
+    worker.refuses = queue_full(1, 1)
     with pytest.raises(Failure, match="1 requests"):
-        asyncio.run(anext(events(worker, ASK)))  # type: ignore[arg-type]
+        asyncio.run(anext(read_events(worker, ASK)))  # type: ignore[arg-type]
 
 
 def test_silence_loses_nothing():
     async def read() -> list[object]:
-        return [event async for event in paced(worker, ASK, 0.01)]
+        return [event async for event in read_events(worker, ASK, 0.01)]
 
     worker = Scripted()
-    pieces = [Piece(0, "answer", str(i)) for i in range(20)]
+    pieces = [TextDelta(0, "answer", str(i)) for i in range(20)]
     worker.script = tuple(step for piece in pieces for step in (0.0101, piece)) + said()[-1:]
     assert [event for event in asyncio.run(read()) if event is not None] == [*pieces, said()[-1]]
 
 
 def test_silence_is_told_and_what_comes_after_it_arrives():
     async def read() -> list[object]:
-        inbox = Inbox(STEPS, 0.01)
+        inbox = EventQueue(STEP_EVENTS, 0.01)
         found: list[object] = [await inbox.get(), await inbox.get()]
         inbox.put(OPENED)
         return [*found, await inbox.get(), await inbox.get()]
@@ -153,7 +152,7 @@ def test_silence_is_told_and_what_comes_after_it_arrives():
 
 def test_text_waits_for_the_end_of_its_step():
     async def read() -> list[object]:
-        inbox = Inbox(STEPS, None)
+        inbox = EventQueue(STEP_EVENTS, None)
         waiting = asyncio.create_task(inbox.get())
         await asyncio.sleep(0)
         for event in (PIECE, PIECE):
@@ -168,7 +167,7 @@ def test_text_waits_for_the_end_of_its_step():
 
 def test_a_loop_is_woken_once_for_all_that_it_has_not_looked_at(monkeypatch):
     async def read() -> list[object]:
-        inbox = Inbox(STEPS, None)
+        inbox = EventQueue(STEP_EVENTS, None)
         for _ in range(100):
             inbox.put(DONE)  # the loop is busy: it runs this
         found = [await inbox.get() for _ in range(100)]
@@ -176,14 +175,14 @@ def test_a_loop_is_woken_once_for_all_that_it_has_not_looked_at(monkeypatch):
         inbox.put(DONE)
         return [*found, await inbox.get()]
 
-    calls, call = list[object](), Waking.call
-    monkeypatch.setattr(Waking, "call", lambda self, *args: (calls.append(args), call(self, *args)))
+    calls, call = list[object](), LoopWaker.call
+    monkeypatch.setattr(LoopWaker, "call", lambda self, *args: (calls.append(args), call(self, *args)))
     assert asyncio.run(read()) == [DONE] * 101 and len(calls) == 2
 
 
 def test_being_woken_for_what_was_read_already_is_no_silence():
     async def read() -> object:
-        inbox = Inbox(STEPS, 60.0)
+        inbox = EventQueue(STEP_EVENTS, 60.0)
         inbox.put(DONE)
         assert await inbox.get() is DONE  # before the loop was woken for it
         waiting = asyncio.create_task(inbox.get())

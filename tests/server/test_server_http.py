@@ -34,11 +34,11 @@ from endpoint import (
 from mlx_spec import __version__
 from mlx_spec.apps.server import main, metrics
 from mlx_spec.apps.server.arguments import parse
-from mlx_spec.apps.server.ask import Ask, Event, Failed, Opened, Raw, RoundDone
-from mlx_spec.apps.server.failures import broken, busy, unavailable
-from mlx_spec.apps.server.metrics import Metrics, Observed
-from mlx_spec.apps.server.settings import GB, Limits, Served, Settings
-from mlx_spec.apps.server.status import Status
+from mlx_spec.apps.server.engine_thread import Status
+from mlx_spec.apps.server.errors import internal_error, queue_full, unavailable
+from mlx_spec.apps.server.metrics import CountedEngine, Metrics
+from mlx_spec.apps.server.request import Event, Failed, GenerationRequest, PromptRead, RawPrompts, RoundDone
+from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings
 from mlx_spec.sampling import Sampling
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_bodies_without_measure_are_refused_at_once(path, body, status):
 
 
 def test_full_queue_is_429_with_the_time_to_wait(stub):
-    stub.refusal = busy(3, 7)
+    stub.refusal = queue_full(3, 7)
     for body in ({}, {"stream": True}):
         response = stubbed(stub).chat(**body)
         assert error_of(response, 429)["code"] == "queue_full"
@@ -154,7 +154,7 @@ def test_loading_is_503(stub):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_failure_before_the_first_event_keeps_its_status(stub, stream):
-    stub.events = (Failed(broken()),)
+    stub.events = (Failed(internal_error()),)
     error = stubbed(stub).refused(status=500, stream=stream)
     assert error["type"] == "server_error"
 
@@ -231,7 +231,7 @@ def test_metrics(stub):
 class Held(Stub):
     """A worker whose events are sent by hand."""
 
-    def submit(self, ask: Ask, send: Callable[[Event], None]) -> StubJob:
+    def submit(self, ask: GenerationRequest, send: Callable[[Event], None]) -> StubJob:
         self.send = send
         return super().submit(ask, lambda _: None)
 
@@ -242,9 +242,11 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
 
     worker, seen = Held(), []
     counted = Metrics(worker)  # type: ignore[arg-type]
-    job = Observed(worker, counted).submit(Ask("demo", Raw(("x",)), Sampling()), seen.append)
+    job = CountedEngine(worker, counted).submit(
+        GenerationRequest("demo", RawPrompts(("x",)), Sampling()), seen.append
+    )
     first = replace(STATISTICS, generated_tokens=3, drafted=4, drafted_at=(2, 2), decode_seconds=0.1)
-    events = (Opened(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
+    events = (PromptRead(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
     for event in events[:2]:
         worker.send(event)
     assert [value(name) for name in ("prompt_tokens", "generation_tokens")] == [5, 3]
@@ -266,7 +268,7 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
 
 
 def test_defaults():
-    assert parse([]) == Settings((Served("demo", "demo"),))
+    assert parse([]) == Settings((ServedModel("demo", "demo"),))
 
 
 def test_options():
@@ -277,14 +279,14 @@ def test_options():
     )
     found = parse(words.split())
     assert found.models == (
-        Served("b", "a/b", "lookup", 3, 8),
-        Served("c", "d", "e", 3, 8, pinned=True),
-        Served("f", "g", None, 3, 8),
+        ServedModel("b", "a/b", "lookup", 3, 8),
+        ServedModel("c", "d", "e", 3, 8, pinned=True),
+        ServedModel("f", "g", None, 3, 8),
     )
     assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
     assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
     assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
-    assert parse(["--model", "c=d"]).models == (Served("c", "d"),)
+    assert parse(["--model", "c=d"]).models == (ServedModel("c", "d"),)
 
 
 def test_key_from_a_file(tmp_path):

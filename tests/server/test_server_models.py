@@ -16,21 +16,20 @@ import served
 from served import QUESTION, answer, begin, body, chat, closed, failure, working
 
 from mlx_spec import demo
-from mlx_spec.apps.server.ask import RoundDone
-from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.memory import machine_bytes, need_of
-from mlx_spec.apps.server.models import Models, load_served
-from mlx_spec.apps.server.settings import Limits, Served, Settings
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.models import Models, load_served, machine_bytes, memory_need
+from mlx_spec.apps.server.request import RoundDone
+from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.sampling import Sampling
 
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})
-ONE, TWO, THREE = (Served(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
-NEED = need_of(ONE)
+ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
+NEED = memory_need(ONE)
 
 
-def settings(*models: Served, room: float = 10, **given: Any) -> Settings:
+def settings(*models: ServedModel, room: float = 10, **given: Any) -> Settings:
     """A server with room for so many models and a conversation."""
     return replace(Settings(models), **{"memory_bytes": budget(room)} | given)
 
@@ -39,7 +38,7 @@ def budget(room: float) -> int:
     return int(room * NEED.weights) + NEED.caches
 
 
-def loaded(worker: Worker) -> list[str]:
+def loaded(worker: EngineThread) -> list[str]:
     return [card.name for card in worker.models() if card.loaded]
 
 
@@ -70,7 +69,7 @@ def test_names_and_aliases() -> None:
 )
 def test_settings_that_cannot_be(wrong: Settings, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
-        Worker(wrong)
+        EngineThread(wrong)
 
 
 # --- room
@@ -82,8 +81,8 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     list(pair.generate([5] * 9, max_tokens=4))
     assert NEED.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
     assert NEED.context == pair.facts.context_length == 4096
-    assert need_of(replace(ONE, drafter="none")).weights == demo_bytes(demo.TARGET)
-    assert need_of(replace(ONE, drafter="lookup")).weights == demo_bytes(demo.TARGET)
+    assert memory_need(replace(ONE, drafter="none")).weights == demo_bytes(demo.TARGET)
+    assert memory_need(replace(ONE, drafter="lookup")).weights == demo_bytes(demo.TARGET)
     assert machine_bytes() > 10**8
 
 
@@ -96,13 +95,13 @@ def demo_bytes(folder: Path) -> int:
 
 def test_the_need_of_what_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"not on this machine: fetch it with `mlx-spec pull nobody/nothing`"):
-        need_of(Served("x", "nobody/nothing"))
+        memory_need(ServedModel("x", "nobody/nothing"))
     shutil.copytree(demo.TARGET, tmp_path / "target")
     (tmp_path / "pair.json").write_text('{"target": "target", "drafter": null}')
-    assert need_of(Served("x", str(tmp_path))).weights == demo_bytes(demo.TARGET)
+    assert memory_need(ServedModel("x", str(tmp_path))).weights == demo_bytes(demo.TARGET)
     (tmp_path / "target" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(BadCheckpoint):
-        need_of(Served("x", str(tmp_path)))
+        memory_need(ServedModel("x", str(tmp_path)))
 
 
 def test_the_one_used_longest_ago_makes_room() -> None:
@@ -193,12 +192,12 @@ def test_one_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.L
     target = {"not here": "nobody/nothing", "damaged": str(tmp_path), "crashes": "demo"}[breaks]
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
-    def loader(one: Served) -> Any:
+    def loader(one: ServedModel) -> Any:
         if one.name == "two" and breaks == "crashes":
             raise RuntimeError("a secret of the house")
         return load_served(one)
 
-    with working(settings(ONE, Served("two", target), room=1.2), loader) as worker:
+    with working(settings(ONE, ServedModel("two", target), room=1.2), loader) as worker:
         with caplog.at_level(logging.ERROR):
             found = failure(answer(worker, chat(QUESTION, model="two")))
         assert (found.status, found.code) == (503, "model_not_loaded")
@@ -210,7 +209,7 @@ def test_one_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.L
 
 
 def test_the_first_one_cannot_be_loaded() -> None:
-    with working(settings(Served("one", "nobody/nothing"), TWO), loader_of_two) as worker:
+    with working(settings(ServedModel("one", "nobody/nothing"), TWO), loader_of_two) as worker:
         assert not worker.begun(0)
         status = worker.status()
         assert status.state == "failed" and "nothing here" in str(status.problem)
@@ -219,7 +218,7 @@ def test_the_first_one_cannot_be_loaded() -> None:
         assert (worker.status().state, worker.status().problem) == ("ready", None)
 
 
-def loader_of_two(one: Served) -> Any:
+def loader_of_two(one: ServedModel) -> Any:
     if one.name == "one":
         raise NotFound("nothing here")
     return load_served(one)
@@ -228,7 +227,7 @@ def loader_of_two(one: Served) -> Any:
 def test_others_are_admitted_while_one_loads() -> None:
     loading, go = threading.Event(), threading.Event()
 
-    def slowly(one: Served) -> Any:
+    def slowly(one: ServedModel) -> Any:
         if one.name == "two":
             loading.set()
             go.wait(served.PATIENCE)

@@ -16,38 +16,39 @@ import served
 from served import DEMO, QUESTION, answer, begin, chat, closed, failure, raw, text_of, working
 
 from mlx_spec import demo, grammar
-from mlx_spec.apps.server.ask import Ended, Format, Opened, Piece, RoundDone
-from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.grammars import Grammars
-from mlx_spec.apps.server.models import Models
-from mlx_spec.apps.server.settings import Limits, Served, Settings
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.models import GrammarCache, Models
+from mlx_spec.apps.server.request import ChoiceEnded, OutputFormat, PromptRead, RoundDone, TextDelta
+from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import InvalidValue
 from mlx_spec.rehearsal import Rehearsal
 from mlx_spec.sampling import Sampling
 
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
 PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
-SLOW = Format("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
+SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
 SECONDS = 1.0  # that it is given
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[EngineThread]:
     limits = Limits(running=2, grammar_seconds=SECONDS)
     with working(replace(DEMO, limits=limits)) as worker:
         yield worker
 
 
-def idle(worker: Worker) -> None:
+def idle(worker: EngineThread) -> None:
     deadline = time.monotonic() + served.PATIENCE
     while worker.status().running or worker.status().waiting:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_grammar_that_takes_long_holds_up_nobody_else(worker: Worker) -> None:
-    closed(answer(worker, chat(QUESTION, format=Format("regex", "a"))))  # the process that compiles is there
+def test_a_grammar_that_takes_long_holds_up_nobody_else(worker: EngineThread) -> None:
+    closed(
+        answer(worker, chat(QUESTION, format=OutputFormat("regex", "a")))
+    )  # the process that compiles is there
     running = begin(worker, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
     running.until(RoundDone)
     slow = begin(worker, chat(QUESTION, format=SLOW))
@@ -63,7 +64,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(worker: Worker) -> None:
     idle(worker)
 
 
-def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(worker: Worker) -> None:
+def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(worker: EngineThread) -> None:
     slow = begin(worker, chat(QUESTION, format=SLOW))
     while not worker.status().running:
         time.sleep(0.005)
@@ -73,7 +74,7 @@ def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(worker: Wor
     assert slow.events.empty()
 
 
-def test_an_engine_that_only_waits_for_grammars_rests(worker: Worker) -> None:
+def test_an_engine_that_only_waits_for_grammars_rests(worker: EngineThread) -> None:
     slow = begin(worker, chat(QUESTION, format=SLOW))
     time.sleep(0.1)
     spent = time.process_time()
@@ -96,7 +97,7 @@ def test_closing_does_not_wait_for_a_grammar() -> None:
 # --- grammars that come again
 
 
-def test_a_grammar_is_compiled_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once(worker: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
     compile = grammar.compile
 
@@ -105,17 +106,17 @@ def test_a_grammar_is_compiled_once(worker: Worker, monkeypatch: pytest.MonkeyPa
         return compile(kind, source, *rest, **more)
 
     monkeypatch.setattr(grammar, "compile", counted)
-    asks = [chat(QUESTION, format=Format("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2]
+    asks = [chat(QUESTION, format=OutputFormat("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2]
     texts = [text_of(answer(worker, ask)) for ask in asks]
     assert sources == ["[a-f]{4}", "[g-k]{4}"]
     assert texts[:2] == texts[2:] and texts[0] != texts[1]
-    closed(answer(worker, chat(QUESTION, thinking=True, format=Format("regex", "[a-f]{4}"))))
+    closed(answer(worker, chat(QUESTION, thinking=True, format=OutputFormat("regex", "[a-f]{4}"))))
     assert len(sources) == 2
 
 
 def test_only_the_latest_grammars_are_kept() -> None:
     text = Models(DEMO).text("demo")
-    grammars = Grammars(text, len(text.vocabulary()), count=2)
+    grammars = GrammarCache(text, len(text.vocabulary()), count=2)
     first, second = (grammars.compiled("regex", source, seconds=9) for source in "ab")
     assert grammars.compiled("regex", "a", seconds=9) is first
     grammars.compiled("regex", "c", seconds=9)  # b was used longest ago
@@ -129,14 +130,16 @@ def test_only_the_latest_grammars_are_kept() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(5,) * 4096, (1, 9999), ()])
-def test_nothing_is_generated_where_one_prompt_cannot_be(worker: Worker, wrong: tuple[int, ...]) -> None:
+def test_nothing_is_generated_where_one_prompt_cannot_be(
+    worker: EngineThread, wrong: tuple[int, ...]
+) -> None:
     events = answer(worker, raw("zip returns", wrong, n=2))
     assert failure(events).status == 400 and len(events) == 1
     kinds = [type(event) for event in answer(worker, raw("zip returns", "map"))]
-    assert {Opened, Piece, RoundDone, Ended} <= set(kinds)
+    assert {PromptRead, TextDelta, RoundDone, ChoiceEnded} <= set(kinds)
 
 
-def test_tokens_are_counted_as_they_will_be(worker: Worker) -> None:
+def test_tokens_are_counted_as_they_will_be(worker: EngineThread) -> None:
     ask = chat("What is a list?", "A type.", "And a tuple?", max_tokens=2)
     assert worker.count(ask) == closed(answer(worker, ask)).usage.prompt_tokens
     with pytest.raises(Failure, match="no model") as caught:
@@ -144,10 +147,14 @@ def test_tokens_are_counted_as_they_will_be(worker: Worker) -> None:
     assert caught.value.status == 404
 
 
-def test_tokens_are_counted_of_models_that_are_not_loaded(worker: Worker, tmp_path: Path) -> None:
+def test_tokens_are_counted_of_models_that_are_not_loaded(worker: EngineThread, tmp_path: Path) -> None:
     ask = chat("What is a list?")
-    models = (Served("demo", "demo"), Served("other", str(demo.TARGET)), Served("gone", str(tmp_path)))
-    other = Worker(Settings(models))  # never started
+    models = (
+        ServedModel("demo", "demo"),
+        ServedModel("other", str(demo.TARGET)),
+        ServedModel("gone", str(tmp_path)),
+    )
+    other = EngineThread(Settings(models))  # never started
     assert other.count(replace(ask, model="other")) == other.count(ask) == worker.count(ask)
     with pytest.raises(Failure, match="'gone' could not be loaded") as caught:
         other.count(replace(ask, model="gone"))

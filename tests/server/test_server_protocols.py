@@ -12,9 +12,9 @@ anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 from scripted import frames, listening  # noqa: E402
 
-from mlx_spec.apps.server import messages, responses  # noqa: E402
-from mlx_spec.apps.server.settings import Served, Settings  # noqa: E402
-from mlx_spec.apps.server.worker import Worker  # noqa: E402
+from mlx_spec.apps.server import anthropic_messages, openai_responses
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.settings import ServedModel, Settings
 
 QUESTION = "What does zip do?"
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -47,12 +47,14 @@ NEW = (
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    settings = Settings((Served("demo", "demo"),))
-    worker = Worker(settings)
+    settings = Settings((ServedModel("demo", "demo"),))
+    worker = EngineThread(settings)
     worker.start()
     try:
         assert worker.begun(60)
-        with listening(messages.router(worker, settings), responses.router(worker, settings)) as address:
+        with listening(
+            anthropic_messages.router(worker, settings), openai_responses.router(worker, settings)
+        ) as address:
             yield address
     finally:
         worker.close()

@@ -25,10 +25,18 @@ from endpoint import (
     wait_until,
 )
 
-from mlx_spec.apps.server import messages, responses
-from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Ended, Opened, Piece, RoundDone
-from mlx_spec.apps.server.chat.answering import ChatShape
-from mlx_spec.apps.server.completions.answering import TextShape
+from mlx_spec.apps.server import anthropic_messages, openai_responses
+from mlx_spec.apps.server.openai_chat import ChatWriter
+from mlx_spec.apps.server.openai_completions import TextWriter
+from mlx_spec.apps.server.request import (
+    ChoiceEnded,
+    PromptRead,
+    RoundDone,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallDropped,
+    ToolCallStarted,
+)
 from mlx_spec.apps.server.settings import Settings
 
 ENDLESS = {"max_tokens": 3900, "temperature": 0, "logit_bias": {"106": -100, "1": -100}}
@@ -99,18 +107,23 @@ def test_an_error_after_the_headers_is_an_object_and_ends_the_stream():
 @pytest.mark.parametrize(
     ("path", "shape", "name", "ends"),
     [
-        (CHAT, ChatShape, "piece", "data: "),
-        (TEXT, TextShape, "piece", "data: "),
-        ("/v1/messages", messages.Answer, "_piece", "event: error\ndata: "),
-        ("/v1/messages", messages.Answer, "read", "event: error\ndata: "),  # nor can it tell of failures
-        ("/v1/responses", responses.Answer, "_text", "event: response.failed\ndata: "),
+        (CHAT, ChatWriter, "piece", "data: "),
+        (TEXT, TextWriter, "piece", "data: "),
+        ("/v1/messages", anthropic_messages.Answer, "_piece", "event: error\ndata: "),
+        (
+            "/v1/messages",
+            anthropic_messages.Answer,
+            "read",
+            "event: error\ndata: ",
+        ),  # nor can it tell of failures
+        ("/v1/responses", openai_responses.Answer, "_text", "event: response.failed\ndata: "),
     ],
 )
 def test_a_bug_of_ours_is_told_as_failures_are(path, shape, name, ends, monkeypatch, caplog):
     sound = getattr(shape, name)
 
     def breaks(self: Any, event: Any, *rest: Any) -> Any:
-        if isinstance(event, Opened):
+        if isinstance(event, PromptRead):
             return sound(self, event, *rest)
         raise RuntimeError("a secret of the house")
 
@@ -128,7 +141,7 @@ def test_a_bug_of_ours_is_told_as_failures_are(path, shape, name, ends, monkeypa
 
 
 def test_a_bug_before_the_first_word_is_told_as_well(monkeypatch, caplog):
-    monkeypatch.setattr(messages.Answer, "read", lambda self, event: 1 / 0)
+    monkeypatch.setattr(anthropic_messages.Answer, "read", lambda self, event: 1 / 0)
     body = {"messages": HELLO, "model": "demo", "max_tokens": 9, "stream": True}
     text = stubbed(Stub()).post("/v1/messages", **body).text
     assert text.startswith("event: error\ndata: ") and "division" in caplog.text
@@ -136,20 +149,22 @@ def test_a_bug_before_the_first_word_is_told_as_well(monkeypatch, caplog):
 
 def test_no_character_ends_a_line_but_those_of_the_stream():
     text = "a\u2028b\u2029c\x85d\re"
-    raw = stubbed(Stub((Opened(1, 0), Piece(0, "answer", text), Ended(0, "stop"), CLOSED))).chat(stream=True)
+    raw = stubbed(
+        Stub((PromptRead(1, 0), TextDelta(0, "answer", text), ChoiceEnded(0, "stop"), CLOSED))
+    ).chat(stream=True)
     assert not set("\u2028\u2029\x85\r") & set(raw.text)
     contents = [json.loads(one)["choices"][0]["delta"].get("content", "") for one in events_of(raw.text)[:-1]]
     assert "".join(contents) == text
 
 
 DROPPED = (
-    Opened(5, 2),
-    CallOpened(0, 0, "call_a", "weather"),
-    CallArguments(0, 0, '{"city": "Os'),
+    PromptRead(5, 2),
+    ToolCallStarted(0, 0, "call_a", "weather"),
+    ToolCallDelta(0, 0, '{"city": "Os'),
     RoundDone(0, STATISTICS),
-    CallDropped(0, 0),
-    Piece(0, "answer", "<|tool_call>call:weather{city:"),
-    Ended(0, "length"),
+    ToolCallDropped(0, 0),
+    TextDelta(0, "answer", "<|tool_call>call:weather{city:"),
+    ChoiceEnded(0, "length"),
     CLOSED,
 )
 
@@ -251,9 +266,9 @@ def test_requests_beyond_the_queue_are_refused_and_the_others_answered():
     stub = Stub()
     endpoint = stubbed(stub)
     assert endpoint.chat().status_code == 200
-    from mlx_spec.apps.server.failures import busy
+    from mlx_spec.apps.server.errors import queue_full
 
-    stub.refusal = busy(1, 1)
+    stub.refusal = queue_full(1, 1)
     error_of(endpoint.chat(stream=True), 429)
     stub.refusal = None
     assert endpoint.chunks()[-1]["choices"][0]["finish_reason"] == "stop"

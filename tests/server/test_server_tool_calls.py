@@ -11,8 +11,16 @@ from tokenizers import AddedToken, Tokenizer
 import mlx_spec
 from mlx_spec import demo
 from mlx_spec.answer import Answer, Part
-from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Chat, Piece, Tool, ToolUse
-from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.request import (
+    Chat,
+    TextDelta,
+    Tool,
+    ToolCallDelta,
+    ToolCallDropped,
+    ToolCallStarted,
+    ToolUse,
+)
 from mlx_spec.apps.server.tools import Calls, dialect_of, prompt_of
 from mlx_spec.apps.server.tools.conversation import folded
 from mlx_spec.apps.server.tools.dialect import FORMATS
@@ -61,26 +69,26 @@ def text():
 def test_events_of_a_call():
     calls = Calls(2, GEMMA, [WEATHER])
     events = calls.read(Part("call", "call:get_weather{", call=0))
-    assert events[1:] == [CallArguments(2, 0, "{")]
+    assert events[1:] == [ToolCallDelta(2, 0, "{")]
     opened = events[0]
-    assert isinstance(opened, CallOpened) and (opened.index, opened.call, opened.name) == (
+    assert isinstance(opened, ToolCallStarted) and (opened.index, opened.call, opened.name) == (
         2,
         0,
         "get_weather",
     )
-    assert calls.read(Part("call", 'city:<|"|>Ro', call=0)) == [CallArguments(2, 0, '"city":"Ro')]
+    assert calls.read(Part("call", 'city:<|"|>Ro', call=0)) == [ToolCallDelta(2, 0, '"city":"Ro')]
     assert calls.complete == 0
-    assert calls.read(Part("call", 'me<|"|>}', call=0, closed=True)) == [CallArguments(2, 0, 'me"}')]
+    assert calls.read(Part("call", 'me<|"|>}', call=0, closed=True)) == [ToolCallDelta(2, 0, 'me"}')]
     assert calls.complete == 1
     again = calls.read(Part("call", "call:f{}", call=1, closed=True))
-    assert isinstance(again[0], CallOpened) and again[0].call == 1 and again[0].id != opened.id
+    assert isinstance(again[0], ToolCallStarted) and again[0].call == 1 and again[0].id != opened.id
     assert calls.end() == []
 
 
 def test_a_broken_call_is_dropped_and_comes_back_as_text():
     calls = Calls(0, GEMMA, [])
     events = calls.read(Part("call", "call:f{a:celsius}", call=0, closed=True))
-    assert [type(event) for event in events] == [CallOpened, CallArguments, CallDropped, Piece]
+    assert [type(event) for event in events] == [ToolCallStarted, ToolCallDelta, ToolCallDropped, TextDelta]
     assert events[-1].text == "<|tool_call>call:f{a:celsius}<tool_call|>"
     assert calls.complete == 0
     (piece,) = calls.read(Part("call", "nothing of the kind", call=1, closed=True))
@@ -93,7 +101,7 @@ def test_text_behind_a_call_is_not_lost():
     calls = Calls(0, GEMMA, [])
     events = calls.read(Part("call", "call:f{}call:g{a:", call=0, closed=True))
     assert calls.complete == 1
-    assert events[-2:] == [CallDropped(0, 1), events[-1]]
+    assert events[-2:] == [ToolCallDropped(0, 1), events[-1]]
     assert events[-1].text == "<|tool_call>call:g{a:<tool_call|>"
 
 
@@ -106,9 +114,9 @@ def test_cut_at_every_token(text):
         pieces, names = "", []
         parts = answer.read(Round(tokens[:end], 0, 0, 0.0)) + answer.end()
         events = [e for p in parts if p.kind == "call" for e in calls.read(p)] + calls.end()
-        pieces = "".join(e.text for e in events if isinstance(e, Piece))
-        names = [e.name for e in events if isinstance(e, CallOpened)]
-        dropped = sum(isinstance(e, CallDropped) for e in events)
+        pieces = "".join(e.text for e in events if isinstance(e, TextDelta))
+        names = [e.name for e in events if isinstance(e, ToolCallStarted)]
+        dropped = sum(isinstance(e, ToolCallDropped) for e in events)
         assert calls.complete == len(names) - dropped
         begun = text.decode_raw(tokens[:end]).count("<|tool_call>")
         assert begun == calls.complete + pieces.count("<|tool_call>")
@@ -124,8 +132,8 @@ def test_rounds_do_not_matter(text):
             for part in answer.read(Round(piece, 0, 0, 0.0)):
                 found += calls.read(part) if part.kind == "call" else [part]
         found += calls.end()
-        arguments = "".join(e.text for e in found if isinstance(e, CallArguments))
-        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (Part, Piece)))))
+        arguments = "".join(e.text for e in found if isinstance(e, ToolCallDelta))
+        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (Part, TextDelta)))))
     ((arguments, content),) = seen
     assert arguments == '{"a":"x é"}'
     assert content.replace(" ", "") == "AB<|tool_call>call:oops<tool_call|>C"

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
 from mlx_spec import demo, grammar
-from mlx_spec.apps.server.ask import Chat, Format, Tool, ToolUse
-from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tools import banned, dialect_of, lark, prompt_of
 from mlx_spec.apps.server.tools.dialect import FORMATS, Dialect
 from mlx_spec.apps.server.tools.lark import regex
@@ -203,14 +203,14 @@ def test_none_is_a_ban(text):
 def test_an_answer_format_or_calls(text):
     schema = '{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}'
     for format, good, bad in (
-        (Format("json_schema", schema), '{"x": 1}', '{"x": 2}'),
-        (Format("json_object"), "{}", "[]"),
-        (Format("regex", "a+/b"), "aa/b", "b"),
+        (OutputFormat("json_schema", schema), '{"x": 1}', '{"x": 2}'),
+        (OutputFormat("json_object"), "{}", "[]"),
+        (OutputFormat("regex", "a+/b"), "aa/b", "b"),
     ):
         source = lark(dialect(text), ToolUse((SIMPLE,)), format)
         assert [accepts(source, text, each) for each in (good, bad, ONE, good + ONE)] == [1, 0, 1, 0]
     with pytest.raises(Failure, match="leave one of them out"):
-        lark(dialect(text), ToolUse((SIMPLE,)), Format("lark", "start: /a/"))
+        lark(dialect(text), ToolUse((SIMPLE,)), OutputFormat("lark", "start: /a/"))
 
 
 @pytest.mark.parametrize(

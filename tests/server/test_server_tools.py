@@ -9,7 +9,7 @@ import call_texts
 import pytest
 from call_texts import calls, complete, cut, described, read
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools import coder, gemma, hermes
 from mlx_spec.apps.server.tools.source import Arguments, Completed, Named
 

@@ -6,7 +6,15 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from mlx_spec.answer import Part
-from mlx_spec.apps.server.ask import CallArguments, CallDropped, CallOpened, Event, Piece, Span, Tool
+from mlx_spec.apps.server.request import (
+    Event,
+    SourceSpan,
+    TextDelta,
+    Tool,
+    ToolCallDelta,
+    ToolCallDropped,
+    ToolCallStarted,
+)
 from mlx_spec.apps.server.tools.dialect import Format
 from mlx_spec.apps.server.tools.source import Arguments, Completed, Delta, Named, Parser
 from mlx_spec.logprobs import TokenLogprob
@@ -48,12 +56,12 @@ class Calls:
         events = self._events(self._parser.end())
         rest, self._parser = self._parser.rest, None
         if self._open:
-            events.append(CallDropped(self._index, self._next - 1))
+            events.append(ToolCallDropped(self._index, self._next - 1))
             self._open = False
         if rest or not self._here:  # marks with nothing between them are text as well
             text = self._format.marks.open + rest + mark
             logprobs = () if self._here else tuple(self._logprobs)
-            events.append(Piece(self._index, "answer", text, logprobs, (Span(text, None, 0),)))
+            events.append(TextDelta(self._index, "answer", text, logprobs, (SourceSpan(text, None, 0),)))
         return events
 
     def _events(self, deltas: Iterable[Delta]) -> list[Event]:
@@ -61,12 +69,12 @@ class Calls:
         for delta in deltas:
             match delta:
                 case Named(name):
-                    call = CallOpened(self._index, self._next, f"call_{secrets.token_hex(12)}", name)
+                    call = ToolCallStarted(self._index, self._next, f"call_{secrets.token_hex(12)}", name)
                     self._next, self._open = self._next + 1, True
                     events.append(call)
                 case Arguments(text):
                     if text:
-                        events.append(CallArguments(self._index, self._next - 1, text))
+                        events.append(ToolCallDelta(self._index, self._next - 1, text))
                 case Completed():
                     self._open, self._here, self.complete = False, self._here + 1, self.complete + 1
         return events

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools.schema import type_of, types
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps
 from mlx_spec.apps.server.tools.values import NUMBER, escaped, parsed, written

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools.coder import CLOSE
 from mlx_spec.apps.server.tools.lark import KEY, Rules, json_value, quoted
 from mlx_spec.apps.server.tools.lowering import Lowering

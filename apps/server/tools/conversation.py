@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_spec.apps.server.ask import Chat
-from mlx_spec.apps.server.failures import unsupported
+from mlx_spec.apps.server.errors import unsupported
+from mlx_spec.apps.server.request import Chat
 from mlx_spec.apps.server.tools.dialect import definition, dialect_of
 from mlx_spec.text import Text
 

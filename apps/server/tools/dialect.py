@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools import coder, coder_grammar, gemma, gemma_grammar, hermes
 from mlx_spec.apps.server.tools.lark import Rules
 from mlx_spec.apps.server.tools.source import Arguments, Named, Parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps
 from mlx_spec.apps.server.tools.values import Values, escaped
 from mlx_spec.reading import Marks

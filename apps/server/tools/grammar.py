@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlx_spec.apps.server.ask import Format, ToolUse
-from mlx_spec.apps.server.failures import invalid, unsupported
+from mlx_spec.apps.server.errors import invalid, unsupported
+from mlx_spec.apps.server.request import OutputFormat, ToolUse
 from mlx_spec.apps.server.tools.dialect import Dialect
 from mlx_spec.apps.server.tools.lark import Rules, either, json_value, quoted, regex
 from mlx_spec.apps.server.tools.schema import misshapen
@@ -20,7 +20,7 @@ def banned(dialect: Dialect, use: ToolUse) -> dict[int, float]:
     return {dialect.open: -INF} if use.choice == "none" else {}
 
 
-def lark(dialect: Dialect, use: ToolUse, answer: Format | None = None) -> str | None:
+def lark(dialect: Dialect, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
     """A grammar of the whole answer, behind the thoughts; None where the tools ask for nothing.
 
     required and named: calls and nothing else, one of them unless `parallel`. auto, where a tool is strict,
@@ -63,7 +63,7 @@ def _ranges(tokens: Iterable[int]) -> str:
     return ",".join(map(str, sorted(tokens)))
 
 
-def _answer(format: Format) -> str:
+def _answer(format: OutputFormat) -> str:
     if format.kind == "json_object":
         return json_value({"type": "object"})
     if format.kind == "json_schema":
@@ -73,7 +73,7 @@ def _answer(format: Format) -> str:
     raise unsupported("a Lark grammar of the answer goes with no tools: leave one of them out", format.param)
 
 
-def _schema(format: Format) -> Mapping[str, Any]:
+def _schema(format: OutputFormat) -> Mapping[str, Any]:
     schema = json.loads(format.text)
     if not isinstance(schema, dict):
         raise invalid("the JSON schema must be a JSON object", format.param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools.lark import Rules, json_value, quoted
 from mlx_spec.apps.server.tools.source import Arguments, Malformed, Named, Parser, Source, Steps, collected
 from mlx_spec.apps.server.tools.values import Values, parsed, written

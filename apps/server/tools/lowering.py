@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_spec.apps.server.ask import Tool
-from mlx_spec.apps.server.failures import Failure, unsupported
+from mlx_spec.apps.server.errors import Failure, unsupported
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools.lark import Rules, either, json_value, quoted
 from mlx_spec.apps.server.tools.patterns import FORMATS, Unanchored, terminal
 from mlx_spec.apps.server.tools.schema import CHOICES, Unresolved, resolve, type_of, types
