@@ -15,11 +15,11 @@ from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
 
 
-def asked(**body: Any) -> GenerationRequest:
+def parsed(**body: Any) -> GenerationRequest:
     stub, endpoint = fresh(two_answers(body))
     response = endpoint.post(TEXT, **body)
     assert response.status_code == 200, response.text
-    return stub.asks[0]
+    return stub.requests[0]
 
 
 def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
@@ -40,13 +40,15 @@ def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
     ],
 )
 def test_prompts(given, expected):
-    assert asked(prompt=given) == GenerationRequest(
+    assert parsed(prompt=given) == GenerationRequest(
         "demo", RawPrompts(expected), Sampling(temperature=1.0), max_tokens=16
     )
 
 
 def test_fields():
-    found = asked(prompt=["a", "b"], n=2, echo=True, logprobs=3, max_tokens=0, stop="x", best_of=2, suffix="")
+    found = parsed(
+        prompt=["a", "b"], n=2, echo=True, logprobs=3, max_tokens=0, stop="x", best_of=2, suffix=""
+    )
     assert found.prompt == RawPrompts(("a", "b"), echo=True)
     assert (found.n, found.top_logprobs, found.max_tokens, found.stop) == (2, 3, 0, ("x",))
 
@@ -54,8 +56,8 @@ def test_fields():
 @pytest.mark.parametrize(
     "name", ["echo", "logprobs", "best_of", "suffix", "max_tokens", "n", "stop", "model"]
 )
-def test_null_is_as_good_as_nothing(name):
-    assert asked(prompt="a", **{name: None}) == asked(prompt="a")
+def test_null_means_the_default(name):
+    assert parsed(prompt="a", **{name: None}) == parsed(prompt="a")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_null_is_as_good_as_nothing(name):
 def test_refusals(body, param, code):
     stub, endpoint = fresh()
     error = endpoint.refused(TEXT, **body)
-    assert (error["param"], error["code"]) == (param, code) and stub.asks == []
+    assert (error["param"], error["code"]) == (param, code) and stub.requests == []
 
 
 def test_logprobs_name_bytes_and_offsets():

@@ -18,9 +18,12 @@ from typing import Any
 import httpx2
 import pytest
 from endpoint import (
+    BODIES,
     CHAT,
     DEMO,
     HELLO,
+    MESSAGES,
+    RESPONSES,
     STATISTICS,
     TEXT,
     Stub,
@@ -54,13 +57,15 @@ def stub() -> Stub:
 # --- errors
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
 )
-def test_no_json_object_is_400(stub, path, body):
-    error = error_of(stubbed(stub).client.post(path, content=body), 400)
-    assert error["type"] == "invalid_request_error" and stub.asks == []
+def test_a_body_that_is_no_json_object_is_400(stub, path, body):
+    response = stubbed(stub).client.post(path, content=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error" and stub.requests == []
 
 
 def test_unknown_path_is_404(stub):
@@ -75,11 +80,11 @@ def test_wrong_method_is_405(stub):
     assert response.headers["allow"] == "POST"
 
 
-def test_unknown_model_is_404_before_the_worker_hears_of_it(stub):
+def test_an_unknown_model_does_not_reach_the_engine(stub):
     for path in (CHAT, TEXT):
         error = stubbed(stub).refused(path, 404, model="gpt-9", prompt="x")
         assert (error["param"], error["code"]) == ("model", "model_not_found")
-    assert stub.asks == []
+    assert stub.requests == []
 
 
 def test_a_long_name_is_not_sent_back(stub):
@@ -87,11 +92,10 @@ def test_a_long_name_is_not_sent_back(stub):
     assert error["code"] == "model_not_found" and len(error["message"]) < 300
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
-def test_an_empty_name_is_none_in_every_protocol(stub, path):
-    body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, {"messages": HELLO})
-    response = stubbed(stub).post(path, model="", max_tokens=9, **body)
-    assert response.status_code == 200 and stub.asks[0].model == "demo"
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+def test_an_empty_model_name_means_the_first_model(stub, path):
+    response = stubbed(stub).post(path, **BODIES[path] | {"model": ""})
+    assert response.status_code == 200 and stub.requests[0].model == "demo"
 
 
 @pytest.mark.parametrize("model", [None, "", "demo", "alias"])
@@ -103,10 +107,10 @@ def test_model_may_be_left_out(stub, model):
 def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
     endpoint = stubbed(stub, Settings(DEMO, limits=Limits(body_bytes=1000)))
     content = [b'{"messages": "', b"x" * 2000, b'"}']
-    for path in (CHAT, TEXT, "/v1/responses"):
+    for path in (CHAT, TEXT, RESPONSES):
         error_of(endpoint.client.post(path, content=b"".join(content)), 413)
         error_of(endpoint.client.post(path, content=iter(content)), 413)
-    found = endpoint.client.post("/v1/messages", content=iter(content))
+    found = endpoint.client.post(MESSAGES, content=iter(content))
     assert found.status_code == 413 and found.json()["type"] == "error"
     assert endpoint.chat().status_code == 200
 
@@ -114,29 +118,29 @@ def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
 DEEP = '{"a":' * 400 + "1" + "}" * 400
 BIASES = ",".join(f'"{token}":1' for token in range(20_000))
 CALLABLE = '[{"type":"function","function":{"name":"f","parameters":' + DEEP + "}}]"
-ASKED = '{"messages":[{"role":"user","content":"x"}],'
+PREFIX = '{"messages":[{"role":"user","content":"x"}],'
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         (CHAT, '{"messages":' + DEEP + "}", 400),
-        (CHAT, ASKED + '"metadata":' + DEEP + "}", 400),
-        (CHAT, ASKED + '"nobody knows it":' + DEEP + "}", 400),
-        (CHAT, ASKED + '"tools":' + CALLABLE + "}", 400),
-        (CHAT, ASKED + '"logit_bias":{' + BIASES + "}}", 400),
-        (CHAT, ASKED + '"logit_bias":{' + ",".join([BIASES] * 45) + "}}", 413),
+        (CHAT, PREFIX + '"metadata":' + DEEP + "}", 400),
+        (CHAT, PREFIX + '"nobody knows it":' + DEEP + "}", 400),
+        (CHAT, PREFIX + '"tools":' + CALLABLE + "}", 400),
+        (CHAT, PREFIX + '"logit_bias":{' + BIASES + "}}", 400),
+        (CHAT, PREFIX + '"logit_bias":{' + ",".join([BIASES] * 45) + "}}", 413),
         (TEXT, '{"prompt":' + DEEP + "}", 400),
         (TEXT, '{"prompt":[' + ",".join(["1"] * 5_000_000) + "]}", 413),
-        ("/v1/responses", '{"input":' + DEEP + "}", 400),
+        (RESPONSES, '{"input":' + DEEP + "}", 400),
     ],
     ids=[*"abcdefghi"],
 )
-def test_bodies_without_measure_are_refused_at_once(path, body, status):
+def test_excessive_bodies_are_refused_at_once(path, body, status):
     stub, endpoint = fresh()
     began = time.process_time()
     error_of(endpoint.client.post(path, content=body), status)
-    assert time.process_time() - began < 1 and not stub.asks
+    assert time.process_time() - began < 1 and not stub.requests
 
 
 def test_full_queue_is_429_with_the_time_to_wait(stub):
@@ -228,8 +232,8 @@ def test_metrics(stub):
     assert {"mlx_spec_queue_depth", "mlx_spec_running"} <= set(found)
 
 
-class Held(Stub):
-    """A worker whose events are sent by hand."""
+class ByHand(Stub):
+    """An engine whose events the test sends."""
 
     def submit(self, ask: GenerationRequest, send: Callable[[Event], None]) -> StubJob:
         self.send = send
@@ -240,23 +244,23 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
     def value(name: str) -> float | None:
         return counted.registry.get_sample_value(f"mlx_spec_{name}_total", {"model": "demo"})
 
-    worker, seen = Held(), []
-    counted = Metrics(worker)  # type: ignore[arg-type]
-    job = CountedEngine(worker, counted).submit(
+    engine, seen = ByHand(), []
+    counted = Metrics(engine.status)
+    job = CountedEngine(engine, counted).submit(
         GenerationRequest("demo", RawPrompts(("x",)), Sampling()), seen.append
     )
     first = replace(STATISTICS, generated_tokens=3, drafted=4, drafted_at=(2, 2), decode_seconds=0.1)
     events = (PromptRead(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
     for event in events[:2]:
-        worker.send(event)
+        engine.send(event)
     assert [value(name) for name in ("prompt_tokens", "generation_tokens")] == [5, 3]
-    monkeypatch.setattr(metrics, "EVERY", 0.0)
+    monkeypatch.setattr(metrics, "COUNT_INTERVAL_S", 0.0)
     for event in events[2:]:
-        worker.send(event)
+        engine.send(event)
     assert value("generation_tokens") == 4 + 3 and value("spec_decode_num_draft_tokens") == 6 + 4
     assert value("generation_seconds") == pytest.approx(0.3)
-    monkeypatch.setattr(metrics, "EVERY", 1e9)
-    worker.send(RoundDone(1, STATISTICS))
+    monkeypatch.setattr(metrics, "COUNT_INTERVAL_S", 1e9)
+    engine.send(RoundDone(1, STATISTICS))
     assert value("generation_tokens") == 7, "counted a few times a second, not with every round"
     job.cancel()
     job.cancel()

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from endpoint import frames, listening, wait_until
+
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.settings import ServedModel, Settings
 
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
-from scripted import frames, listening  # noqa: E402
-
-from mlx_spec.apps.server import anthropic_messages, openai_responses
-from mlx_spec.apps.server.engine_thread import EngineThread
-from mlx_spec.apps.server.settings import ServedModel, Settings
 
 QUESTION = "What does zip do?"
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -48,16 +47,10 @@ NEW = (
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     settings = Settings((ServedModel("demo", "demo"),))
-    worker = EngineThread(settings)
-    worker.start()
-    try:
-        assert worker.begun(60)
-        with listening(
-            anthropic_messages.router(worker, settings), openai_responses.router(worker, settings)
-        ) as address:
-            yield address
-    finally:
-        worker.close()
+    engine = EngineThread(settings)
+    with listening(engine, settings) as address:
+        wait_until(lambda: engine.status().state == "ready")
+        yield address
 
 
 @pytest.fixture
