@@ -7,48 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_spec.sampling import Sampling
 
-from .errors import Failure, anthropic_body, invalid, missing, unsupported
-from .http import Engine, named_event, respond
-from .parsing import (
-    PARAGRAPH,
-    TOOL_NAME,
-    Fields,
-    as_parts,
-    assistant_turn,
-    call_turn,
-    check_limits,
-    make_sampling,
-    make_tool_use,
-    merge_turns,
-    read_body,
-)
-from .request import (
-    Chat,
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    OutputFormat,
-    PromptRead,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolUse,
-    Usage,
-)
+from . import parsing
+from .errors import Failure, anthropic_body, invalid, unsupported
+from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
+from .http import Engine, Json, named_event, respond
+from .parsing import Fields
+from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
 from .settings import Settings
-from .usage import timings_json
-
-Json = dict[str, Any]
 
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}  # types of `thinking`
 TOOL_CHOICES: dict[str, ToolChoice] = {
@@ -64,81 +36,46 @@ BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 # --- the body
 
 
-class TextBlock(Fields):
-    """A block of text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingBlock(Fields):
-    """Thinking of an earlier answer; we do not sign it."""
-
-    type: Literal["thinking"]
-    thinking: str
+def _as_blocks(content: Any) -> Any:
+    """Return content as blocks; of a type that we do not know, only the type."""
+    content = [] if content is None else parsing.as_parts(content)
+    return [_known_block(block) for block in content] if isinstance(content, list) else content
 
 
-class ToolUseBlock(Fields):
-    """A tool call in an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    input: dict[str, Any]
+def _known_block(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in BLOCK_TYPES else block
 
 
-class OtherBlock(Fields):
-    """A block that we know by its type only."""
+class Block(Fields):
+    """A block of text or thinking, a tool call or its result."""
 
     type: str
-
-
-def _as_blocks(content: Any) -> Any:
-    return [] if content is None else as_parts(content)
-
-
-def _block_type(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return kind if kind in BLOCK_TYPES else "other"
-
-
-TextOnly = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
-    Discriminator(lambda block: "text" if _block_type(block) == "text" else "other"),
-]
-
-
-class ToolResultBlock(Fields):
-    """The result of a tool call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Annotated[list[TextOnly], BeforeValidator(_as_blocks)] = Field(default_factory=list)
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Blocks = Field(default_factory=list)
     is_error: bool | None = None
 
 
-Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("other")],
-    Discriminator(_block_type),
-]
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
 class Message(Fields):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(as_parts)]
+    content: Annotated[list[Block], BeforeValidator(lambda given: given and _as_blocks(given))]
 
 
 class ToolField(Fields):
     """A tool that the client runs; another `type` names one that Anthropic's servers would run."""
 
     type: str | None = None
-    name: str = Field(pattern=TOOL_NAME)
+    name: str = Field(pattern=parsing.TOOL_NAME)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -179,7 +116,7 @@ class PromptBody(Fields):
 
     model: str
     messages: list[Message] = Field(min_length=1)
-    system: Annotated[list[TextOnly], BeforeValidator(_as_blocks)] = Field(default_factory=list)
+    system: Blocks = Field(default_factory=list)
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
     thinking: ThinkingConfig | None = None
@@ -205,18 +142,18 @@ class MessagesBody(PromptBody):
 
 async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
     """Answer a conversation, whole or as a stream."""
-    body = await read_body(http_request, MessagesBody)
+    body = await parsing.read_body(http_request, MessagesBody)
     request = parse(body, engine.resolve(body.model or None))
-    check_limits(request, settings.limits)
+    parsing.check_limits(request, settings.limits)
     writer = MessageWriter(body, request)
     return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
 
 
 async def count_tokens(http_request: Request, engine: Engine, settings: Settings) -> Response:
     """Count the tokens of a prompt without answering it."""
-    body = await read_body(http_request, PromptBody)
+    body = await parsing.read_body(http_request, PromptBody)
     request = GenerationRequest(engine.resolve(body.model or None), _parse_chat(body), Sampling())
-    check_limits(request, settings.limits)
+    parsing.check_limits(request, settings.limits)
     return JSONResponse({"input_tokens": await run_in_threadpool(engine.count_tokens, request)})
 
 
@@ -225,8 +162,7 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     for name, given in (("container", body.container), ("mcp_servers", body.mcp_servers)):
         if given:
             raise unsupported(f"{name}: nothing but the model runs here", name)
-    if body.speed not in (None, "standard"):
-        raise unsupported(f"speed: {body.speed!r} is not known here, only 'standard'", "speed")
+    parsing.check_accepted("speed", body.speed, "standard")
     budget = body.thinking.budget_tokens if body.thinking else None
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
@@ -234,7 +170,7 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     return GenerationRequest(
         model=model,
         prompt=_parse_chat(body),
-        sampling=make_sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        sampling=parsing.make_sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences or ())),
         format=_parse_format(body.output_config),
@@ -261,9 +197,8 @@ def _parse_format(config: OutputConfig | None) -> OutputFormat | None:
     field, given = "output_config.format", config.format
     if given.type != "json_schema":
         raise unsupported(f"{field}.type: {given.type!r} is not supported, only 'json_schema'", field)
-    if given.schema_ is None:
-        raise missing(f"{field}.schema")
-    return OutputFormat("json_schema", json.dumps(given.schema_), field)
+    schema = parsing.required(given.schema_, f"{field}.schema")
+    return OutputFormat("json_schema", json.dumps(schema), field)
 
 
 def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> ToolUse | None:
@@ -272,16 +207,14 @@ def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> 
         if tool.type not in (None, "custom"):
             message = f"tools.{i}: {tool.type!r} runs on Anthropic's servers: only custom tools work here"
             raise unsupported(message, f"tools.{i}")
-        if tool.input_schema is None:
-            raise missing(f"tools.{i}.input_schema")
-        tools.append(Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict)))
+        schema = parsing.required(tool.input_schema, f"tools.{i}.input_schema")
+        tools.append(Tool(tool.name, tool.description, schema, bool(tool.strict)))
     choice = choice or ToolChoiceField(type="auto")
-    if choice.type == "tool" and choice.name is None:
-        raise missing("tool_choice.name")
-    return make_tool_use(
+    named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
+    return parsing.make_tool_use(
         tools,
         TOOL_CHOICES[choice.type],
-        choice.name if choice.type == "tool" else None,
+        named,
         not choice.disable_parallel_tool_use,
         required_word="any",
         named_field="tool_choice.name",
@@ -302,53 +235,57 @@ def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
             turns.append({"role": "system", "content": _join_text(turn.content, field)})
         else:
             turns += _parse_user_turn(turn.content, field, names)
-    return merge_turns(turns)
+    return parsing.merge_turns(turns)
 
 
 def _parse_answer(content: Sequence[Block], field: str, names: dict[str, str]) -> Json:
     texts, thinking, calls = [], [], []
     for i, block in enumerate(content):
-        match block:
-            case TextBlock(text=text):
-                texts.append(text)
-            case ThinkingBlock(thinking=text):
-                thinking.append(text)
-            case ToolUseBlock(id=id, name=name, input=arguments):
-                calls.append(call_turn(id, name, arguments))
-                names[id] = name
-            case OtherBlock(type="redacted_thinking"):  # only the server that encrypted it can read it
+        place = f"{field}.{i}"
+        match block.type:
+            case "text":
+                texts.append(parsing.required(block.text, f"{place}.text"))
+            case "thinking":
+                thinking.append(parsing.required(block.thinking, f"{place}.thinking"))
+            case "tool_use":
+                id = parsing.required(block.id, f"{place}.id")
+                names[id] = name = parsing.required(block.name, f"{place}.name")
+                calls.append(parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input")))
+            case "redacted_thinking":  # only the server that encrypted it can read it
                 pass
             case _:
-                raise _unsupported_block(block, f"{field}.{i}")
-    return assistant_turn("".join(texts) if texts or not calls else None, "".join(thinking), calls)
+                raise _unsupported_block(block, place)
+    return parsing.assistant_turn("".join(texts) if texts or not calls else None, "".join(thinking), calls)
 
 
 def _parse_user_turn(content: Sequence[Block], field: str, names: Mapping[str, str]) -> Iterator[Json]:
     if not content:
         yield {"role": "user", "content": ""}
     for i, block in enumerate(content):
-        match block:
-            case TextBlock(text=text):
-                yield {"role": "user", "content": text}
-            case ToolResultBlock(tool_use_id=id):
+        place = f"{field}.{i}"
+        match block.type:
+            case "text":
+                yield {"role": "user", "content": parsing.required(block.text, f"{place}.text")}
+            case "tool_result":
+                id = parsing.required(block.tool_use_id, f"{place}.tool_use_id")
                 if id not in names:
-                    place = f"{field}.{i}.tool_use_id"
-                    raise invalid(f"{place}: there is no tool_use {id!r} before it", place)
-                text = _join_text(block.content, f"{field}.{i}.content")
+                    message = f"{place}.tool_use_id: there is no tool_use {id!r} before it"
+                    raise invalid(message, f"{place}.tool_use_id")
+                text = _join_text(block.content, f"{place}.content")
                 text = f"Error: {text}" if block.is_error else text
                 yield {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
             case _:
-                raise _unsupported_block(block, f"{field}.{i}")
+                raise _unsupported_block(block, place)
 
 
 def _join_text(content: Iterable[Block], field: str) -> str:
     """Return blocks that must be text as one text."""
     texts = []
     for i, block in enumerate(content):
-        if not isinstance(block, TextBlock):
+        if block.type != "text":
             raise _unsupported_block(block, f"{field}.{i}")
-        texts.append(block.text)
-    return PARAGRAPH.join(texts)
+        texts.append(parsing.required(block.text, f"{field}.{i}.text"))
+    return parsing.PARAGRAPH.join(texts)
 
 
 def _unsupported_block(block: Block, field: str) -> Failure:

@@ -27,17 +27,12 @@ from mlx_spec.text import Text
 from mlx_spec.types import Round
 
 from .errors import invalid
-from .models import GrammarCache, LoadedModel
-from .request import (
-    Chat,
+from .events import (
     ChoiceEnded,
     Event,
     Finished,
     FinishReason,
-    GenerationRequest,
-    OutputFormat,
     PromptRead,
-    RawPrompts,
     RoundDone,
     SourceSpan,
     TextDelta,
@@ -46,9 +41,10 @@ from .request import (
     ToolCallDelta,
     ToolCallDropped,
     ToolCallStarted,
-    ToolUse,
     Usage,
 )
+from .models import GrammarCache, LoadedModel
+from .request import Chat, GenerationRequest, OutputFormat, RawPrompts, ToolUse
 from .settings import Limits
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it

@@ -22,8 +22,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
+from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
 from .log import LOG
-from .request import ChoiceEnded, Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone
+from .request import GenerationRequest
 from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's

@@ -11,8 +11,10 @@ from starlette.responses import Response
 
 from mlx_spec.logprobs import TokenLogprob
 
-from .errors import invalid, missing, unsupported
-from .http import Engine, respond
+from . import parsing
+from .errors import invalid, unsupported
+from .events import ChoiceEnded, Event, PromptRead, TextDelta, ToolCall, logprob_json
+from .http import Engine, Json, respond
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -24,39 +26,9 @@ from .openai_common import (
     parse_sampling,
     parse_stop,
 )
-from .parsing import (
-    MAX_SHOWN_CHARS,
-    NO_THINKING,
-    PARAGRAPH,
-    TOOL_NAME,
-    Fields,
-    Parts,
-    as_type,
-    assistant_turn,
-    call_turn,
-    check_limits,
-    make_tool_use,
-    merge_turns,
-    parse_arguments,
-    part_texts,
-    read_body,
-)
-from .request import (
-    Chat,
-    ChoiceEnded,
-    Event,
-    GenerationRequest,
-    PromptRead,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolUse,
-)
+from .parsing import Fields, Parts
+from .request import Chat, GenerationRequest, Tool, ToolUse
 from .settings import Limits, Settings
-from .usage import logprob_json
-
-Json = dict[str, Any]
 
 REFUSED = {  # field that is not declared below -> why it is not supported
     "audio": "answers are text",
@@ -65,14 +37,7 @@ REFUSED = {  # field that is not declared below -> why it is not supported
     "web_search_options": "nothing is ever fetched here",
     "moderation": "answers are not moderated here",
 }
-WITHOUT_EFFECT = {"service_tier": ("auto", "default"), "verbosity": ("medium",)}  # field -> values to accept
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
-TOOL_CHOICES: dict[str, ToolChoice] = {
-    "auto": "auto",
-    "none": "none",
-    "required": "required",
-    "function": "required",
-}
 
 
 # --- the body
@@ -111,7 +76,7 @@ class Message(Fields):
 class Function(Fields):
     """A function that the client runs."""
 
-    name: str = Field(pattern=TOOL_NAME)
+    name: str = Field(pattern=parsing.TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -142,7 +107,7 @@ class ChatBody(CompletionBody):
 
     messages: list[Message]
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(as_type)] = None
+    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -160,7 +125,7 @@ class ChatBody(CompletionBody):
 
 async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
     """Answer a conversation, whole or as a stream."""
-    body = await read_body(http_request, ChatBody)
+    body = await parsing.read_body(http_request, ChatBody)
     request = parse(body, engine.resolve(body.model or None), settings.limits)
     writer = ChatWriter(body, request)
     return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
@@ -181,15 +146,13 @@ def parse(body: ChatBody, model: str, limits: Limits) -> GenerationRequest:
         format=parse_format(body),
         prediction=parse_prediction(body),
     )
-    check_limits(request, limits)
+    parsing.check_limits(request, limits)
     return request
 
 
 def _check_supported(body: ChatBody) -> None:
-    for name, value in (("service_tier", body.service_tier), ("verbosity", body.verbosity)):
-        if value is not None and value not in WITHOUT_EFFECT[name]:
-            accepted, shown = " or ".join(WITHOUT_EFFECT[name]), value[:MAX_SHOWN_CHARS]
-            raise unsupported(f"{name}: {shown!r} is not supported, only {accepted}", name)
+    parsing.check_accepted("service_tier", body.service_tier, "auto", "default")
+    parsing.check_accepted("verbosity", body.verbosity, "medium")
     if set(body.modalities or []) - {"text"}:
         raise unsupported("modalities: only text is supported", "modalities")
 
@@ -197,7 +160,7 @@ def _check_supported(body: ChatBody) -> None:
 def _thinks(body: ChatBody) -> bool:
     wanted = (body.chat_template_kwargs or {}).get("enable_thinking")
     if wanted is None:
-        return body.reasoning_effort not in NO_THINKING
+        return body.reasoning_effort not in parsing.NO_THINKING
     if not isinstance(wanted, bool):
         field = "chat_template_kwargs.enable_thinking"
         raise invalid(f"{field}: give true or false", field)
@@ -228,21 +191,19 @@ def _parse_tools(body: ChatBody) -> ToolUse | None:
     if body.tool_choice is not None:
         choice = body.tool_choice.type
         named = body.tool_choice.function.name if body.tool_choice.function else None
-    if choice not in TOOL_CHOICES:
-        raise unsupported(f"tool_choice: {choice[:MAX_SHOWN_CHARS]!r} is not supported", "tool_choice")
-    if choice == "function" and named is None:
-        raise missing("tool_choice.function")
-    named = named if choice == "function" else None
-    return make_tool_use(tools, TOOL_CHOICES[choice], named, body.parallel_tool_calls)
+    if choice not in parsing.OPENAI_TOOL_CHOICES:
+        raise unsupported(
+            f"tool_choice: {choice[: parsing.MAX_SHOWN_CHARS]!r} is not supported", "tool_choice"
+        )
+    named = parsing.required(named, "tool_choice.function") if choice == "function" else None
+    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[choice], named, body.parallel_tool_calls)
 
 
 def _parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
-        shown = tool.type[:MAX_SHOWN_CHARS]
+        shown = tool.type[: parsing.MAX_SHOWN_CHARS]
         raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")
-    if tool.function is None:
-        raise missing(f"{field}.function")
-    function = tool.function
+    function = parsing.required(tool.function, f"{field}.function")
     parameters = function.parameters or {}
     if parameters.get("type", "object") != "object":
         place = f"{field}.function.parameters.type"
@@ -262,23 +223,20 @@ def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
         if message.audio is not None:
             raise unsupported(f"{field}.audio: only text is read here", f"{field}.audio")
         turns.append(_parse_message(message, field, names))
-    return merge_turns(turns)
+    return parsing.merge_turns(turns)
 
 
 def _parse_message(message: Message, field: str, names: dict[str, str]) -> Json:
     if message.role == "assistant":
         return _parse_answer(message, field, names)
-    if message.content is None:
-        raise missing(f"{field}.content")
-    text = PARAGRAPH.join(part_texts(message.content, f"{field}.content"))
+    content = parsing.required(message.content, f"{field}.content")
+    text = parsing.PARAGRAPH.join(parsing.part_texts(content, f"{field}.content"))
     if message.role != "tool":
         return {"role": "user" if message.role == "user" else "system", "content": text}
-    id = message.tool_call_id
     place = f"{field}.tool_call_id"
-    if id is None:
-        raise missing(place)
+    id = parsing.required(message.tool_call_id, place)
     if id not in names:
-        raise invalid(f"{place}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", place)
+        raise invalid(f"{place}: there is no call {id[: parsing.MAX_SHOWN_CHARS]!r} before it", place)
     return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
 
 
@@ -289,16 +247,16 @@ def _parse_answer(message: Message, field: str, names: dict[str, str]) -> Json:
         if call.function is None or call.type not in (None, "function"):
             raise unsupported(f"{place}: only calls of functions are supported", place)
         name = call.function.name
-        arguments = parse_arguments(call.function.arguments, name, f"{place}.function.arguments")
-        calls.append(call_turn(call.id, name, arguments))
+        arguments = parsing.parse_arguments(call.function.arguments, name, f"{place}.function.arguments")
+        calls.append(parsing.call_turn(call.id, name, arguments))
         names[call.id] = name
     text = message.refusal
     if message.content is not None:
-        text = "".join(part_texts(message.content, f"{field}.content"))
+        text = "".join(parsing.part_texts(message.content, f"{field}.content"))
     if text is None and not calls and message.reasoning_content is None:
         raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
     thinking = message.reasoning_content or message.reasoning
-    return assistant_turn(text, thinking if isinstance(thinking, str) else None, calls)
+    return parsing.assistant_turn(text, thinking if isinstance(thinking, str) else None, calls)
 
 
 # --- answers

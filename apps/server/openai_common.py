@@ -17,20 +17,28 @@ from mlx_spec import __version__
 from mlx_spec.sampling import Sampling
 
 from .errors import invalid, missing, unsupported
-from .http import data_event
+from .events import (
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    RoundDone,
+    TextDelta,
+    Usage,
+    statistics_json,
+    timings_json,
+)
+from .http import Json, data_event
 from .log import LOG
 from .parsing import MAX_SHOWN_CHARS, Fields, Parts, make_sampling, part_texts
-from .request import ChoiceEnded, Event, Failed, Finished, OutputFormat, RoundDone, TextDelta, Usage
+from .request import OutputFormat
 from .settings import Limits
-from .usage import statistics_json, timings_json
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_LOGGED_NAMES = 64  # unknown fields that are logged, each once
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
-
-Json = dict[str, Any]
 
 _logged_names: set[str] = set()
 

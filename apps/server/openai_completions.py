@@ -12,8 +12,10 @@ from starlette.responses import Response
 
 from mlx_spec.logprobs import TokenLogprob
 
+from . import parsing
 from .errors import invalid, unsupported
-from .http import Engine, respond
+from .events import ChoiceEnded, Event, TextDelta, finite
+from .http import Engine, Json, respond
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -25,12 +27,8 @@ from .openai_common import (
     parse_sampling,
     parse_stop,
 )
-from .parsing import check_limits, read_body
-from .request import ChoiceEnded, Event, GenerationRequest, RawPrompts, TextDelta
+from .request import GenerationRequest, RawPrompts
 from .settings import Limits, Settings
-from .usage import finite
-
-Json = dict[str, Any]
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
 PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those"
@@ -48,7 +46,7 @@ class TextBody(CompletionBody):
 
 async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
     """Continue texts, whole or as a stream."""
-    body = await read_body(http_request, TextBody)
+    body = await parsing.read_body(http_request, TextBody)
     request = parse(body, engine.resolve(body.model or None), settings.limits)
     writer = TextWriter(body, request)
     return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
@@ -77,7 +75,7 @@ def parse(body: TextBody, model: str, limits: Limits) -> GenerationRequest:
         prediction=parse_prediction(body),
         prompt_param="prompt",
     )
-    check_limits(request, limits)
+    parsing.check_limits(request, limits)
     return request
 
 

@@ -6,73 +6,39 @@ import base64
 import binascii
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .errors import Failure, invalid, missing, unsupported
-from .http import Engine, named_event, respond
-from .parsing import (
-    NO_THINKING,
-    PARAGRAPH,
-    TOOL_NAME,
-    Fields,
-    Part,
-    Parts,
-    as_type,
-    assistant_turn,
-    call_turn,
-    check_limits,
-    make_sampling,
-    make_tool_use,
-    merge_turns,
-    parse_arguments,
-    part_texts,
-    read_body,
-)
-from .request import (
-    Chat,
+from . import parsing
+from .errors import Failure, invalid, unsupported
+from .events import (
     ChoiceEnded,
     Event,
     Failed,
     Finished,
-    GenerationRequest,
-    OutputFormat,
     TextDelta,
-    Tool,
     ToolCall,
-    ToolChoice,
-    ToolUse,
     Usage,
+    logprob_json,
+    timings_json,
 )
+from .http import Engine, Json, named_event, respond
+from .parsing import Fields, Part, Parts
+from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from .settings import Limits, Settings
-from .usage import logprob_json, timings_json
-
-Json = dict[str, Any]
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-TOOL_CHOICES: dict[str, ToolChoice] = {
-    "auto": "auto",
-    "none": "none",
-    "required": "required",
-    "function": "required",
-}
-STATEFUL = (  # fields that are refused, except for null and false: nothing is kept between requests
-    "background",
-    "context_management",
-    "conversation",
-    "moderation",
-    "previous_response_id",
-    "prompt",
-    "store",
+STATEFUL = (  # refused, except for null and false
+    "background context_management conversation moderation previous_response_id prompt store".split()
 )
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 KEEPALIVE = ": keep-alive\n\n"
@@ -81,84 +47,39 @@ KEEPALIVE = ": keep-alive\n\n"
 # --- the body
 
 
-class Message(Fields):
-    """A turn of the conversation."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
-
-
-class FunctionCall(Fields):
-    """A tool call in an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    arguments: str
-
-
-class FunctionCallOutput(Fields):
-    """The result of a tool call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Parts
-
-
-class Reasoning(Fields):
-    """Thinking of an earlier answer."""
-
-    type: Literal["reasoning"]
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
-    encrypted_content: str | None = None
-
-
-class OtherItem(Fields):
-    """An item that we know by its type only."""
-
-    type: str
-
-
-def _item_type(item: Any) -> str:
-    if not isinstance(item, dict):
-        return "other"
-    kind = item.get("type")
-    if kind is None and "role" in item:
-        return "message"
-    return kind if kind in ITEM_TYPES else "other"
-
-
-Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")]
-    | Annotated[OtherItem, Tag("other")],
-    Discriminator(_item_type),
-]
-
-
 def _as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    """Return the input as items; of a type that we do not know, only the type."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_known_item(item) for item in items] if isinstance(items, list) else items
+
+
+def _known_item(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in ITEM_TYPES else item
+
+
+class ItemField(Fields):
+    """A message, a tool call, its result, or thinking of an earlier answer."""
+
+    type: str | None = None  # None: a message
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts | None = None
+    call_id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    arguments: str | None = None
+    output: Parts | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
 
 
 class ToolField(Fields):
     """A function that the client runs; another `type` names a tool of OpenAI's servers."""
 
     type: str
-    name: str | None = Field(default=None, pattern=TOOL_NAME)
+    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class ToolName(Fields):
-    """A tool by its name."""
-
-    type: str
-    name: str | None = None
 
 
 class ToolChoiceField(Fields):
@@ -167,7 +88,7 @@ class ToolChoiceField(Fields):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[ToolName] | None = None
+    tools: list[ToolField] | None = None
 
 
 class TextFormat(Fields):
@@ -194,19 +115,13 @@ class ReasoningConfig(Fields):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class StreamOptions(Fields):
-    """How a stream is sent."""
-
-    include_obfuscation: bool | None = None
-
-
 class ResponsesBody(Fields):
     """The body of a request."""
 
     model_config = ConfigDict(extra="allow")  # for the stateful fields
 
     model: str | None = None
-    input: Annotated[list[Item], BeforeValidator(_as_items), Field(min_length=1)]
+    input: Annotated[list[ItemField], BeforeValidator(_as_items), Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -214,12 +129,12 @@ class ResponsesBody(Fields):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(as_type)] = None
+    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     truncation: str | None = None
 
     # Only sent back.
@@ -235,7 +150,7 @@ class ResponsesBody(Fields):
 
 async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
     """Answer a conversation, whole or as a stream."""
-    body = await read_body(http_request, ResponsesBody)
+    body = await parsing.read_body(http_request, ResponsesBody)
     request = parse(body, engine.resolve(body.model or None), settings.limits)
     writer = ResponseWriter(body, request)
     return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
@@ -251,16 +166,16 @@ def parse(body: ResponsesBody, model: str, limits: Limits) -> GenerationRequest:
         prompt=Chat(
             messages=_parse_messages(body),
             tools=_parse_tools(body),
-            thinking=effort not in NO_THINKING,
+            thinking=effort not in parsing.NO_THINKING,
             variables={} if effort is None else {"reasoning_effort": effort},
         ),
-        sampling=make_sampling(temperature=body.temperature, top_p=body.top_p),
+        sampling=parsing.make_sampling(temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
         format=_parse_format(body.text),
         prompt_param="input",
     )
-    check_limits(request, limits)
+    parsing.check_limits(request, limits)
     return request
 
 
@@ -273,15 +188,12 @@ def _check_supported(body: ResponsesBody) -> None:
         if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
-    if body.truncation not in (None, "disabled"):
-        raise unsupported(f"truncation: {body.truncation!r} is not supported, only 'disabled'", "truncation")
+    parsing.check_accepted("truncation", body.truncation, "disabled")
     verbosity = body.text.verbosity if body.text else None
-    if verbosity not in (None, "medium"):
-        field = "text.verbosity"
-        raise unsupported(f"{field}: {verbosity!r} is not supported, only 'medium'", field)
+    parsing.check_accepted("text.verbosity", verbosity, "medium")
     if body.stream_options and not body.stream:
         raise invalid("stream_options: only for a stream", "stream_options")
-    if body.stream_options and body.stream_options.include_obfuscation:
+    if body.stream_options and body.stream_options.get("include_obfuscation"):
         field = "stream_options.include_obfuscation"
         raise unsupported(f"{field}: true is not supported", field)
 
@@ -295,10 +207,9 @@ def _parse_format(text: TextConfig | None) -> OutputFormat | None:
     if given.type != "json_schema":
         known = "only text, json_object and json_schema"
         raise unsupported(f"{field}.type: {given.type!r} is not supported, {known}", field)
-    for name, value in (("name", given.name), ("schema", given.schema_)):
-        if value is None:
-            raise missing(f"{field}.{name}")
-    return OutputFormat("json_schema", json.dumps(given.schema_), field)
+    parsing.required(given.name, f"{field}.name")
+    schema = parsing.required(given.schema_, f"{field}.schema")
+    return OutputFormat("json_schema", json.dumps(schema), field)
 
 
 def _parse_tools(body: ResponsesBody) -> ToolUse | None:
@@ -308,21 +219,20 @@ def _parse_tools(body: ResponsesBody) -> ToolUse | None:
     if choice.type == "allowed_tools":
         allowed = [tool.name or "" for tool in choice.tools or ()]
         for name in allowed:  # each must be one of the tools
-            make_tool_use(tools, "required", name, None)
+            parsing.make_tool_use(tools, "required", name, None)
         tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
     elif choice.type == "function":
         named = choice.name or ""
-    elif choice.type not in TOOL_CHOICES:
+    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
         raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
-    return make_tool_use(tools, TOOL_CHOICES[mode], named, body.parallel_tool_calls)
+    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, body.parallel_tool_calls)
 
 
 def _parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
         raise unsupported(f"{field}: {tool.type!r} is not supported here, only 'function'", field)
-    if tool.name is None:
-        raise missing(f"{field}.name")
-    return Tool(tool.name, tool.description, tool.parameters or {}, bool(tool.strict))
+    name = parsing.required(tool.name, f"{field}.name")
+    return Tool(name, tool.description, tool.parameters or {}, bool(tool.strict))
 
 
 def _parse_messages(body: ResponsesBody) -> tuple[Json, ...]:
@@ -332,36 +242,41 @@ def _parse_messages(body: ResponsesBody) -> tuple[Json, ...]:
     names: dict[str, str] = {}  # of the called functions, by the ids of the calls
     for i, item in enumerate(body.input):
         turns.append(_parse_item(item, f"input.{i}", names))
-    return merge_turns(turns)
+    return parsing.merge_turns(turns)
 
 
-def _parse_item(item: Item, field: str, names: dict[str, str]) -> Json:
-    match item:
-        case Message(role=role, content=content):
-            between = "" if role == "assistant" else PARAGRAPH
-            text = between.join(part_texts(content, f"{field}.content", TEXT_PARTS))
+def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
+    match item.type or "message":
+        case "message":
+            role = parsing.required(item.role, f"{field}.role")
+            between = "" if role == "assistant" else parsing.PARAGRAPH
+            text = between.join(_part_texts(item.content, f"{field}.content"))
             return {"role": "system" if role == "developer" else role, "content": text}
-        case FunctionCall(call_id=id, name=name):
-            names[id] = name
-            arguments = parse_arguments(item.arguments, name, f"{field}.arguments")
-            return assistant_turn(None, calls=[call_turn(id, name, arguments)])
-        case FunctionCallOutput(call_id=id):
+        case "function_call":
+            id = parsing.required(item.call_id, f"{field}.call_id")
+            names[id] = name = parsing.required(item.name, f"{field}.name")
+            given = parsing.required(item.arguments, f"{field}.arguments")
+            arguments = parsing.parse_arguments(given, name, f"{field}.arguments")
+            return parsing.assistant_turn(None, calls=[parsing.call_turn(id, name, arguments)])
+        case "function_call_output":
+            id = parsing.required(item.call_id, f"{field}.call_id")
             if id not in names:
                 place = f"{field}.call_id"
                 raise invalid(f"{place}: there is no function_call {id!r} before it", place)
-            text = PARAGRAPH.join(part_texts(item.output, f"{field}.output", TEXT_PARTS))
+            text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
             return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
-        case Reasoning():
-            texts = part_texts(item.content or item.summary or [], field, TEXT_PARTS)
-            return assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
+        case "reasoning":
+            texts = _part_texts(item.content or item.summary or [], field)
+            return parsing.assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
     raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
 
 
-def encode_thinking(text: str) -> str:
-    """Return thinking for the field `encrypted_content`, which clients without the text send back.
+def _part_texts(parts: Sequence[Part] | None, field: str) -> list[str]:
+    return parsing.part_texts(parsing.required(parts, field), field, TEXT_PARTS)
 
-    It is not encrypted: nothing in it is secret from the client.
-    """
+
+def encode_thinking(text: str) -> str:
+    """Return thinking for `encrypted_content`, which clients send back. It is encoded, not encrypted."""
     return ENCODED_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -382,7 +297,7 @@ class ResponseWriter:
     """Writes an answer as a response that grows item by item."""
 
     def __init__(self, body: ResponsesBody, request: GenerationRequest) -> None:
-        self._response = {**_new_response(request), **_echo(body, request)}
+        self._response = _new_response(body, request)
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
         self._item: TextItem | None = None  # the item that grows
@@ -411,7 +326,8 @@ class ResponseWriter:
                 yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
         match event:
             case TextDelta(kind="thinking", text=text) if text:
-                yield from self._add_thinking(text)
+                item = yield from self._ensure_item("reasoning")
+                yield item.add(text=text)
             case TextDelta(kind="answer"):
                 yield from self._add_text(event)
             case ToolCall():
@@ -425,11 +341,6 @@ class ResponseWriter:
             case Failed(failure=failure):
                 yield from self._fail(failure)
 
-    def _add_thinking(self, text: str) -> Iterator[Json]:
-        yield from self._ensure_item("reasoning")
-        assert self._item is not None
-        yield self._item.add(text=text)
-
     def _add_text(self, delta: TextDelta) -> Iterator[Json]:
         self._held_logprobs += map(logprob_json, delta.logprobs)
         if delta.text:
@@ -440,10 +351,10 @@ class ResponseWriter:
             logprobs, self._held_logprobs = self._held_logprobs, []
             yield self._item.add(text=delta.text, logprobs=logprobs)
 
-    def _ensure_item(self, type: Literal["reasoning", "message"]) -> Iterator[Json]:
-        """Open an item unless one of its type is open."""
+    def _ensure_item(self, type: Literal["reasoning", "message"]) -> Generator[Json, None, TextItem]:
+        """Open an item unless one of its type is open. Return the open one."""
         if self._item is not None and self._item.content["type"] == type:
-            return
+            return self._item
         yield from self._close_item("completed")
         if type == "reasoning":
             content: Json = {"id": f"rs_{uuid4().hex}", "type": type, "summary": [], "content": []}
@@ -451,10 +362,10 @@ class ResponseWriter:
         else:
             content = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        index = len(self._response["output"])
-        self._item = TextItem(index, content, part)
-        yield _item_added(index, content)
+        self._item = TextItem(len(self._response["output"]), content, part)
+        yield self._item_event("added", content, "in_progress")
         yield self._item.begin()
+        return self._item
 
     def _close_item(self, status: str) -> Iterator[Json]:
         item, self._item = self._item, None
@@ -463,24 +374,27 @@ class ResponseWriter:
         yield from item.end()
         if item.content["type"] == "reasoning" and self._encode_thinking:
             item.content["encrypted_content"] = encode_thinking(item.part["text"])
-        yield self._item_done({**item.content, "status": status})
+        yield self._end_item(item.content, status)
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._close_item("completed")
-        index = len(self._response["output"])
         head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
-        place = {"item_id": head["id"], "output_index": index}
+        place = {"item_id": head["id"], "output_index": len(self._response["output"])}
         name = "response.function_call_arguments"
-        yield _item_added(index, {**head, "arguments": ""})
+        yield self._item_event("added", {**head, "arguments": ""}, "in_progress")
         if call.arguments:
             yield {"type": f"{name}.delta", **place, "delta": call.arguments}
         yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
-        yield self._item_done({**head, "arguments": call.arguments, "status": "completed"})
+        yield self._end_item({**head, "arguments": call.arguments}, "completed")
 
-    def _item_done(self, content: Json) -> Json:
-        index = len(self._response["output"])
-        self._response["output"].append(content)
-        return {"type": "response.output_item.done", "output_index": index, "item": content}
+    def _item_event(self, name: str, content: Json, status: str) -> Json:
+        place = {"type": f"response.output_item.{name}", "output_index": len(self._response["output"])}
+        return {**place, "item": {**content, "status": status}}
+
+    def _end_item(self, content: Json, status: str) -> Json:
+        event = self._item_event("done", content, status)
+        self._response["output"].append(event["item"])
+        return event
 
     def _finish(self, event: Finished) -> Json:
         status = "completed" if self._response["incomplete_details"] is None else "incomplete"
@@ -524,12 +438,12 @@ class TextItem:
         yield {"type": "response.content_part.done", **self._place, "part": self.part}
 
 
-def _item_added(index: int, content: Json) -> Json:
-    item = {**content, "status": "in_progress"}
-    return {"type": "response.output_item.added", "output_index": index, "item": item}
-
-
-def _new_response(request: GenerationRequest) -> Json:
+def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
+    """Return a response without an answer. It repeats the parameters of the request."""
+    reasoning = body.reasoning or ReasoningConfig()
+    format = body.text.format if body.text else None
+    choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
+    tools = [tool.model_dump() for tool in body.tools or ()]
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",
@@ -541,16 +455,6 @@ def _new_response(request: GenerationRequest) -> Json:
         "model": request.model,
         "output": [],
         "usage": None,
-    }
-
-
-def _echo(body: ResponsesBody, request: GenerationRequest) -> Json:
-    """Return the parameters of a request, with defaults filled in."""
-    reasoning = body.reasoning or ReasoningConfig()
-    format = body.text.format if body.text else None
-    choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
-    tools = [tool.model_dump() for tool in body.tools or ()]
-    return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

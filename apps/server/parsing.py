@@ -18,12 +18,19 @@ from .errors import Failure, hung_up, invalid, missing, unsupported
 from .request import Chat, GenerationRequest, Tool, ToolChoice, ToolUse
 from .settings import Limits
 
+OPENAI_TOOL_CHOICES: dict[str, ToolChoice] = {
+    "auto": "auto",
+    "none": "none",
+    "required": "required",
+    "function": "required",
+}
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 NO_THINKING = (None, "none", "minimal")  # reasoning efforts with which the model is not asked to think
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 class Fields(BaseModel):
@@ -70,6 +77,20 @@ def _first_problem(error: ValidationError) -> Failure:
         return invalid(f"the body is not what is expected here: {message}", code="invalid_json")
     code = "missing_required_parameter" if found["type"] == "missing" else "invalid_value"
     return invalid(f"{field}: {message}", field, code)
+
+
+def required(value: T | None, field: str) -> T:
+    """Return the value of a field that must be given. Raises Failure (400)."""
+    if value is None:
+        raise missing(field)
+    return value
+
+
+def check_accepted(field: str, value: str | None, *accepted: str) -> None:
+    """Raise Failure (400) unless a value is one of those that have no effect."""
+    if value is not None and value not in accepted:
+        known = " or ".join(map(repr, accepted))
+        raise unsupported(f"{field}: {value[:MAX_SHOWN_CHARS]!r} is not supported, only {known}", field)
 
 
 def check_limits(request: GenerationRequest, limits: Limits) -> None:

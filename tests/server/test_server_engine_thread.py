@@ -30,19 +30,10 @@ from test_session import make_pair
 
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import ChoiceEnded, Failed, PromptRead, RoundDone, TextDelta, ToolCall
 from mlx_spec.apps.server.generation import ChoiceStream
 from mlx_spec.apps.server.models import load_served
-from mlx_spec.apps.server.request import (
-    ChoiceEnded,
-    Failed,
-    OutputFormat,
-    PromptRead,
-    RoundDone,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolUse,
-)
+from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.sampling import Sampling
 

@@ -39,8 +39,9 @@ from mlx_spec.apps.server import main, metrics
 from mlx_spec.apps.server.arguments import parse
 from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import internal_error, queue_full, unavailable
+from mlx_spec.apps.server.events import Event, Failed, PromptRead, RoundDone
 from mlx_spec.apps.server.metrics import CountedEngine, Metrics
-from mlx_spec.apps.server.request import Event, Failed, GenerationRequest, PromptRead, RawPrompts, RoundDone
+from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings
 from mlx_spec.sampling import Sampling
 

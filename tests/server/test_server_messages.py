@@ -24,7 +24,8 @@ from endpoint import (
 )
 
 from mlx_spec.apps.server.errors import Failure, anthropic_body, internal_error, queue_full, unavailable
-from mlx_spec.apps.server.request import Failed, RoundDone, TextDelta, Tool, ToolUse
+from mlx_spec.apps.server.events import Failed, RoundDone, TextDelta
+from mlx_spec.apps.server.request import Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
 
@@ -278,7 +279,7 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
         (turn(IMAGE), "messages.0.content.0 'image'"),
         (turn({"type": "document"}), "'document'"),
         (turn({"type": "tool_result", "tool_use_id": "x", "content": "y"}), "tool_use_id 'x'"),
-        (turn({"type": "text"}), "messages.0.content.0.text.text required"),
+        (turn({"type": "text"}), "messages.0.content.0.text required"),
         (turn({"type": "text", "text": 3}), "messages.0.content.0 string"),
         ({"messages": []}, "messages least"),
         ({"messages": None}, "messages"),

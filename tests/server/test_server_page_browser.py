@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from endpoint import CLOSED, DEMO, STATISTICS, Stub, stubbed
 
-from mlx_spec.apps.server.request import ChoiceEnded, Event, PromptRead, RoundDone, SourceSpan, TextDelta
+from mlx_spec.apps.server.events import ChoiceEnded, Event, PromptRead, RoundDone, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

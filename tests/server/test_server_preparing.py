@@ -30,8 +30,9 @@ from served import (
 from mlx_spec import demo, grammar
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, RoundDone, TextDelta
 from mlx_spec.apps.server.models import GrammarCache, Models
-from mlx_spec.apps.server.request import ChoiceEnded, OutputFormat, PromptRead, RoundDone, TextDelta
+from mlx_spec.apps.server.request import OutputFormat
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import InvalidValue
 from mlx_spec.rehearsal import Rehearsal
@@ -191,9 +192,9 @@ def small() -> tuple[str, int]:
 def test_a_process_that_compiled_ends_without_a_word() -> None:
     code = """
 from mlx_spec.apps.server.models import Models
-from mlx_spec.apps.server.settings import Served, Settings
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.grammar import compile
-text = Models(Settings((Served("demo", "demo"),))).text("demo")
+text = Models(Settings((ServedModel("demo", "demo"),))).text("demo")
 compile("regex", "a", text, len(text.vocabulary()), seconds=9)
 """
     done = subprocess.run(

@@ -24,17 +24,9 @@ from endpoint import (
 )
 
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
+from mlx_spec.apps.server.events import ChoiceEnded, Failed, RoundDone, TextDelta, ToolCall
 from mlx_spec.apps.server.openai_responses import decode_thinking, encode_thinking
-from mlx_spec.apps.server.request import (
-    ChoiceEnded,
-    Failed,
-    OutputFormat,
-    RoundDone,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolUse,
-)
+from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.sampling import Sampling
@@ -378,8 +370,8 @@ def call(arguments: str) -> dict[str, Any]:
         ({"input": None}, "input", "input"),
         ({"input": []}, "input", "at least 1"),
         ({"input": 3}, "input", "array"),
-        (item(role="user"), "input.0.message.content", "required"),
-        (item(role="robot", content="x"), "input.0.message.role", "role"),
+        (item(role="user"), "input.0.content", "required"),
+        (item(role="robot", content="x"), "input.0.role", "role"),
         (item(role="user", content=[{"type": "input_image"}]), "input.0.content.0", "'input_image'"),
         (item(role="user", content=[{"type": "input_text"}]), "input.0.content.0.text", "required"),
         (item(type="item_reference", id="x"), "input.0", "'item_reference'"),

@@ -35,22 +35,22 @@ from endpoint import (
 
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full
-from mlx_spec.apps.server.http import STEP_EVENTS, EventQueue, LoopWaker, named_event, read_events
-from mlx_spec.apps.server.openai_chat import ChatWriter
-from mlx_spec.apps.server.openai_completions import TextWriter
-from mlx_spec.apps.server.openai_responses import ResponseWriter
-from mlx_spec.apps.server.request import (
-    Chat,
+from mlx_spec.apps.server.events import (
     Event,
     Failed,
-    GenerationRequest,
     PromptRead,
     RoundDone,
     TextDelta,
     Timings,
+    logprob_json,
+    timings_json,
 )
+from mlx_spec.apps.server.http import STEP_EVENTS, EventQueue, LoopWaker, named_event, read_events
+from mlx_spec.apps.server.openai_chat import ChatWriter
+from mlx_spec.apps.server.openai_completions import TextWriter
+from mlx_spec.apps.server.openai_responses import ResponseWriter
+from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Settings
-from mlx_spec.apps.server.usage import logprob_json, timings_json
 from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics

@@ -12,15 +12,8 @@ import mlx_spec
 from mlx_spec import demo
 from mlx_spec.answer import Answer, Part
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.request import (
-    Chat,
-    TextDelta,
-    Tool,
-    ToolCallDelta,
-    ToolCallDropped,
-    ToolCallStarted,
-    ToolUse,
-)
+from mlx_spec.apps.server.events import TextDelta, ToolCallDelta, ToolCallDropped, ToolCallStarted
+from mlx_spec.apps.server.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.tools import Calls, dialect_of, prompt_of
 from mlx_spec.apps.server.tools.conversation import folded
 from mlx_spec.apps.server.tools.dialect import FORMATS

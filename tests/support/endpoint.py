@@ -19,13 +19,11 @@ from starlette.testclient import TestClient
 from mlx_spec.apps.server.app import create
 from mlx_spec.apps.server.engine_thread import EngineThread, Status
 from mlx_spec.apps.server.errors import Failure, unknown_model
-from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.request import (
+from mlx_spec.apps.server.events import (
     ChoiceEnded,
     Event,
     Failed,
     Finished,
-    GenerationRequest,
     PromptRead,
     RoundDone,
     SourceSpan,
@@ -34,6 +32,8 @@ from mlx_spec.apps.server.request import (
     ToolCall,
     Usage,
 )
+from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.session import Statistics

@@ -6,15 +6,15 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from mlx_spec.answer import Part
-from mlx_spec.apps.server.request import (
+from mlx_spec.apps.server.events import (
     Event,
     SourceSpan,
     TextDelta,
-    Tool,
     ToolCallDelta,
     ToolCallDropped,
     ToolCallStarted,
 )
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tools.dialect import Format
 from mlx_spec.apps.server.tools.source import Arguments, Completed, Delta, Named, Parser
 from mlx_spec.logprobs import TokenLogprob
