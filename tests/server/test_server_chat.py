@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import CHAT, DEMO, HELLO, TURN, Endpoint, Stub, fresh, running, stubbed
+from endpoint import DEMO, HELLO, TURN, Endpoint, Stub, fresh, running, stubbed
 
 from mlx_spec.apps.server.request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
@@ -338,29 +338,11 @@ def test_a_call_that_is_cut_off_is_text_of_an_answer_that_was_cut_off(demo):
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
 
 
-def test_tokens_of_a_prompt_are_counted(demo):
-    body = {"model": "demo", "messages": HELLO, "system": "Be brief."}
-    counted = demo.post("/v1/messages/count_tokens", **body).json()
-    usage = demo.post("/v1/messages", **body, max_tokens=2).json()["usage"]
-    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
-
-
 def test_every_limit_is_kept(demo):
     for name in ("max_tokens", "max_completion_tokens"):
         found = demo.chat(temperature=0, **{name: 3}).json()
         assert found["usage"]["completion_tokens"] == 3
         assert found["choices"][0]["finish_reason"] == "length"
-
-
-def test_choices(demo):
-    found = demo.chat(n=3, seed=5, temperature=2, max_tokens=24).json()
-    texts = [choice["message"]["content"] for choice in found["choices"]]
-    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2] and len(set(texts)) == 3
-    chunks = demo.chunks(n=3, seed=5, temperature=2, max_tokens=24)
-    for i, text in enumerate(texts):
-        own = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == i]
-        assert "".join(choice["delta"].get("content", "") for choice in own) == text
-        assert own[0]["delta"]["role"] == "assistant" and own[-1]["finish_reason"]
 
 
 def test_a_prompt_that_is_too_long_is_named(demo):
@@ -376,7 +358,3 @@ def test_refusals_leave_the_engine_alone(demo):
     assert demo.client.get("/health").json()["status"] == "ok"
     assert demo.client.get("/v1/models/demo").json()["loaded"] is True
     assert content(demo.chat(temperature=0, max_tokens=4))
-
-
-def test_paths_are_those_of_openai(demo):
-    assert demo.client.post(CHAT + "?", json={"messages": HELLO, "max_tokens": 1}).status_code == 200

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, fresh, running, stubbed
+from endpoint import CLOSED, TEXT, TOKENS, Stub, fresh, stubbed
 
 from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, TextDelta
 from mlx_spec.apps.server.openai_completions import logprobs_json
@@ -127,49 +126,3 @@ def test_chunks():
     assert said == [(0, "Hel", None), (0, "", "stop"), (1, "lo", None), (1, "", "length")]
     assert choices[0]["logprobs"]["tokens"] == ["Hel"]
     assert ["timings" in chunk for chunk in found] == [False, False, False, True]
-
-
-# --- with the demo pair
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Endpoint]:
-    with running() as endpoint:
-        yield endpoint
-
-
-def test_a_list_of_prompts_is_answered_and_so_is_what_follows(demo):
-    found = demo.post(TEXT, prompt=["zip returns", "map returns"], max_tokens=5, temperature=0).json()
-    assert [choice["index"] for choice in found["choices"]] == [0, 1]
-    for i, prompt in enumerate(("zip returns", "map returns")):
-        alone = demo.post(TEXT, prompt=prompt, max_tokens=5, temperature=0).json()
-        assert alone["choices"][0]["text"] == found["choices"][i]["text"]
-
-
-def test_echo_scores_the_prompt(demo):
-    body = {"prompt": "zip returns an", "echo": True, "logprobs": 1, "temperature": 0}
-    (choice,) = demo.post(TEXT, **body, max_tokens=3).json()["choices"]
-    logprobs = choice["logprobs"]
-    assert choice["text"].startswith("zip returns an")
-    assert logprobs["token_logprobs"][0] is None and all(x <= 0 for x in logprobs["token_logprobs"][1:])
-    (scored,) = demo.post(TEXT, **body, max_tokens=0).json()["choices"]
-    assert scored["text"] == "zip returns an"
-    count = len(scored["logprobs"]["tokens"])
-    assert scored["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:count]
-
-
-def test_a_stream_says_what_the_whole_says(demo):
-    body = {"prompt": ["zip returns", "map returns"], "n": 2, "seed": 1, "max_tokens": 6, "logprobs": 0}
-    whole = demo.post(TEXT, **body).json()["choices"]
-    chunks = demo.chunks(TEXT, **body)
-    for choice in whole:
-        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        assert "".join(one["text"] for one in own) == choice["text"]
-        tokens = [token for one in own if one["logprobs"] for token in one["logprobs"]["tokens"]]
-        assert tokens == choice["logprobs"]["tokens"]
-
-
-def test_tokens_that_do_not_exist_are_refused(demo):
-    assert demo.refused(TEXT, prompt=[10**9])["type"] == "invalid_request_error"
-    assert demo.refused(TEXT, prompt=[-1])["type"] == "invalid_request_error"
-    assert demo.post(TEXT, prompt=[5], max_tokens=1).status_code == 200

@@ -441,25 +441,3 @@ def test_an_unknown_model_does_not_reach_the_engine(client: Any, stub: Stub):
     with pytest.raises(openai.NotFoundError, match="gpt") as caught:
         client.responses.create(model="gpt", input="x")
     assert caught.value.code == "model_not_found" and stub.requests == []
-
-
-# --- hanging up
-
-
-LATE = (READ, TextDelta(0, "answer", "x"), 5.0, *said("late")[2:])
-
-
-@pytest.mark.parametrize("script", [(5.0,), LATE], ids=["silent", "begun"])
-def test_a_client_that_hangs_up_cancels_its_request(client: Any, stub: Stub, script: Any):
-    stub.events = script
-    with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.2).responses.create(model="demo", **BODY)
-    assert stub.jobs[-1].cancelled.wait(2)
-
-
-@pytest.mark.parametrize("script", [(5.0,), LATE], ids=["silent", "begun"])
-def test_a_client_that_leaves_a_stream_cancels_its_request(client: Any, stub: Stub, script: Any):
-    stub.events = script
-    with client.responses.create(model="demo", **BODY, stream=True) as stream:
-        next(iter(stream))
-    assert stub.jobs[-1].cancelled.wait(2)
