@@ -124,10 +124,14 @@ def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> No
     async def read_metrics(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def read_metrics_json(_: Request) -> Response:
+        return JSONResponse(metrics.json())
+
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", model)
     app.add_route("/health", health)
     app.add_route("/metrics", read_metrics)
+    app.add_route("/metrics.json", read_metrics_json)
 
 
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:

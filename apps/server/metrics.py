@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -59,6 +60,8 @@ class Metrics:
             "reason", "1 for why speculation is on or off in the latest request.", "model", "reason"
         )
         self.registry.register(_StatusCollector(status))
+        self._status = status
+        self._latest: tuple[str, Statistics] | None = None  # model and statistics of the latest round
 
     def count_prompt(self, model: str, event: PromptRead) -> None:
         """Count a prompt that was processed."""
@@ -98,7 +101,34 @@ class Metrics:
         """Count a request that failed."""
         self.failures.labels(model, failure.code or str(failure.status)).inc()
 
+    def json(self) -> dict[str, Any]:
+        """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
+
+        Metrics by position are lists. Buckets of histograms are left out.
+        """
+        models: dict[str, dict[str, Any]] = {}
+        for sample in (sample for family in self.registry.collect() for sample in family.samples):
+            name, labels = sample.name.removeprefix("mlx_spec_"), dict(sample.labels)
+            if (model := labels.pop("model", None)) is None or name.endswith(("_bucket", "_created")):
+                continue
+            found = models.setdefault(model, {})
+            if not labels:
+                found[name] = sample.value
+            elif "position" in labels:  # positions are counted in order from 0
+                found.setdefault(name, []).append(sample.value)
+            elif "kind" in labels:
+                found[f"{labels['kind']}_bytes"] = sample.value
+        status = self._status()
+        return {
+            "models": models,
+            "queue": {"waiting": status.waiting, "running": status.running},
+            "memory_bytes": status.memory.active,
+            "memory_budget_bytes": status.budget,
+            "last": None if self._latest is None else _last_json(*self._latest),
+        }
+
     def _show_latest(self, model: str, statistics: Statistics) -> None:
+        self._latest = model, statistics
         if statistics.gain is not None:
             self.gain.labels(model).set(statistics.gain)
         for reason in Reason:
@@ -112,6 +142,17 @@ class Metrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mlx_spec_{name}", about, ["model"], buckets=buckets, registry=self.registry)
+
+
+def _last_json(model: str, statistics: Statistics) -> dict[str, Any]:
+    return {
+        "model": model,
+        "predicted_per_second": statistics.tokens_per_second or None,
+        "gain": statistics.gain,
+        "acceptance_length": statistics.acceptance_length or None,
+        "speculation": "on" if statistics.reason.is_on else "off",
+        "reason": statistics.reason.value,
+    }
 
 
 class _StatusCollector(Collector):

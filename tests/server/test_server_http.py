@@ -228,6 +228,10 @@ def test_metrics(stub):
     assert found['mlx_spec_gain{model="demo"}'] == pytest.approx(1.5)
     assert found['mlx_spec_reason{model="demo",reason="speculation pays"}'] == 1
     assert {"mlx_spec_queue_depth", "mlx_spec_running"} <= set(found)
+    found = endpoint.client.get("/metrics.json").json()
+    assert found["models"]["demo"]["generation_tokens_total"] == 8
+    assert found["last"]["model"] == "demo" and found["last"]["speculation"] == "on"
+    assert found["queue"] == {"waiting": 0, "running": 0}
 
 
 class ByHand(Stub):
