@@ -13,7 +13,7 @@ from mlx_spec import hub
 from mlx_spec.apps.chat.models import Choice, is_local
 from mlx_spec.apps.chat.storage import typed
 from mlx_spec.apps.described import summary, table
-from mlx_spec.apps.server.memory import machine_bytes
+from mlx_spec.apps.server.models import machine_bytes
 from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
 from mlx_spec.convert.catalogue import ALIASES, aliases, resolve
 from mlx_spec.convert.progress import shown_size
