@@ -82,7 +82,7 @@ class ToolField(Fields):
 
 
 class ToolChoiceField(Fields):
-    """How the model may use the tools."""
+    """The choice between text and tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -90,7 +90,7 @@ class ToolChoiceField(Fields):
 
 
 class ThinkingConfig(Fields):
-    """Whether to think. A budget is not enforced: `max_tokens` limits thinking and answer together."""
+    """Turns thinking on. The budget is not enforced: `max_tokens` limits thinking and answer together."""
 
     type: str
     budget_tokens: int | None = None

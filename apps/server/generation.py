@@ -57,7 +57,7 @@ Steps = Generator[None, None, None]
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What the engine needs of a request."""
+    """A request in the form that the engine needs."""
 
     prompts: tuple[list[int], ...]
     sampling: Sampling

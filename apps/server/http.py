@@ -46,7 +46,7 @@ class Job(Protocol):
 
 
 class Engine(Protocol):
-    """What the routes need of the engine thread. They call `resolve` and `submit` on the event loop."""
+    """The engine as the routes use it. They call `resolve` and `submit` on the event loop."""
 
     def resolve(self, name: str | None) -> str:
         """Return the model that a name stands for, or the first for None. Raises Failure (404)."""

@@ -96,7 +96,7 @@ class FunctionName(Fields):
 
 
 class ToolChoiceField(Fields):
-    """How the model may use the tools."""
+    """The choice between text and tools."""
 
     type: str
     function: FunctionName | None = None

@@ -1,4 +1,4 @@
-"""What `/v1/chat/completions` and `/v1/completions` share: fields of bodies, chunks of streams."""
+"""Fields of bodies and chunks of streams that `/v1/chat/completions` and `/v1/completions` share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _as_list(given: Any) -> Any:
 
 
 class StreamOptions(Fields):
-    """What a stream holds besides the answer."""
+    """Additions to a stream."""
 
     include_usage: bool | None = None
     include_draft: bool | None = None  # ours: which drafter wrote what, and measurements of each round
@@ -239,7 +239,7 @@ class ChunkWriter(ABC):
         }
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_draft = options is not None and bool(options.include_draft)
-        self._held: TextDelta | None = None  # text of a round that is not over
+        self._pending: TextDelta | None = None  # text of a round that is not over
         self._last: Json | None = None  # the chunk that ended a choice
 
     @abstractmethod
@@ -292,31 +292,31 @@ class ChunkWriter(ABC):
                     yield data_event(self._chunk([choice]))
 
     def _add_text(self, delta: TextDelta) -> Iterator[str]:
-        held = self._held
-        if held is not None and (held.index, held.kind) == (delta.index, delta.kind):
-            self._held = replace(
-                held,
-                text=held.text + delta.text,
-                logprobs=held.logprobs + delta.logprobs,
-                spans=held.spans + delta.spans,
+        pending = self._pending
+        if pending is not None and (pending.index, pending.kind) == (delta.index, delta.kind):
+            self._pending = replace(
+                pending,
+                text=pending.text + delta.text,
+                logprobs=pending.logprobs + delta.logprobs,
+                spans=pending.spans + delta.spans,
             )
             return
         yield from self._flush()
-        self._held = delta
+        self._pending = delta
 
     def _end_round(self, event: RoundDone) -> Iterator[str]:
         if not self._with_draft:
             yield from self._flush()
             return
         round_json = {"statistics": statistics_json(event.index, event.statistics)}
-        if self._held is None or not (self._held.text or self._held.logprobs):
+        if self._pending is None or not (self._pending.text or self._pending.logprobs):
             yield from self._release_last()
             yield data_event({**self._chunk([]), "mlx_spec": round_json})
         yield from self._flush(round_json)
 
     def _flush(self, round_json: Json | None = None) -> Iterator[str]:
-        """Send the text that is held."""
-        delta, self._held = self._held, None
+        """Send the pending text."""
+        delta, self._pending = self._pending, None
         if delta is None or not (delta.text or delta.logprobs):
             return
         yield from self._release_last()

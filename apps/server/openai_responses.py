@@ -83,7 +83,7 @@ class ToolField(Fields):
 
 
 class ToolChoiceField(Fields):
-    """How the model may use the tools."""
+    """The choice between text and tools."""
 
     type: str
     name: str | None = None
@@ -102,14 +102,14 @@ class TextFormat(Fields):
 
 
 class TextConfig(Fields):
-    """How the answer is written."""
+    """The form and length of the answer."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningConfig(Fields):
-    """Whether to think. Thinking is returned as it is; we make no summary of it."""
+    """The effort of thinking. Thinking is returned as it is, without a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -301,7 +301,7 @@ class ResponseWriter:
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
         self._item: TextItem | None = None  # the item that grows
-        self._held_logprobs: list[Json] = []  # of tokens that have no text yet
+        self._pending_logprobs: list[Json] = []  # of tokens that have no text yet
         self._started = False
 
     def frames(self, event: Event | None) -> Iterator[str]:
@@ -342,13 +342,13 @@ class ResponseWriter:
                 yield from self._fail(failure)
 
     def _add_text(self, delta: TextDelta) -> Iterator[Json]:
-        self._held_logprobs += map(logprob_json, delta.logprobs)
+        self._pending_logprobs += map(logprob_json, delta.logprobs)
         if delta.text:
             yield from self._ensure_item("message")
         if self._item is None or self._item.content["type"] != "message":
             return
-        if delta.text or self._held_logprobs:
-            logprobs, self._held_logprobs = self._held_logprobs, []
+        if delta.text or self._pending_logprobs:
+            logprobs, self._pending_logprobs = self._pending_logprobs, []
             yield self._item.add(text=delta.text, logprobs=logprobs)
 
     def _ensure_item(self, type: Literal["reasoning", "message"]) -> Generator[Json, None, TextItem]:

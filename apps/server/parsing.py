@@ -26,7 +26,7 @@ OPENAI_TOOL_CHOICES: dict[str, ToolChoice] = {
 }
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PARAGRAPH = "\n\n"  # joins texts that were written apart
-NO_THINKING = (None, "none", "minimal")  # reasoning efforts with which the model is not asked to think
+NO_THINKING = (None, "none", "minimal")  # reasoning efforts without thinking
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
 
 M = TypeVar("M", bound=BaseModel)

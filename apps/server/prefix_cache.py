@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 from mlx_spec.reuse import Decoding, Held
 
-MIN_SHARED = (
-    0.5  # share of a sequence's tokens; one with a shorter common prefix is a conversation of its own
-)
+MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
 
 class PrefixCache:

@@ -68,7 +68,7 @@ class OutputFormat:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request."""
+    """A request, ready to be prepared for its model."""
 
     model: str  # the resolved name of a model
     prompt: Chat | RawPrompts
