@@ -1,4 +1,4 @@
-"""The local endpoint: an OpenAI-style server in front of a pair."""
+"""The local server: OpenAI's and Anthropic's APIs in front of a pair."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from mlx_spec.apps.command import guarded
 from mlx_spec.apps.server.arguments import parse
-from mlx_spec.apps.server.settings import Settings
-from mlx_spec.device import require_backend
+from mlx_spec.backend import require_backend
 from mlx_spec.errors import NotFound
 
-NEEDED = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")
+from .settings import Settings
+
+NEEDED = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`mlx-spec serve`. Returns its exit status when the server has ended: 0, or 1 on an error of ours.
+    """Run `mlx-spec serve` and return its exit status: 0, or 1 on an error of ours.
 
-    A command line that makes no sense raises SystemExit with status 2.
+    Raises SystemExit with status 2 if the command line makes no sense.
     """
     settings = parse(arguments)
     return guarded(lambda: _serve(settings))
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(settings: Settings) -> int:
     require_backend()
     try:
-        from mlx_spec.apps.server.running import run  # needs MLX and what only servers need
+        from .app import run  # imports MLX and what only servers need
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in NEEDED:
             raise

@@ -1,82 +1,248 @@
-"""The application: routes behind guards."""
+"""The server: its routes behind guards, and its run from the first line to the exit status."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from mlx_spec import __version__
-from mlx_spec.apps.server import catalog, chat, completions, health, messages, metrics, page, responses
-from mlx_spec.apps.server.guards import BodyGuard, HostGuard, KeyGuard, OriginGuard
-from mlx_spec.apps.server.log import LOG
-from mlx_spec.apps.server.refusals import LastResort, add_handlers
-from mlx_spec.apps.server.settings import Settings
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server import page
+from mlx_spec.errors import InvalidValue
 
-PATIENCE = 2.0  # seconds for the engine to end a round; loading a model may take longer
-TICK = 0.02  # seconds between two looks
+from . import anthropic_messages, log, openai_chat, openai_completions, openai_responses
+from .engine_thread import EngineThread
+from .errors import unknown_model
+from .http import LastResort, add_error_handlers
+from .metrics import CountedEngine, Metrics, RequestCounter
+from .models import ModelCard
+from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
+from .settings import CANNOT_LISTEN, Settings
+
+BACKLOG = 128  # connections that wait to be accepted
+RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
+CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
+CLOSE_POLL_S = 0.02  # between two checks whether it has
+HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
+POST_ROUTES = {
+    "/v1/chat/completions": openai_chat.create,
+    "/v1/completions": openai_completions.create,
+    "/v1/responses": openai_responses.create,
+    "/v1/messages": anthropic_messages.create,
+    "/v1/messages/count_tokens": anthropic_messages.count_tokens,
+}
 
 
-def create(settings: Settings, worker: Worker) -> FastAPI:
-    """The application. Its lifespan starts the worker and closes it."""
+# --- routes
+
+
+def create(settings: Settings, engine: EngineThread) -> FastAPI:
+    """Return the application. Its lifespan starts the engine and closes it."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        engine.start()
         try:
             yield
         finally:
-            await _close(worker)
+            await _close(engine)
 
     app = FastAPI(
         title="mlx_spec",
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
-        openapi_url=None,  # and with it the pages that would load scripts from elsewhere
+        openapi_url=None,  # its pages would load scripts from elsewhere
     )
-    counted = metrics.Metrics(worker)
-    works = metrics.Observed(worker, counted)
-    routers = (
-        chat.router(works, settings),
-        completions.router(works, settings),
-        messages.router(works, settings, worker.count),
-        responses.router(works, settings),
-        catalog.router(worker),
-        health.router(worker),
-        metrics.router(counted),
-        page.router(),
-    )
-    for router in routers:
-        app.include_router(router)
-    add_handlers(app)
-    paths = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    metrics = Metrics(engine.status)
+    counted = CountedEngine(engine, metrics)
+    for path, answer in POST_ROUTES.items():
+        app.add_route(path, _endpoint(answer, counted, settings), methods=["POST"])
+    _add_read_routes(app, engine, metrics)
+    app.include_router(page.router())
+    add_error_handlers(app)
     app.add_middleware(LastResort)
-    _add_guards(app, settings)
-    app.add_middleware(metrics.Counting, metrics=counted, paths=frozenset(paths))
-    return app
-
-
-def _add_guards(app: FastAPI, settings: Settings) -> None:
-    """The last one added is the first one asked."""
-    app.add_middleware(BodyGuard, most=settings.limits.body_bytes)
+    app.add_middleware(BodyGuard, max_bytes=settings.limits.body_bytes)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(OriginGuard, settings=settings)
     app.add_middleware(HostGuard, settings=settings)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(RequestCounter, metrics=metrics, paths=paths)  # the last one added is the outermost
+    return app
 
 
-async def _close(worker: Worker) -> None:
-    """Close the worker without a wait for a model that is being loaded."""
-    closing = threading.Thread(target=worker.close, name="mlx_spec closing", daemon=True)
+def _endpoint(
+    answer: Callable[[Request, CountedEngine, Settings], Awaitable[Response]],
+    engine: CountedEngine,
+    settings: Settings,
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(http_request: Request) -> Response:
+        return await answer(http_request, engine, settings)
+
+    return endpoint
+
+
+def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> None:
+    async def models(_: Request) -> Response:
+        cards = engine.models()
+        listed = [_model_json(card.name, card) for card in cards]
+        listed += [_model_json(alias, card) for card in cards for alias in card.aliases]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def model(http_request: Request) -> Response:
+        name, cards = http_request.path_params["name"], engine.models()
+        found = next((card for card in cards if name in (card.name, *card.aliases)), None)
+        if found is None:
+            raise unknown_model(name, ", ".join(card.name for card in cards))
+        return JSONResponse(_model_json(name, found))
+
+    async def health(_: Request) -> Response:
+        status = engine.status()
+        body = {
+            "status": HEALTH_NAMES.get(status.state, status.state),
+            "service": "mlx_spec",
+            "version": __version__,
+            "waiting": status.waiting,
+            "running": status.running,
+        }
+        return JSONResponse(body, status_code=200 if status.state == "ready" else 503)
+
+    async def read_metrics(_: Request) -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def read_metrics_json(_: Request) -> Response:
+        return JSONResponse(metrics.json())
+
+    app.add_route("/v1/models", models)
+    app.add_route("/v1/models/{name:path}", model)
+    app.add_route("/health", health)
+    app.add_route("/metrics", read_metrics)
+    app.add_route("/metrics.json", read_metrics_json)
+
+
+def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "mlx_spec",
+        "model": card.name,
+        "loaded": card.loaded,
+        "context_length": card.context_length,
+        "thinks": card.thinks,
+        "tools": card.tools,
+    }
+
+
+async def _close(engine: EngineThread) -> None:
+    """Close the engine, but do not wait for a model that is being loaded."""
+    closing = threading.Thread(target=engine.close, name="mlx_spec closing", daemon=True)
     closing.start()
-    for _ in range(round(PATIENCE / TICK)):
+    for _ in range(round(CLOSE_TIMEOUT_S / CLOSE_POLL_S)):
         if not closing.is_alive():
             return
-        await asyncio.sleep(TICK)
-    LOG.warning("the engine is still busy: leaving it")
+        await asyncio.sleep(CLOSE_POLL_S)
+    log.LOG.warning("the engine is still busy: leaving it")
+
+
+# --- the process
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal ends it. Return the exit status: 0, or 1 if the first model cannot be loaded.
+
+    Raises InvalidValue if the address or the log file cannot be used.
+    """
+    listener = _bind(settings.host, settings.port)
+    log.configure(settings.log_file)
+    engine = EngineThread(settings)
+    server = Server(settings, engine)
+    names = ", ".join(model.name for model in settings.models)
+    print(f"mlx-spec: {names} at {_url(settings.host, listener)}/v1 (Ctrl-C stops the server)", flush=True)
+    threading.Thread(target=server.watch, name="mlx_spec watching", daemon=True).start()
+    server.run([listener])
+    status = 1 if server.problem else 0
+    if engine.status().state != "closed":  # it loads: the interpreter must not end while a thread is in MLX
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    engine.close()
+    return status
+
+
+class Server(uvicorn.Server):
+    """Ends requests before connections: on a signal, streams get an error and then their end."""
+
+    def __init__(self, settings: Settings, engine: EngineThread) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create(settings, engine),
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=RESPONSE_TIMEOUT_S,
+            )
+        )
+        self._engine = engine
+        self._has_log_file = settings.log_file is not None
+        self.problem: str | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal without uvicorn, which would raise it again in the end."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        # Not on this thread: the signal may have interrupted it while it holds the engine's lock.
+        threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
+
+    def watch(self) -> None:
+        """Wait for the first model; end the server if it cannot be loaded."""
+        if self._engine.wait_loaded():
+            return
+        self.problem = self._engine.status().problem
+        if self.problem and self._has_log_file:  # else the log has said so on stderr
+            print(f"mlx-spec: {self.problem}", file=sys.stderr)
+        self.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises InvalidValue."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        problem = (error.strerror or str(error)).lower()
+        raise InvalidValue(
+            f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
+        ) from error
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""The log of a server: ids, counts and places in the code, nothing of what a request says."""
+"""The log of a server: ids, counts and places in the code, but no text of a request."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from typing import TypeAlias
 from mlx_spec.errors import InvalidValue
 
 LOG = logging.getLogger("mlx_spec.server")
-NAMES = ("mlx_spec.server", "uvicorn.error")
-FRAMES = 6  # innermost places of an error that are named
+LOGGERS = ("mlx_spec.server", "uvicorn.error")
+MAX_FRAMES = 6  # innermost places of an exception that are named; the outer ones are always the same
 
-_Raised: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+_ExcInfo: TypeAlias = (
+    tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+)
 
 
-class Discreet(logging.Formatter):
-    """Of an exception, its type and where it was raised: its text may quote a request."""
+class DiscreetFormatter(logging.Formatter):
+    """Write the type of an exception and where it was raised; its text may quote a request."""
 
-    def formatException(self, ei: _Raised) -> str:
-        """One line."""
+    def formatException(self, ei: _ExcInfo) -> str:
+        """Return one line."""
         kind, _, trace = ei
-        frames = traceback.extract_tb(trace)[-FRAMES:]
+        frames = traceback.extract_tb(trace)[-MAX_FRAMES:]
         places = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
         return f"{kind.__name__ if kind else 'no exception'} at {places}"
 
 
 def configure(file: Path | None) -> None:
-    """Send the log to a file, or its warnings to stderr. Raises InvalidValue where there can be no file."""
+    """Send the log to a file, or its warnings to stderr. Raises InvalidValue for a bad file."""
     handler: logging.Handler
     try:
         handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
     except OSError as error:
         raise InvalidValue(f"the log file {file} cannot be written: {error.strerror}") from error
-    when = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
-    handler.setFormatter(Discreet(f"{when}%(message)s"))
-    for name in NAMES:
+    prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
+    handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
+    for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

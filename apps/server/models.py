@@ -1,66 +1,99 @@
-"""The models of a server: names, and the pairs that are loaded within its memory."""
+"""The models of a server: their names, the pairs that are loaded, and the memory that they may use."""
 
 from __future__ import annotations
 
 import gc
-import logging
+import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_spec import load
-from mlx_spec.apps.server.conversations import Conversations
-from mlx_spec.apps.server.failures import Failure, no_such_model, unavailable
-from mlx_spec.apps.server.grammars import Grammars
-from mlx_spec.apps.server.memory import is_here, machine_bytes, need_of, text_of
-from mlx_spec.apps.server.settings import Served, Settings
+from mlx_spec import grammar, load
 from mlx_spec.apps.server.tools import dialect_of
-from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.files import human_bytes, one_line
+from mlx_spec.checkpoint import one_line, read_config
+from mlx_spec.errors import InvalidValue, NotFound, SpecError
+from mlx_spec.grammar import Grammar, Kind
+from mlx_spec.hub import cached
+from mlx_spec.known import mended
+from mlx_spec.load import folders
 from mlx_spec.pair import Pair
-from mlx_spec.text import Text
+from mlx_spec.text import Text, read_text
+from mlx_spec.tuning.sizes import model_of
 
-WARM_UP = 12  # tokens
+from .errors import Failure, unavailable, unknown_model
+from .log import LOG
+from .prefix_cache import PrefixCache
+from .settings import GB, ServedModel, Settings
 
-_log = logging.getLogger("mlx_spec.server")
+WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
+MEMORY_SHARE = 0.75  # of the machine's memory, if it does not say how much a GPU may use
+MAX_RESERVED_TOKENS = 8192  # of a conversation, for whose K/V a model needs memory before it is loaded
+MAX_GRAMMARS = 32  # compiled grammars per model; agents send the same few schemas with every request
 
-Loader = Callable[[Served], Pair]
+Loader = Callable[[ServedModel], Pair]
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model as clients see it. What only a loaded one can tell is None until it was loaded once."""
+    """A model as clients see it. A value that only a loaded model knows is None until it was loaded once."""
 
     name: str
     aliases: tuple[str, ...]
-    created: int  # seconds since 1970, when the server began
+    created: int  # seconds since 1970, when the server started
     loaded: bool = False
     context_length: int | None = None
-    thinks: bool | None = None  # whether it can be asked to
-    tools: bool | None = None  # whether its template takes them
+    thinks: bool | None = None  # the model can be asked to think
+    tools: bool | None = None  # its chat template takes tools
 
 
 @dataclass
-class Loaded:
-    """A pair, its conversations and its grammars."""
+class LoadedModel:
+    """A pair with its cached sequences and compiled grammars."""
 
     name: str
     pair: Pair
-    conversations: Conversations
-    grammars: Grammars
-    used: float  # time.monotonic() of the last request
+    prefix_cache: PrefixCache
+    grammars: GrammarCache
+    last_used: float  # time.monotonic()
 
     @property
     def weights(self) -> int:
-        """Bytes."""
-        return self.pair.info.target_bytes + self.pair.info.drafter_bytes
+        """Return the bytes of the weights."""
+        return self.pair.facts.target_bytes + self.pair.facts.drafter_bytes
 
 
-def load_served(served: Served) -> Pair:
+class GrammarCache:
+    """The grammars of one model that were compiled last. For any thread."""
+
+    def __init__(self, text: Text, vocab_size: int, count: int = MAX_GRAMMARS) -> None:
+        self._text = text
+        self._vocab_size = vocab_size
+        self._count = count
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+
+    def compile(self, kind: Kind, source: str, *, seconds: float) -> Grammar:
+        """Return a compiled grammar; raise what `grammar.compile` raises."""
+        key = kind, source
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        found = grammar.compile(kind, source, self._text, self._vocab_size, seconds=seconds)
+        with self._lock:
+            self._compiled[key] = found
+            while len(self._compiled) > self._count:
+                self._compiled.popitem(last=False)
+        return found
+
+
+def load_served(served: ServedModel) -> Pair:
     """Load a pair as it was configured. Raises SpecError."""
     return load(
         served.target,
@@ -71,157 +104,234 @@ def load_served(served: Served) -> Pair:
 
 
 class Models:
-    """Names and texts are for any thread. Whatever loads or unloads is for the engine thread alone."""
+    """Names and texts are for any thread. Only the engine thread may load and unload."""
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
+        _check_names(settings)
         self._settings = settings
         self._loader = loader
         self._served = {served.name: served for served in settings.models}
         self._names = {**dict(settings.aliases), **{name: name for name in self._served}}
-        _check_names(settings)
         created = int(time.time())
         self._cards = {
             name: ModelCard(name, tuple(a for a, b in settings.aliases if b == name), created)
             for name in self._served
         }
-        self._loaded: dict[str, Loaded] = {}
-        self._reading = threading.Lock()
+        self._loaded: dict[str, LoadedModel] = {}
+        self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
         self.budget = machine_bytes() if settings.memory_bytes is None else settings.memory_bytes
 
     @property
     def first(self) -> str:
-        """The name of the model that is loaded at start."""
+        """Return the name of the model that is loaded at start."""
         return self._settings.models[0].name
 
     def resolve(self, name: str | None) -> str:
-        """The model that a name or alias stands for; None: the first one. Raises Failure (404)."""
+        """Return the model that a name or alias stands for, or the first for None. Raises Failure (404)."""
         if name is None:
             return self.first
         found = self._names.get(name)
         if found is None:
-            raise no_such_model(name, ", ".join(self._served))
+            raise unknown_model(name, ", ".join(self._served))
         return found
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """All models, loaded or not."""
+        """Return all models, loaded or not."""
         return tuple(self._cards.values())
 
+    def loaded(self) -> tuple[LoadedModel, ...]:
+        """Return the models that are loaded."""
+        return tuple(self._loaded.values())
+
     def text(self, name: str) -> Text:
-        """The tokenizer and template of a model, loaded or not. For any thread. Raises Failure (503)."""
+        """Return the tokenizer and template of a model, loaded or not. Raises Failure (503)."""
         loaded = self._loaded.get(name)
         if loaded is not None:
             return loaded.pair.text
-        with self._reading:
+        with self._text_lock:
             try:
                 if name not in self._texts:
-                    self._texts[name] = text_of(self._served[name])
+                    folder = _checkpoints(self._served[name])[0]
+                    self._texts[name] = read_text(folder, mended(read_config(folder)))
             except SpecError as error:
-                _log.error("%s cannot be read: %s", name, error)
+                LOG.error("%s cannot be read: %s", name, error)
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
             return self._texts[name]
 
-    def loaded(self) -> tuple[Loaded, ...]:
-        """The models that are loaded."""
-        return tuple(self._loaded.values())
+    def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
+        """Return a model, loaded if need be; None if it has to wait until a busy one is done.
 
-    def ready(self, name: str, busy: Collection[str]) -> Loaded | None:
-        """A model, loaded if need be; None while that has to wait until a busy one is done.
-
-        Raises Failure (503) where the memory does not suffice or loading fails; its cause says more than a
-        client is told.
+        Raises Failure (503) if memory does not suffice or loading fails; its cause is for the log only.
         """
         if name not in self._loaded:
             served = self._served[name]
             try:
-                if self._has_to_wait(served, busy):
+                if not self._make_room(served, busy):
                     return None
                 self._load(served)
             except Failure:
                 raise
             except Exception as error:
-                _log.error("%s could not be loaded: %s", name, one_line(error), exc_info=_traceback(error))
+                traceback = None if isinstance(error, SpecError) else error  # the text of those says it all
+                LOG.error("%s could not be loaded: %s", name, one_line(error), exc_info=traceback)
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
         loaded = self._loaded[name]
-        loaded.used = time.monotonic()
+        loaded.last_used = time.monotonic()
         return loaded
 
     def expire(self, busy: Collection[str]) -> None:
-        """Unload what nobody has used for the settings' `idle_seconds`."""
+        """Unload the models that nobody has used for `idle_seconds`."""
         limit = self._settings.idle_seconds
         if limit is None:
             return
         now = time.monotonic()
         for name in self._unused(busy):
-            if now - self._loaded[name].used >= limit:
+            if now - self._loaded[name].last_used >= limit:
                 self.unload(name)
 
     def unload(self, name: str) -> None:
         """Give the memory of a model back."""
         self._loaded.pop(name)
         self._cards[name] = replace(self._cards[name], loaded=False)
-        _free()
-        _log.info("unloaded %s", name)
+        _free_memory()
+        LOG.info("unloaded %s", name)
 
     def close(self) -> None:
-        """Unload all."""
+        """Unload all models."""
         for name in tuple(self._loaded):
             self.unload(name)
 
-    def _has_to_wait(self, served: Served, busy: Collection[str]) -> bool:
-        """Make room for a model. Says whether it has to wait. Raises Failure where it never fits."""
-        if not self._loaded and not is_here(served):
-            return False  # the first one may be downloaded
-        need = need_of(served)
+    def _make_room(self, served: ServedModel, busy: Collection[str]) -> bool:
+        """Unload models for a new one. Return False if that has to wait for a busy one.
+
+        Raises Failure if the model never fits.
+        """
+        if not self._loaded and not _is_local(served):
+            return True  # the first model may be downloaded
+        need = memory_need(served)
         pinned = sum(one.weights for one in self.loaded() if self._served[one.name].pinned)
         if need.total > self.budget - pinned:
-            beside = f", of which models that stay loaded take {human_bytes(pinned)}" if pinned else ""
-            message = f"model {served.name!r} needs {need} and the server may use {human_bytes(self.budget)}{beside}"
+            reason = f", of which models that stay loaded take {shown_size(pinned)}" if pinned else ""
+            budget = shown_size(self.budget)
+            message = f"model {served.name!r} needs {need} and the server may use {budget}{reason}"
             raise Failure(503, message, type="server_error", code="insufficient_memory")
         unused = self._unused(busy)
-        over = self._weights() + need.total - self.budget
-        if over > sum(self._loaded[name].weights for name in unused):
-            return True
+        excess = self._weights() + need.total - self.budget
+        if excess > sum(self._loaded[name].weights for name in unused):
+            return False
         for name in unused:
             if self._weights() + need.total > self.budget:
                 self.unload(name)
         for loaded in self.loaded():
-            loaded.conversations.shrink(need.total)
-        return False
+            loaded.prefix_cache.shrink(need.total)
+        return True
 
-    def _load(self, served: Served) -> None:
+    def _load(self, served: ServedModel) -> None:
         started = time.perf_counter()
         try:
             pair = self._loader(served)
             _warm_up(pair)
         except BaseException:
-            _free()
+            _free_memory()
             raise
         name, text = served.name, pair.text
-        conversations = Conversations(pair.open, self._settings.conversations, partial(self._room, name))
-        grammars = Grammars(text, pair.info.vocab_size)
-        self._loaded[name] = Loaded(name, pair, conversations, grammars, time.monotonic())
+        prefix_cache = PrefixCache(pair.open, self._settings.conversations, partial(self._cache_budget, name))
+        grammars = GrammarCache(text, pair.facts.vocab_size)
+        self._loaded[name] = LoadedModel(name, pair, prefix_cache, grammars, time.monotonic())
         self._cards[name] = replace(
             self._cards[name],
             loaded=True,
-            context_length=pair.info.context_length,
+            context_length=pair.facts.context_length,
             thinks=text.thinks,
-            tools=find_tool_format(text) is not None,
+            tools=dialect_of(text) is not None,
         )
-        _log.info("loaded %s in %.1f s", name, time.perf_counter() - started)
+        LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 
     def _unused(self, busy: Collection[str]) -> list[str]:
-        """Models that may be unloaded, the one used longest ago first."""
+        """Return the models that may be unloaded, the one used longest ago first."""
         free = [name for name in self._loaded if name not in busy and not self._served[name].pinned]
-        return sorted(free, key=lambda name: self._loaded[name].used)
+        return sorted(free, key=lambda name: self._loaded[name].last_used)
 
     def _weights(self) -> int:
         return sum(loaded.weights for loaded in self.loaded())
 
-    def _room(self, name: str) -> int:
-        """Bytes for the conversations of a model: what weights and those of other models leave."""
-        others = sum(one.conversations.nbytes for one in self.loaded() if one.name != name)
+    def _cache_budget(self, name: str) -> int:
+        """Return the bytes that weights and the caches of other models leave for the caches of a model."""
+        others = sum(one.prefix_cache.nbytes for one in self.loaded() if one.name != name)
         return self.budget - self._weights() - others
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The bytes that a model takes."""
+
+    weights: int  # of target and drafter
+    caches: int  # K/V of one conversation of `context` tokens
+    context: int
+
+    @property
+    def total(self) -> int:
+        """Return all bytes."""
+        return self.weights + self.caches
+
+    def __str__(self) -> str:
+        return (
+            f"{shown_size(self.total)} ({shown_size(self.weights)} of weights, {shown_size(self.caches)} for "
+            f"{self.context} tokens of conversation)"
+        )
+
+
+def memory_need(served: ServedModel) -> MemoryNeed:
+    """Return what a model will take, from its config and the headers of its weights; load nothing.
+
+    Raises NotFound if it is not on this machine, BadCheckpoint if it is damaged.
+    """
+    checkpoints = _checkpoints(served)
+    config = read_config(checkpoints[0])
+    longest = (config.get("text_config") or config).get("max_position_embeddings")
+    context = min(longest, MAX_RESERVED_TOKENS) if isinstance(longest, int) else MAX_RESERVED_TOKENS
+    sizes = [model_of(folder, context) for folder in checkpoints]
+    return MemoryNeed(
+        sum(int(size.held) for size in sizes), sum(int(size.kv_held) for size in sizes), context
+    )
+
+
+def machine_bytes() -> int:
+    """Return the memory that this machine has for weights and caches."""
+    if mx.metal.is_available():
+        return int(mx.device_info()["max_recommended_working_set_size"])
+    return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def shown_size(size: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / 10**6:.1f} MB"
+
+
+def _is_local(served: ServedModel) -> bool:
+    """Return True if a model can be loaded without a download."""
+    try:
+        return all(folder.is_dir() for folder in _checkpoints(served))
+    except NotFound:
+        return False
+
+
+def _checkpoints(served: ServedModel) -> list[Path]:
+    """Return the folders of target and drafter, if the drafter is a checkpoint. Raises NotFound."""
+    target, drafter = folders(served.target, served.drafter)
+    return [_local_folder(name) for name in (target, drafter) if name is not None]
+
+
+def _local_folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    found = folder if folder.is_dir() else cached(name)
+    if found is None:
+        raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
+    return found
 
 
 def _check_names(settings: Settings) -> None:
@@ -237,18 +347,13 @@ def _check_names(settings: Settings) -> None:
 
 
 def _warm_up(pair: Pair) -> None:
-    """A few tokens, so that the first request does not wait for what is compiled on first use."""
+    """Generate a few tokens, so that the first request does not wait for compilation."""
     text = pair.text
     prompt = text.prompt([{"role": "user", "content": "Hello"}]) if text.chats else [0]
-    for _ in pair.generate(prompt, max_tokens=WARM_UP):
+    for _ in pair.generate(prompt, max_tokens=WARM_UP_TOKENS):
         pass
 
 
-def _traceback(error: Exception) -> Exception | None:
-    """What of an error goes to the log behind its text: nothing of one whose text says it all."""
-    return None if isinstance(error, SpecError) else error
-
-
-def _free() -> None:
+def _free_memory() -> None:
     gc.collect()
     mx.clear_cache()

@@ -1,4 +1,4 @@
-"""Chat requests: what each field becomes, what is refused and under which name, what comes back."""
+"""Chat completions: fields of the body, refusals, answers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import CALLS, CHAT, DEMO, HELLO, Endpoint, Stub, fresh, running, stubbed
+from endpoint import DEMO, HELLO, TURN, Endpoint, Stub, fresh, running, stubbed
 
-from mlx_spec.apps.server.ask import Ask, Chat, Format, Tool, ToolUse
+from mlx_spec.apps.server.request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
 
@@ -20,16 +20,16 @@ WEATHER = {
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
 
-def asked(**body: Any) -> Ask:
-    """What the worker is asked."""
+def parsed(**body: Any) -> GenerationRequest:
+    """The request that a body becomes."""
     stub, endpoint = fresh()
     response = endpoint.chat(**body)
     assert response.status_code == 200, response.text
-    return stub.asks[0]
+    return stub.requests[0]
 
 
 def chat_of(**body: Any) -> Chat:
-    prompt = asked(**body).prompt
+    prompt = parsed(**body).prompt
     assert isinstance(prompt, Chat)
     return prompt
 
@@ -38,8 +38,8 @@ def chat_of(**body: Any) -> Chat:
 
 
 def test_defaults_are_those_of_openai():
-    found = asked()
-    assert found == Ask(
+    found = parsed()
+    assert found == GenerationRequest(
         "demo", Chat(({"role": "user", "content": "What does zip do?"},)), Sampling(temperature=1.0)
     )
 
@@ -52,12 +52,12 @@ web_search_options safety_identifier prompt_cache_key""".split()
 
 
 @pytest.mark.parametrize("name", NULLABLE)
-def test_null_is_as_good_as_nothing(name):
-    assert asked(**{name: None}) == asked()
+def test_null_means_the_default(name):
+    assert parsed(**{name: None}) == parsed()
 
 
 def test_sampling():
-    found = asked(
+    found = parsed(
         temperature=0.5,
         top_p=0.9,
         top_k=40,
@@ -69,42 +69,47 @@ def test_sampling():
         logit_bias={"5": -100, "7": 2.5},
     )
     assert found.sampling == Sampling(0.5, 40, 0.9, 0.1, 1.1, 1, -1, {5: -100, 7: 2.5}, -(2**70))
-    assert asked(temperature=0).sampling == Sampling()
+    assert parsed(temperature=0).sampling == Sampling()
 
 
 def test_limits_of_an_answer():
-    assert asked(max_tokens=5).max_tokens == 5
-    assert asked(max_tokens=5, max_completion_tokens=3).max_tokens == 3
-    assert asked(stop="a").stop == ("a",) and asked(stop=["a", "b"]).stop == ("a", "b")
-    assert asked(stop=[]).stop == () and asked(n=3).n == 3
+    assert parsed(max_tokens=5).max_tokens == 5
+    assert parsed(max_tokens=5, max_completion_tokens=3).max_tokens == 3
+    assert parsed(stop="a").stop == ("a",) and parsed(stop=["a", "b"]).stop == ("a", "b")
+    assert parsed(stop=[]).stop == () and parsed(n=3).n == 3
 
 
 def test_logprobs():
-    assert asked(logprobs=True).top_logprobs == 0 and asked(logprobs=True, top_logprobs=20).top_logprobs == 20
-    assert asked(logprobs=False, top_logprobs=0).top_logprobs is None
+    assert (
+        parsed(logprobs=True).top_logprobs == 0 and parsed(logprobs=True, top_logprobs=20).top_logprobs == 20
+    )
+    assert parsed(logprobs=False, top_logprobs=0).top_logprobs is None
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"type": "text"}, None),
-        ({"type": "json_object"}, Format("json_object")),
+        ({"type": "json_object"}, OutputFormat("json_object")),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": 1, "a": 2}, "strict": True}},
-            Format("json_schema", '{"b": 1, "a": 2}', "response_format.json_schema.schema"),
+            OutputFormat("json_schema", '{"b": 1, "a": 2}', "response_format.json_schema.schema"),
         ),
-        ({"type": "regex", "pattern": "a+"}, Format("regex", "a+", "response_format.pattern")),
-        ({"type": "lark", "grammar": "start: A"}, Format("lark", "start: A", "response_format.grammar")),
+        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "response_format.pattern")),
+        (
+            {"type": "lark", "grammar": "start: A"},
+            OutputFormat("lark", "start: A", "response_format.grammar"),
+        ),
     ],
 )
 def test_formats(given, expected):
-    assert asked(response_format=given).format == expected
+    assert parsed(response_format=given).format == expected
 
 
 def test_prediction():
-    assert asked(prediction={"type": "content", "content": "ab"}).prediction == "ab"
+    assert parsed(prediction={"type": "content", "content": "ab"}).prediction == "ab"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert asked(prediction={"type": "content", "content": parts}).prediction == "ab"
+    assert parsed(prediction={"type": "content", "content": parts}).prediction == "ab"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_a_conversation():
 
 def test_unknown_fields_are_ignored_and_named_once(caplog):
     for _ in range(2):
-        asked(no_such_field_yet="secret")
+        parsed(no_such_field_yet="secret")
     (record,) = caplog.records
     assert "no_such_field_yet" in record.getMessage() and "secret" not in record.getMessage()
 
@@ -226,10 +231,10 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"stream": "yes"}, "stream"),
     ],
 )
-def test_bad_values_are_400_and_named(body, param):
+def test_bad_values_are_refused_by_name(body, param):
     stub, endpoint = fresh()
     error = endpoint.refused(**body)
-    assert error["param"] == param and error["type"] == "invalid_request_error" and stub.asks == []
+    assert error["param"] == param and error["type"] == "invalid_request_error" and stub.requests == []
     assert error["code"] in ("invalid_value", "missing_required_parameter")
 
 
@@ -254,15 +259,15 @@ def test_bad_values_are_400_and_named(body, param):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_what_is_known_and_not_supported_says_so(body, param):
+def test_unsupported_values_are_refused_by_name(body, param):
     stub, endpoint = fresh()
     error = endpoint.refused(**body)
-    assert (error["param"], error["code"]) == (param, "unsupported_value") and stub.asks == []
+    assert (error["param"], error["code"]) == (param, "unsupported_value") and stub.requests == []
 
 
-def test_values_that_change_nothing_are_accepted():
+def test_values_without_effect_are_accepted():
     body = {"modalities": ["text"], "service_tier": "auto", "verbosity": "medium", "store": True, "user": "u"}
-    assert asked(**body, metadata={"a": "b"}) == asked()
+    assert parsed(**body, metadata={"a": "b"}) == parsed()
     assert fresh()[1].chat(service_tier="auto").json()["service_tier"] == "default"
 
 
@@ -298,14 +303,15 @@ def test_a_whole_answer():
     assert found["timings"]["draft_n"] == 6
 
 
-def test_calls_and_none_of_those_that_were_dropped():
-    (choice,) = stubbed(Stub(CALLS)).chat().json()["choices"]
+def test_tool_calls():
+    (choice,) = stubbed(Stub(TURN)).chat().json()["choices"]
     calls = [(call["id"], call["function"]) for call in choice["message"]["tool_calls"]]
-    assert [(id, function["name"], json.loads(function["arguments"])) for id, function in calls] == [
-        ("call_a", "weather", {"city": "Oslo"}),
-        ("call_b", "time", {}),
+    assert [(id, function["name"], json.loads(function["arguments"] or "{}")) for id, function in calls] == [
+        ("call_1", "weather", {"city": "Köln", "days": [1, 2]}),
+        ("call_2", "now", {}),
     ]
-    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I ask: zwölf\n\n🌦 data: x"
+    assert choice["finish_reason"] == "tool_calls"
 
 
 # --- with the demo pair
@@ -326,34 +332,10 @@ def content(found: Any) -> str:
 def test_a_call_that_is_cut_off_is_text_of_an_answer_that_was_cut_off(demo):
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
-    ask = {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 12}
-    (choice,) = demo.chat(**ask).json()["choices"]
+    body = {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 12}
+    (choice,) = demo.chat(**body).json()["choices"]
     assert choice["message"]["content"].startswith("<|tool_call>call:look_up{")
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
-
-
-def test_tokens_of_a_prompt_are_counted(demo):
-    body = {"model": "demo", "messages": HELLO, "system": "Be brief."}
-    counted = demo.post("/v1/messages/count_tokens", **body).json()
-    usage = demo.post("/v1/messages", **body, max_tokens=2).json()["usage"]
-    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
-
-
-def test_a_stream_says_what_the_whole_says(demo):
-    whole = demo.chat(temperature=0, max_tokens=40)
-    chunks = demo.chunks(temperature=0, max_tokens=40, stream_options={"include_usage": True})
-    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
-    assert text == content(whole) != ""
-    usage, expected = chunks[-1]["usage"], whole.json()["usage"]
-    assert usage["completion_tokens"] == expected["completion_tokens"]
-
-
-def test_a_stop_string_inside_a_token_ends_the_answer_before_it(demo):
-    text = content(demo.chat(temperature=0, max_tokens=40))
-    stop = text[12:15]
-    found = demo.chat(temperature=0, max_tokens=40, stop=stop)
-    assert content(found) == text[: text.index(stop)]
-    assert found.json()["choices"][0]["finish_reason"] == "stop"
 
 
 def test_every_limit_is_kept(demo):
@@ -363,17 +345,6 @@ def test_every_limit_is_kept(demo):
         assert found["choices"][0]["finish_reason"] == "length"
 
 
-def test_choices(demo):
-    found = demo.chat(n=3, seed=5, temperature=2, max_tokens=24).json()
-    texts = [choice["message"]["content"] for choice in found["choices"]]
-    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2] and len(set(texts)) == 3
-    chunks = demo.chunks(n=3, seed=5, temperature=2, max_tokens=24)
-    for i, text in enumerate(texts):
-        own = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == i]
-        assert "".join(choice["delta"].get("content", "") for choice in own) == text
-        assert own[0]["delta"]["role"] == "assistant" and own[-1]["finish_reason"]
-
-
 def test_a_prompt_that_is_too_long_is_named(demo):
     body = {"messages": [{"role": "user", "content": "long " * 9000}]}
     for stream in (False, True):
@@ -381,13 +352,9 @@ def test_a_prompt_that_is_too_long_is_named(demo):
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def test_what_a_model_refuses_harms_nobody(demo):
+def test_refusals_leave_the_engine_alone(demo):
     assert demo.refused(logit_bias={"999999999": 1})["type"] == "invalid_request_error"
     assert demo.refused(status=404, model="other")["code"] == "model_not_found"
     assert demo.client.get("/health").json()["status"] == "ok"
     assert demo.client.get("/v1/models/demo").json()["loaded"] is True
     assert content(demo.chat(temperature=0, max_tokens=4))
-
-
-def test_paths_are_those_of_openai(demo):
-    assert demo.client.post(CHAT + "?", json={"messages": HELLO, "max_tokens": 1}).status_code == 200

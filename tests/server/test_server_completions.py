@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, TEXT, TOKENS, Endpoint, Stub, fresh, running, stubbed
+from endpoint import CLOSED, TEXT, TOKENS, Stub, fresh, stubbed
 
-from mlx_spec.apps.server.ask import Ask, Ended, Opened, Piece, Raw
-from mlx_spec.apps.server.completions.answering import logprobs_json
+from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, TextDelta
+from mlx_spec.apps.server.openai_completions import logprobs_json
+from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
+from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import TokenLogprob
 
 
-def asked(**body: Any) -> Ask:
+def parsed(**body: Any) -> GenerationRequest:
     stub, endpoint = fresh(two_answers(body))
     response = endpoint.post(TEXT, **body)
     assert response.status_code == 200, response.text
-    return stub.asks[0]
+    return stub.requests[0]
 
 
 def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
     prompt = body["prompt"]
     count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
-    ends = [Ended(i, "length") for i in range(count * (body.get("n") or 1))]
-    return (Opened(1, 0), *ends, CLOSED)
+    ends = [ChoiceEnded(i, "length") for i in range(count * (body.get("n") or 1))]
+    return (PromptRead(1, 0), *ends, CLOSED)
 
 
 @pytest.mark.parametrize(
@@ -40,20 +40,24 @@ def two_answers(body: dict[str, Any]) -> tuple[Any, ...]:
     ],
 )
 def test_prompts(given, expected):
-    assert asked(prompt=given) == Ask("demo", Raw(expected), Sampling(temperature=1.0), max_tokens=16)
+    found = parsed(prompt=given)
+    assert (found.model, found.prompt, found.max_tokens) == ("demo", RawPrompts(expected), 16)
+    assert found.sampling == Sampling(temperature=1.0) and found.prompt_param == "prompt"
 
 
 def test_fields():
-    found = asked(prompt=["a", "b"], n=2, echo=True, logprobs=3, max_tokens=0, stop="x", best_of=2, suffix="")
-    assert found.prompt == Raw(("a", "b"), echo=True)
+    found = parsed(
+        prompt=["a", "b"], n=2, echo=True, logprobs=3, max_tokens=0, stop="x", best_of=2, suffix=""
+    )
+    assert found.prompt == RawPrompts(("a", "b"), echo=True)
     assert (found.n, found.top_logprobs, found.max_tokens, found.stop) == (2, 3, 0, ("x",))
 
 
 @pytest.mark.parametrize(
     "name", ["echo", "logprobs", "best_of", "suffix", "max_tokens", "n", "stop", "model"]
 )
-def test_null_is_as_good_as_nothing(name):
-    assert asked(prompt="a", **{name: None}) == asked(prompt="a")
+def test_null_means_the_default(name):
+    assert parsed(prompt="a", **{name: None}) == parsed(prompt="a")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_null_is_as_good_as_nothing(name):
 def test_refusals(body, param, code):
     stub, endpoint = fresh()
     error = endpoint.refused(TEXT, **body)
-    assert (error["param"], error["code"]) == (param, code) and stub.asks == []
+    assert (error["param"], error["code"]) == (param, code) and stub.requests == []
 
 
 def test_logprobs_name_bytes_and_offsets():
@@ -107,12 +111,12 @@ def test_logprobs_name_bytes_and_offsets():
 
 def test_chunks():
     events = (
-        Opened(1, 0),
-        Piece(0, "answer", "Hel", TOKENS[:1]),
-        Ended(0, "stop"),
-        Opened(1, 0),
-        Piece(1, "answer", "lo", TOKENS[1:]),
-        Ended(1, "length"),
+        PromptRead(1, 0),
+        TextDelta(0, "answer", "Hel", TOKENS[:1]),
+        ChoiceEnded(0, "stop"),
+        PromptRead(1, 0),
+        TextDelta(1, "answer", "lo", TOKENS[1:]),
+        ChoiceEnded(1, "length"),
         CLOSED,
     )
     found = stubbed(Stub(events)).chunks(TEXT, prompt=["a", "b"], logprobs=1)
@@ -122,49 +126,3 @@ def test_chunks():
     assert said == [(0, "Hel", None), (0, "", "stop"), (1, "lo", None), (1, "", "length")]
     assert choices[0]["logprobs"]["tokens"] == ["Hel"]
     assert ["timings" in chunk for chunk in found] == [False, False, False, True]
-
-
-# --- with the demo pair
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Endpoint]:
-    with running() as endpoint:
-        yield endpoint
-
-
-def test_a_list_of_prompts_is_answered_and_so_is_what_follows(demo):
-    found = demo.post(TEXT, prompt=["zip returns", "map returns"], max_tokens=5, temperature=0).json()
-    assert [choice["index"] for choice in found["choices"]] == [0, 1]
-    for i, prompt in enumerate(("zip returns", "map returns")):
-        alone = demo.post(TEXT, prompt=prompt, max_tokens=5, temperature=0).json()
-        assert alone["choices"][0]["text"] == found["choices"][i]["text"]
-
-
-def test_echo_scores_the_prompt(demo):
-    body = {"prompt": "zip returns an", "echo": True, "logprobs": 1, "temperature": 0}
-    (choice,) = demo.post(TEXT, **body, max_tokens=3).json()["choices"]
-    logprobs = choice["logprobs"]
-    assert choice["text"].startswith("zip returns an")
-    assert logprobs["token_logprobs"][0] is None and all(x <= 0 for x in logprobs["token_logprobs"][1:])
-    (scored,) = demo.post(TEXT, **body, max_tokens=0).json()["choices"]
-    assert scored["text"] == "zip returns an"
-    count = len(scored["logprobs"]["tokens"])
-    assert scored["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:count]
-
-
-def test_a_stream_says_what_the_whole_says(demo):
-    body = {"prompt": ["zip returns", "map returns"], "n": 2, "seed": 1, "max_tokens": 6, "logprobs": 0}
-    whole = demo.post(TEXT, **body).json()["choices"]
-    chunks = demo.chunks(TEXT, **body)
-    for choice in whole:
-        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        assert "".join(one["text"] for one in own) == choice["text"]
-        tokens = [token for one in own if one["logprobs"] for token in one["logprobs"]["tokens"]]
-        assert tokens == choice["logprobs"]["tokens"]
-
-
-def test_tokens_that_do_not_exist_are_refused(demo):
-    assert demo.refused(TEXT, prompt=[10**9])["type"] == "invalid_request_error"
-    assert demo.refused(TEXT, prompt=[-1])["type"] == "invalid_request_error"
-    assert demo.post(TEXT, prompt=[5], max_tokens=1).status_code == 200

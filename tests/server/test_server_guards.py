@@ -1,4 +1,4 @@
-"""Who is let in: host names, origins of pages, keys."""
+"""Guards: host names, origins of web pages, the API key."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from endpoint import CHAT, DEMO, HELLO, Stub, error_of, fresh, stubbed
 
 from mlx_spec.apps.server.settings import Settings, is_loopback
 
-ASK = {"messages": HELLO}
+BODY = {"messages": HELLO}
 OWN = "http://localhost"
 
 
-def ask(settings: Settings | None = None, **headers: str):
+def send(settings: Settings | None = None, **headers: str):
     client = (fresh()[1] if settings is None else stubbed(Stub(), settings)).client
-    return client.post(CHAT, json=ASK, headers={name.replace("_", "-"): v for name, v in headers.items()})
+    return client.post(CHAT, json=BODY, headers={name.replace("_", "-"): v for name, v in headers.items()})
 
 
 # --- the name of the server
@@ -21,7 +21,7 @@ def ask(settings: Settings | None = None, **headers: str):
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:1", "[::1]:8080", "localhost."])
 def test_loopback_names_are_ours(host):
-    assert ask(host=host).status_code == 200
+    assert send(host=host).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,19 @@ def test_loopback_names_are_ours(host):
 def test_rebound_names_are_refused(host):
     for path in ("/", "/health", "/v1/models", "/metrics"):
         error_of(fresh()[1].client.get(path, headers={"host": host}), 403)
-    assert error_of(ask(host=host), 403)["code"] == "host_not_allowed"
+    assert error_of(send(host=host), 403)["code"] == "host_not_allowed"
 
 
 def test_more_names_can_be_allowed():
     settings = Settings(DEMO, hosts=("My.box",))
-    assert ask(settings, host="my.BOX:9").status_code == 200
-    assert ask(settings, host="other.box").status_code == 403
+    assert send(settings, host="my.BOX:9").status_code == 200
+    assert send(settings, host="other.box").status_code == 403
 
 
 def test_on_all_addresses_any_address_is_ours_but_no_foreign_name():
     settings = Settings(DEMO, host="0.0.0.0", api_key="k")
-    assert ask(settings, host="192.168.0.7:8080", x_api_key="k").status_code == 200
-    assert ask(settings, host="evil.example", x_api_key="k").status_code == 403
+    assert send(settings, host="192.168.0.7:8080", x_api_key="k").status_code == 200
+    assert send(settings, host="evil.example", x_api_key="k").status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_loopback(host, expected):
 
 @pytest.mark.parametrize("origin", [OWN, "http://localhost:80", "https://localhost"])
 def test_our_own_page_may_ask(origin):
-    response = ask(host="localhost" if origin != "https://localhost" else "localhost:443", origin=origin)
+    response = send(host="localhost" if origin != "https://localhost" else "localhost:443", origin=origin)
     assert response.status_code == 200
     assert not any(name.startswith("access-control") for name in response.headers)
 
@@ -99,7 +99,7 @@ def test_our_own_page_may_ask(origin):
     ],
 )
 def test_other_pages_are_refused(origin):
-    response = ask(origin=origin)
+    response = send(origin=origin)
     assert error_of(response, 403)["code"] == "origin_not_allowed"
     assert "access-control-allow-origin" not in response.headers
 
@@ -107,24 +107,24 @@ def test_other_pages_are_refused(origin):
 def test_an_allowed_page_gets_cors_headers_without_credentials():
     settings = Settings(DEMO, origins=("http://localhost:3000", "app://notes", "not an origin"))
     for origin in ("http://localhost:3000", "app://notes"):
-        response = ask(settings, origin=origin)
+        response = send(settings, origin=origin)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == origin
         assert response.headers["vary"] == "Origin"
         assert "access-control-allow-credentials" not in response.headers
     for origin in ("http://localhost:3001", "https://localhost:3000", "null", "http://localhost:3000.evil"):
-        assert ask(settings, origin=origin).status_code == 403
-    assert ask(settings, origin="http://localhost:3000", host="evil.example").status_code == 403
+        assert send(settings, origin=origin).status_code == 403
+    assert send(settings, origin="http://localhost:3000", host="evil.example").status_code == 403
 
 
 def test_every_page_means_a_star_and_never_credentials():
-    response = ask(Settings(DEMO, origins=("*",)), origin="http://evil.example")
+    response = send(Settings(DEMO, origins=("*",)), origin="http://evil.example")
     assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
     assert "access-control-allow-credentials" not in response.headers
 
 
 def test_errors_have_cors_headers_too():
-    response = ask(Settings(DEMO, origins=("http://a.b",), api_key="k"), origin="http://a.b")
+    response = send(Settings(DEMO, origins=("http://a.b",), api_key="k"), origin="http://a.b")
     assert response.status_code == 401 and response.headers["access-control-allow-origin"] == "http://a.b"
 
 
@@ -145,7 +145,7 @@ def test_preflight():
     [{"authorization": "Bearer k"}, {"authorization": "bearer  k"}, {"x_api_key": "k"}],
 )
 def test_the_key_opens(headers):
-    assert ask(Settings(DEMO, api_key="k"), **headers).status_code == 200
+    assert send(Settings(DEMO, api_key="k"), **headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_key_opens(headers):
 )
 def test_without_the_key_it_is_401(headers):
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
-    response = ask(Settings(DEMO, api_key="k"), **raw)
+    response = send(Settings(DEMO, api_key="k"), **raw)
     assert error_of(response, 401)["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
 
@@ -171,7 +171,7 @@ def test_without_the_key_it_is_401(headers):
 def test_only_health_and_the_page_are_open():
     client = stubbed(Stub(), Settings(DEMO, api_key="k")).client
     assert client.get("/health").status_code == 200
-    assert client.get("/").status_code == 200 and client.get("/page/chat.js").status_code == 200
+    assert client.get("/").status_code == 200 and client.get("/page/main.js").status_code == 200
     assert client.post("/").status_code == 401
     for path in ("/v1/models", "/metrics", "/v1/models/demo", "/health/", "/nothing"):
         assert client.get(path).status_code == 401

@@ -1,4 +1,4 @@
-"""The server around its answers: errors, limits, health, models, metrics, options, start and end."""
+"""The server around its answers: errors, limits, health, models, metrics, start and end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from endpoint import (
+    BODIES,
     CHAT,
     DEMO,
     HELLO,
+    MESSAGES,
+    RESPONSES,
     STATISTICS,
     TEXT,
     Stub,
@@ -33,15 +35,14 @@ from endpoint import (
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import main, metrics
-from mlx_spec.apps.server.arguments import parse
-from mlx_spec.apps.server.ask import Ask, Event, Failed, Opened, Raw, RoundDone
-from mlx_spec.apps.server.failures import broken, busy, unavailable
-from mlx_spec.apps.server.metrics import Metrics, Observed
-from mlx_spec.apps.server.settings import GB, Limits, Served, Settings
-from mlx_spec.apps.server.status import Status
+from mlx_spec.apps.server.engine_thread import Status
+from mlx_spec.apps.server.errors import internal_error, queue_full, unavailable
+from mlx_spec.apps.server.events import Event, Failed, PromptRead, RoundDone
+from mlx_spec.apps.server.metrics import CountedEngine, Metrics
+from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
+from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds until a process counts as hung
 LEAVING = 10  # seconds; it takes one where nothing else runs
 
@@ -54,13 +55,15 @@ def stub() -> Stub:
 # --- errors
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
 )
-def test_no_json_object_is_400(stub, path, body):
-    error = error_of(stubbed(stub).client.post(path, content=body), 400)
-    assert error["type"] == "invalid_request_error" and stub.asks == []
+def test_a_body_that_is_no_json_object_is_400(stub, path, body):
+    response = stubbed(stub).client.post(path, content=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error" and stub.requests == []
 
 
 def test_unknown_path_is_404(stub):
@@ -75,11 +78,11 @@ def test_wrong_method_is_405(stub):
     assert response.headers["allow"] == "POST"
 
 
-def test_unknown_model_is_404_before_the_worker_hears_of_it(stub):
+def test_an_unknown_model_does_not_reach_the_engine(stub):
     for path in (CHAT, TEXT):
         error = stubbed(stub).refused(path, 404, model="gpt-9", prompt="x")
         assert (error["param"], error["code"]) == ("model", "model_not_found")
-    assert stub.asks == []
+    assert stub.requests == []
 
 
 def test_a_long_name_is_not_sent_back(stub):
@@ -87,11 +90,10 @@ def test_a_long_name_is_not_sent_back(stub):
     assert error["code"] == "model_not_found" and len(error["message"]) < 300
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
-def test_an_empty_name_is_none_in_every_protocol(stub, path):
-    body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, {"messages": HELLO})
-    response = stubbed(stub).post(path, model="", max_tokens=9, **body)
-    assert response.status_code == 200 and stub.asks[0].model == "demo"
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+def test_an_empty_model_name_means_the_first_model(stub, path):
+    response = stubbed(stub).post(path, **BODIES[path] | {"model": ""})
+    assert response.status_code == 200 and stub.requests[0].model == "demo"
 
 
 @pytest.mark.parametrize("model", [None, "", "demo", "alias"])
@@ -103,10 +105,10 @@ def test_model_may_be_left_out(stub, model):
 def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
     endpoint = stubbed(stub, Settings(DEMO, limits=Limits(body_bytes=1000)))
     content = [b'{"messages": "', b"x" * 2000, b'"}']
-    for path in (CHAT, TEXT, "/v1/responses"):
+    for path in (CHAT, TEXT, RESPONSES):
         error_of(endpoint.client.post(path, content=b"".join(content)), 413)
         error_of(endpoint.client.post(path, content=iter(content)), 413)
-    found = endpoint.client.post("/v1/messages", content=iter(content))
+    found = endpoint.client.post(MESSAGES, content=iter(content))
     assert found.status_code == 413 and found.json()["type"] == "error"
     assert endpoint.chat().status_code == 200
 
@@ -114,33 +116,33 @@ def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
 DEEP = '{"a":' * 400 + "1" + "}" * 400
 BIASES = ",".join(f'"{token}":1' for token in range(20_000))
 CALLABLE = '[{"type":"function","function":{"name":"f","parameters":' + DEEP + "}}]"
-ASKED = '{"messages":[{"role":"user","content":"x"}],'
+PREFIX = '{"messages":[{"role":"user","content":"x"}],'
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         (CHAT, '{"messages":' + DEEP + "}", 400),
-        (CHAT, ASKED + '"metadata":' + DEEP + "}", 400),
-        (CHAT, ASKED + '"nobody knows it":' + DEEP + "}", 400),
-        (CHAT, ASKED + '"tools":' + CALLABLE + "}", 400),
-        (CHAT, ASKED + '"logit_bias":{' + BIASES + "}}", 400),
-        (CHAT, ASKED + '"logit_bias":{' + ",".join([BIASES] * 45) + "}}", 413),
+        (CHAT, PREFIX + '"metadata":' + DEEP + "}", 400),
+        (CHAT, PREFIX + '"nobody knows it":' + DEEP + "}", 400),
+        (CHAT, PREFIX + '"tools":' + CALLABLE + "}", 400),
+        (CHAT, PREFIX + '"logit_bias":{' + BIASES + "}}", 400),
+        (CHAT, PREFIX + '"logit_bias":{' + ",".join([BIASES] * 45) + "}}", 413),
         (TEXT, '{"prompt":' + DEEP + "}", 400),
         (TEXT, '{"prompt":[' + ",".join(["1"] * 5_000_000) + "]}", 413),
-        ("/v1/responses", '{"input":' + DEEP + "}", 400),
+        (RESPONSES, '{"input":' + DEEP + "}", 400),
     ],
     ids=[*"abcdefghi"],
 )
-def test_bodies_without_measure_are_refused_at_once(path, body, status):
+def test_excessive_bodies_are_refused_at_once(path, body, status):
     stub, endpoint = fresh()
     began = time.process_time()
     error_of(endpoint.client.post(path, content=body), status)
-    assert time.process_time() - began < 1 and not stub.asks
+    assert time.process_time() - began < 1 and not stub.requests
 
 
 def test_full_queue_is_429_with_the_time_to_wait(stub):
-    stub.refusal = busy(3, 7)
+    stub.refusal = queue_full(3, 7)
     for body in ({}, {"stream": True}):
         response = stubbed(stub).chat(**body)
         assert error_of(response, 429)["code"] == "queue_full"
@@ -154,7 +156,7 @@ def test_loading_is_503(stub):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_failure_before_the_first_event_keeps_its_status(stub, stream):
-    stub.events = (Failed(broken()),)
+    stub.events = (Failed(internal_error()),)
     error = stubbed(stub).refused(status=500, stream=stream)
     assert error["type"] == "server_error"
 
@@ -226,12 +228,16 @@ def test_metrics(stub):
     assert found['mlx_spec_gain{model="demo"}'] == pytest.approx(1.5)
     assert found['mlx_spec_reason{model="demo",reason="speculation pays"}'] == 1
     assert {"mlx_spec_queue_depth", "mlx_spec_running"} <= set(found)
+    found = endpoint.client.get("/metrics.json").json()
+    assert found["models"]["demo"]["generation_tokens_total"] == 8
+    assert found["last"]["model"] == "demo" and found["last"]["speculation"] == "on"
+    assert found["queue"] == {"waiting": 0, "running": 0}
 
 
-class Held(Stub):
-    """A worker whose events are sent by hand."""
+class ByHand(Stub):
+    """An engine whose events the test sends."""
 
-    def submit(self, ask: Ask, send: Callable[[Event], None]) -> StubJob:
+    def submit(self, ask: GenerationRequest, send: Callable[[Event], None]) -> StubJob:
         self.send = send
         return super().submit(ask, lambda _: None)
 
@@ -240,100 +246,28 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
     def value(name: str) -> float | None:
         return counted.registry.get_sample_value(f"mlx_spec_{name}_total", {"model": "demo"})
 
-    worker, seen = Held(), []
-    counted = Metrics(worker)  # type: ignore[arg-type]
-    job = Observed(worker, counted).submit(Ask("demo", Raw(("x",)), Sampling()), seen.append)
+    engine, seen = ByHand(), []
+    counted = Metrics(engine.status)
+    job = CountedEngine(engine, counted).submit(
+        GenerationRequest("demo", RawPrompts(("x",)), Sampling()), seen.append
+    )
     first = replace(STATISTICS, generated_tokens=3, drafted=4, drafted_at=(2, 2), decode_seconds=0.1)
-    events = (Opened(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
+    events = (PromptRead(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
     for event in events[:2]:
-        worker.send(event)
+        engine.send(event)
     assert [value(name) for name in ("prompt_tokens", "generation_tokens")] == [5, 3]
-    monkeypatch.setattr(metrics, "EVERY", 0.0)
+    monkeypatch.setattr(metrics, "COUNT_INTERVAL_S", 0.0)
     for event in events[2:]:
-        worker.send(event)
+        engine.send(event)
     assert value("generation_tokens") == 4 + 3 and value("spec_decode_num_draft_tokens") == 6 + 4
     assert value("generation_seconds") == pytest.approx(0.3)
-    monkeypatch.setattr(metrics, "EVERY", 1e9)
-    worker.send(RoundDone(1, STATISTICS))
+    monkeypatch.setattr(metrics, "COUNT_INTERVAL_S", 1e9)
+    engine.send(RoundDone(1, STATISTICS))
     assert value("generation_tokens") == 7, "counted a few times a second, not with every round"
     job.cancel()
     job.cancel()
     assert value("generation_tokens") == 8 and value("cancelled") == 1
     assert seen == [*events, RoundDone(1, STATISTICS)]
-
-
-# --- the command line
-
-
-def test_defaults():
-    assert parse([]) == Settings((Served("demo", "demo"),))
-
-
-def test_options():
-    words = "--target a/b --drafter lookup --model c=d,e --model f=g --alias h=c --pin c --port 0"
-    words += " --num-draft-tokens 3 --kv-bits 8 --api-key k --host 0.0.0.0 --allow-host me --memory 1.5"
-    words += (
-        " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --max-running 2 --conversations 1"
-    )
-    found = parse(words.split())
-    assert found.models == (
-        Served("b", "a/b", "lookup", 3, 8),
-        Served("c", "d", "e", 3, 8, pinned=True),
-        Served("f", "g", None, 3, 8),
-    )
-    assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
-    assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
-    assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
-    assert parse(["--model", "c=d"]).models == (Served("c", "d"),)
-
-
-def test_key_from_a_file(tmp_path):
-    (tmp_path / "key").write_text("secret\n")
-    assert parse(["--api-key-file", str(tmp_path / "key")]).api_key == "secret"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--host 0.0.0.0",
-        "--host 192.168.1.2",
-        "--host example.org",
-        "--port x",
-        "--port 65536",
-        "--model x",
-        "--model x=a --model x=b",
-        "--model x=a --drafter b",
-        "--alias a=b",
-        "--alias demo=demo",
-        "--pin b",
-        "--memory 0",
-        "--idle nan",
-        "--max-running 0",
-        "--api-key-file /nonexistent",
-        "--api-key a --api-key-file /nonexistent",
-        "--cors-origin localhost",
-        "--cors-origin http://a/b",
-        "--nonsense",
-    ],
-)
-def test_bad_options_are_one_line_and_status_2(capsys, words):
-    with pytest.raises(SystemExit) as left:
-        parse(words.split())
-    assert left.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mlx-spec: ") and line.endswith("(see mlx-spec serve --help)")
-
-
-def test_empty_key_is_refused():
-    with pytest.raises(SystemExit):
-        parse(["--host", "0.0.0.0", "--api-key", ""])
-
-
-def test_help_loads_nothing_heavy():
-    code = "import sys\nfrom mlx_spec.apps.server import main\ntry: main(['--help'])\n"
-    code += "except SystemExit: print(sorted({'mlx', 'fastapi', 'uvicorn'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=LIMIT, check=True)
-    assert done.stdout.decode().splitlines()[-1] == "[]"
 
 
 # --- as a process

@@ -1,4 +1,4 @@
-"""Several models: names, room for them, who is unloaded for whom, and one that cannot be loaded."""
+"""Several models: names, memory, unloading, and models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import served
-from served import QUESTION, answer, begin, body, chat, closed, failure, working
+from served import ENDLESS, QUESTION, answer, begin, body, chat, closed, failure, working
 
 from mlx_spec import demo
-from mlx_spec.apps.server.ask import RoundDone
-from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.memory import machine_bytes, need_of
-from mlx_spec.apps.server.models import Models, load_served
-from mlx_spec.apps.server.settings import Limits, Served, Settings
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import RoundDone
+from mlx_spec.apps.server.models import Models, load_served, machine_bytes, memory_need
+from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
-from mlx_spec.sampling import Sampling
 
-ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})
-ONE, TWO, THREE = (Served(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
-NEED = need_of(ONE)
+ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
+NEED = memory_need(ONE)
 
 
-def settings(*models: Served, room: float = 10, **given: Any) -> Settings:
+def settings(*models: ServedModel, room: float = 10, **given: Any) -> Settings:
     """A server with room for so many models and a conversation."""
     return replace(Settings(models), **{"memory_bytes": budget(room)} | given)
 
@@ -39,8 +36,8 @@ def budget(room: float) -> int:
     return int(room * NEED.weights) + NEED.caches
 
 
-def loaded(worker: Worker) -> list[str]:
-    return [card.name for card in worker.models() if card.loaded]
+def loaded(engine: EngineThread) -> list[str]:
+    return [card.name for card in engine.models() if card.loaded]
 
 
 # --- names
@@ -70,7 +67,7 @@ def test_names_and_aliases() -> None:
 )
 def test_settings_that_cannot_be(wrong: Settings, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
-        Worker(wrong)
+        EngineThread(wrong)
 
 
 # --- room
@@ -81,9 +78,9 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     pair = load_served(ONE)
     list(pair.generate([5] * 9, max_tokens=4))
     assert NEED.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
-    assert NEED.context == pair.info.context_length == 4096
-    assert need_of(replace(ONE, drafter="none")).weights == demo_bytes(demo.TARGET)
-    assert need_of(replace(ONE, drafter="lookup")).weights == demo_bytes(demo.TARGET)
+    assert NEED.context == pair.facts.context_length == 4096
+    assert memory_need(replace(ONE, drafter="none")).weights == demo_bytes(demo.TARGET)
+    assert memory_need(replace(ONE, drafter="lookup")).weights == demo_bytes(demo.TARGET)
     assert machine_bytes() > 10**8
 
 
@@ -96,96 +93,96 @@ def demo_bytes(folder: Path) -> int:
 
 def test_the_need_of_what_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"not on this machine: fetch it with `mlx-spec pull nobody/nothing`"):
-        need_of(Served("x", "nobody/nothing"))
+        memory_need(ServedModel("x", "nobody/nothing"))
     shutil.copytree(demo.TARGET, tmp_path / "target")
     (tmp_path / "pair.json").write_text('{"target": "target", "drafter": null}')
-    assert need_of(Served("x", str(tmp_path))).weights == demo_bytes(demo.TARGET)
+    assert memory_need(ServedModel("x", str(tmp_path))).weights == demo_bytes(demo.TARGET)
     (tmp_path / "target" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(BadCheckpoint):
-        need_of(Served("x", str(tmp_path)))
+        memory_need(ServedModel("x", str(tmp_path)))
 
 
 def test_the_one_used_longest_ago_makes_room() -> None:
-    with working(settings(ONE, TWO, THREE, room=2.5)) as worker:
-        assert loaded(worker) == ["one"]
+    with working(settings(ONE, TWO, THREE, room=2.5)) as engine:
+        assert loaded(engine) == ["one"]
         for name in ("one", "two", "one"):
-            closed(answer(worker, chat(QUESTION, model=name, max_tokens=3)))
-        assert loaded(worker) == ["one", "two"]
-        closed(answer(worker, chat(QUESTION, model="three", max_tokens=3)))
-        assert loaded(worker) == ["one", "three"]
+            closed(answer(engine, chat(QUESTION, model=name, max_tokens=3)))
+        assert loaded(engine) == ["one", "two"]
+        closed(answer(engine, chat(QUESTION, model="three", max_tokens=3)))
+        assert loaded(engine) == ["one", "three"]
 
 
 def test_unloading_gives_the_memory_back() -> None:
-    with working(settings(ONE, TWO, room=1.2)) as worker:
-        closed(answer(worker, chat(QUESTION, model="one", max_tokens=30)))
+    with working(settings(ONE, TWO, room=1.2)) as engine:
+        closed(answer(engine, chat(QUESTION, model="one", max_tokens=30)))
         before = mx.get_active_memory()
         for name in ("two", "one"):
-            closed(answer(worker, chat(QUESTION, model=name, max_tokens=30)))
-            assert loaded(worker) == [name]
+            closed(answer(engine, chat(QUESTION, model=name, max_tokens=30)))
+            assert loaded(engine) == [name]
             assert mx.get_active_memory() < before + 0.05 * NEED.weights
 
 
 def test_a_pinned_one_stays() -> None:
-    with working(settings(replace(ONE, pinned=True), TWO, THREE, room=2.5)) as worker:
+    with working(settings(replace(ONE, pinned=True), TWO, THREE, room=2.5)) as engine:
         for name in ("two", "three"):
-            closed(answer(worker, chat(QUESTION, model=name, max_tokens=3)))
-        assert loaded(worker) == ["one", "three"]
+            closed(answer(engine, chat(QUESTION, model=name, max_tokens=3)))
+        assert loaded(engine) == ["one", "three"]
 
 
 def test_what_does_not_fit_is_refused_with_numbers() -> None:
-    with working(settings(replace(ONE, pinned=True), TWO, room=1.5)) as worker:
-        found = failure(answer(worker, chat(QUESTION, model="two")))
+    with working(settings(replace(ONE, pinned=True), TWO, room=1.5)) as engine:
+        found = failure(answer(engine, chat(QUESTION, model="two")))
         assert (found.status, found.code) == (503, "insufficient_memory")
         for number in (NEED.total, NEED.weights, NEED.caches, budget(1.5)):
             assert f"{number / 10**6:.1f} MB" in found.message
-        assert loaded(worker) == ["one"]
-        closed(answer(worker, chat(QUESTION, model="one", max_tokens=3)))
+        assert loaded(engine) == ["one"]
+        closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
 
 
 def test_conversations_make_room_for_a_model() -> None:
-    with working(settings(ONE, TWO, room=2.05)) as worker:
+    with working(settings(ONE, TWO, room=2.05)) as engine:
         for i in range(6):
-            closed(answer(worker, chat(f"{i} and more of it", model="one", max_tokens=3)))
-        caches = worker.status().models[0].caches
-        closed(answer(worker, chat(QUESTION, model="two", max_tokens=3)))
-        status = worker.status()
-        assert loaded(worker) == ["one", "two"] and status.models[0].caches <= caches
+            closed(answer(engine, chat(f"{i} and more of it", model="one", max_tokens=3)))
+        caches = engine.status().models[0].caches
+        closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
+        status = engine.status()
+        assert loaded(engine) == ["one", "two"] and status.models[0].caches <= caches
         assert sum(model.weights + model.caches for model in status.models) <= status.budget
 
 
 def test_a_model_in_use_is_not_unloaded() -> None:
-    with working(settings(ONE, TWO, room=1.2)) as worker:
-        long = begin(worker, chat("Go on", model="one", sampling=ENDLESS, max_tokens=20))
+    with working(settings(ONE, TWO, room=1.2)) as engine:
+        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=20))
         long.until(RoundDone)
-        other = begin(worker, chat(QUESTION, model="two", max_tokens=3))
-        behind = begin(worker, chat(QUESTION, model="one", max_tokens=3))
+        other = begin(engine, chat(QUESTION, model="two", max_tokens=3))
+        behind = begin(engine, chat(QUESTION, model="one", max_tokens=3))
         assert closed(long.all()).usage.completion_tokens == 20
         closed(other.all())
         closed(behind.all())  # in the order in which they came
-        assert loaded(worker) == ["one"]
+        assert loaded(engine) == ["one"]
 
 
 def test_what_idles_is_unloaded() -> None:
-    with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as worker:
-        closed(answer(worker, chat(QUESTION, model="two", max_tokens=3)))
-        deadline = time.monotonic() + served.PATIENCE
-        while loaded(worker) != ["two"]:
+    with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as engine:
+        closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
+        deadline = time.monotonic() + served.TIMEOUT_S
+        while loaded(engine) != ["two"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        card = worker.models()[0]
+        card = engine.models()[0]
         assert card.context_length == 4096 and card.tools is not None  # known since it was loaded
-        closed(answer(worker, chat(QUESTION, model="one", max_tokens=3)))
+        closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
 
 
 # --- failures
 
 
 def test_an_unknown_name_unloads_nothing() -> None:
-    with working(settings(ONE, TWO, room=1.2)) as worker:
+    with working(settings(ONE, TWO, room=1.2)) as engine:
         with pytest.raises(Failure) as caught:
-            begin(worker, chat(QUESTION, model="gpt-5"))
+            begin(engine, chat(QUESTION, model="gpt-5"))
         assert caught.value.status == 404
-        assert loaded(worker) == ["one"]
+        assert loaded(engine) == ["one"]
 
 
 @pytest.mark.parametrize("breaks", ["not here", "damaged", "crashes"])
@@ -193,33 +190,33 @@ def test_one_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.L
     target = {"not here": "nobody/nothing", "damaged": str(tmp_path), "crashes": "demo"}[breaks]
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
-    def loader(one: Served) -> Any:
+    def loader(one: ServedModel) -> Any:
         if one.name == "two" and breaks == "crashes":
             raise RuntimeError("a secret of the house")
         return load_served(one)
 
-    with working(settings(ONE, Served("two", target), room=1.2), loader) as worker:
+    with working(settings(ONE, ServedModel("two", target), room=1.2), loader) as engine:
         with caplog.at_level(logging.ERROR):
-            found = failure(answer(worker, chat(QUESTION, model="two")))
+            found = failure(answer(engine, chat(QUESTION, model="two")))
         assert (found.status, found.code) == (503, "model_not_loaded")
         assert found.message == "model 'two' could not be loaded"
         assert "two could not be loaded:" in caplog.text
         assert ("Traceback" in caplog.text) == (breaks == "crashes")
-        assert worker.status().state == "ready"
-        closed(answer(worker, chat(QUESTION, model="one", max_tokens=3)))
+        assert engine.status().state == "ready"
+        closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
 
 
 def test_the_first_one_cannot_be_loaded() -> None:
-    with working(settings(Served("one", "nobody/nothing"), TWO), loader_of_two) as worker:
-        assert not worker.begun(0)
-        status = worker.status()
+    with working(settings(ServedModel("one", "nobody/nothing"), TWO), loader_of_two) as engine:
+        assert not engine.wait_loaded(0)
+        status = engine.status()
         assert status.state == "failed" and "nothing here" in str(status.problem)
-        assert failure(answer(worker, chat(QUESTION, model="one"))).status == 503
-        closed(answer(worker, chat(QUESTION, model="two", max_tokens=3)))
-        assert (worker.status().state, worker.status().problem) == ("ready", None)
+        assert failure(answer(engine, chat(QUESTION, model="one"))).status == 503
+        closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
+        assert (engine.status().state, engine.status().problem) == ("ready", None)
 
 
-def loader_of_two(one: Served) -> Any:
+def loader_of_two(one: ServedModel) -> Any:
     if one.name == "one":
         raise NotFound("nothing here")
     return load_served(one)
@@ -228,17 +225,17 @@ def loader_of_two(one: Served) -> Any:
 def test_others_are_admitted_while_one_loads() -> None:
     loading, go = threading.Event(), threading.Event()
 
-    def slowly(one: Served) -> Any:
+    def slowly(one: ServedModel) -> Any:
         if one.name == "two":
             loading.set()
-            go.wait(served.PATIENCE)
+            go.wait(served.TIMEOUT_S)
         return load_served(one)
 
-    with working(settings(ONE, TWO, limits=Limits(waiting=1, running=2)), slowly) as worker:
-        two = begin(worker, chat(QUESTION, model="two", max_tokens=3))
-        loading.wait(served.PATIENCE)
-        one = begin(worker, chat(QUESTION, model="one"))
-        assert worker.status().waiting == 2
+    with working(settings(ONE, TWO, limits=Limits(waiting=1, running=2)), slowly) as engine:
+        two = begin(engine, chat(QUESTION, model="two", max_tokens=3))
+        loading.wait(served.TIMEOUT_S)
+        one = begin(engine, chat(QUESTION, model="one"))
+        assert engine.status().waiting == 2
         go.set()
         closed(two.all())
         with working(settings(ONE)) as fresh:

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from endpoint import CLOSED, DEMO, STATISTICS, Stub, stubbed
 
-from mlx_spec.apps.server.ask import Ended, Event, Opened, Piece, RoundDone, Span
+from mlx_spec.apps.server.events import ChoiceEnded, Event, PromptRead, RoundDone, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -210,10 +210,11 @@ def test_text_is_shown_and_never_run(tab):
     sources = (None, "gemma4_assistant", "lookup", "grammar", "prediction")
     parts = [HOSTILE[i : i + 3] for i in range(0, len(HOSTILE), 3)]
     pieces = (
-        Piece(0, "answer", part, (), (Span(part, sources[i % 5], i % 5),)) for i, part in enumerate(parts)
+        TextDelta(0, "answer", part, (), (SourceSpan(part, sources[i % 5], i % 5),))
+        for i, part in enumerate(parts)
     )
     rounds = (event for piece in pieces for event in (piece, RoundDone(0, STATISTICS)))
-    with recorded((Opened(5, 2), *rounds, Ended(0, "stop"), CLOSED), pause=0.002) as url:
+    with recorded((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002) as url:
         tab.open(url)
         tab.until(READY)
         ask(tab)

@@ -1,4 +1,4 @@
-"""What is done before the engine begins with a request: on other threads, once for what comes again."""
+"""Preparing requests on threads of their own: compiling grammars, counting tokens."""
 
 from __future__ import annotations
 
@@ -12,45 +12,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import served
-from served import DEMO, QUESTION, answer, begin, chat, closed, failure, raw, text_of, working
+from served import (
+    DEMO,
+    ENDLESS,
+    QUESTION,
+    answer,
+    begin,
+    chat,
+    closed,
+    failure,
+    raw,
+    text_of,
+    wait_until_idle,
+    working,
+)
 
 from mlx_spec import demo, grammar
-from mlx_spec.apps.server.ask import Ended, Format, Opened, Piece, RoundDone
-from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.grammars import Grammars
-from mlx_spec.apps.server.models import Models
-from mlx_spec.apps.server.settings import Limits, Served, Settings
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, RoundDone, TextDelta
+from mlx_spec.apps.server.models import GrammarCache, Models
+from mlx_spec.apps.server.request import OutputFormat
+from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar.sandbox import CompileSandbox
-from mlx_spec.sampling import Sampling
+from mlx_spec.rehearsal import Rehearsal
 
-ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
 PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
-SLOW = Format("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
+SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
 SECONDS = 1.0  # that it is given
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def engine() -> Iterator[EngineThread]:
     limits = Limits(running=2, grammar_seconds=SECONDS)
-    with working(replace(DEMO, limits=limits)) as worker:
-        yield worker
+    with working(replace(DEMO, limits=limits)) as engine:
+        yield engine
 
 
-def idle(worker: Worker) -> None:
-    deadline = time.monotonic() + served.PATIENCE
-    while worker.status().running or worker.status().waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_a_grammar_that_takes_long_holds_up_nobody_else(worker: Worker) -> None:
-    closed(answer(worker, chat(QUESTION, format=Format("regex", "a"))))  # the process that compiles is there
-    running = begin(worker, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
+def test_a_grammar_that_takes_long_holds_up_nobody_else(engine: EngineThread) -> None:
+    closed(
+        answer(engine, chat(QUESTION, format=OutputFormat("regex", "a")))
+    )  # the process that compiles is there
+    running = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
     running.until(RoundDone)
-    slow = begin(worker, chat(QUESTION, format=SLOW))
+    slow = begin(engine, chat(QUESTION, format=SLOW))
     while not running.events.empty():
         running.next()
     rounds = 0
@@ -60,21 +65,21 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(worker: Worker) -> None:
     running.job.cancel()
     assert rounds > 3, "one may end before the engine is asked to compile, and one behind it"
     assert "takes more than 1 s to compile" in failure(slow.all()).message
-    idle(worker)
+    wait_until_idle(engine)
 
 
-def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(worker: Worker) -> None:
-    slow = begin(worker, chat(QUESTION, format=SLOW))
-    while not worker.status().running:
+def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(engine: EngineThread) -> None:
+    slow = begin(engine, chat(QUESTION, format=SLOW))
+    while not engine.status().running:
         time.sleep(0.005)
     slow.job.cancel()
-    idle(worker)
-    closed(answer(worker, chat(QUESTION, max_tokens=2)))
+    wait_until_idle(engine)
+    closed(answer(engine, chat(QUESTION, max_tokens=2)))
     assert slow.events.empty()
 
 
-def test_an_engine_that_only_waits_for_grammars_rests(worker: Worker) -> None:
-    slow = begin(worker, chat(QUESTION, format=SLOW))
+def test_an_engine_that_only_waits_for_grammars_rests(engine: EngineThread) -> None:
+    slow = begin(engine, chat(QUESTION, format=SLOW))
     time.sleep(0.1)
     spent = time.process_time()
     time.sleep(0.5)
@@ -84,11 +89,11 @@ def test_an_engine_that_only_waits_for_grammars_rests(worker: Worker) -> None:
 
 def test_closing_does_not_wait_for_a_grammar() -> None:
     limits = Limits(grammar_seconds=30)
-    with working(replace(DEMO, limits=limits)) as worker:
-        slow = begin(worker, chat(QUESTION, format=SLOW))
+    with working(replace(DEMO, limits=limits)) as engine:
+        slow = begin(engine, chat(QUESTION, format=SLOW))
         time.sleep(0.1)
         began = time.monotonic()
-        worker.close()
+        engine.close()
         assert time.monotonic() - began < 5
         assert failure(slow.all()).status == 503
 
@@ -96,61 +101,73 @@ def test_closing_does_not_wait_for_a_grammar() -> None:
 # --- grammars that come again
 
 
-def test_a_grammar_is_compiled_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
     compile = grammar.compile
 
-    def counted(kind: grammar.GrammarKind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
+    def counted(kind: grammar.Kind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
         sources.append(source)
         return compile(kind, source, *rest, **more)
 
     monkeypatch.setattr(grammar, "compile", counted)
-    asks = [chat(QUESTION, format=Format("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2]
-    texts = [text_of(answer(worker, ask)) for ask in asks]
+    requests = [
+        chat(QUESTION, format=OutputFormat("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2
+    ]
+    texts = [text_of(answer(engine, request)) for request in requests]
     assert sources == ["[a-f]{4}", "[g-k]{4}"]
     assert texts[:2] == texts[2:] and texts[0] != texts[1]
-    closed(answer(worker, chat(QUESTION, thinking=True, format=Format("regex", "[a-f]{4}"))))
+    closed(answer(engine, chat(QUESTION, thinking=True, format=OutputFormat("regex", "[a-f]{4}"))))
     assert len(sources) == 2
 
 
 def test_only_the_latest_grammars_are_kept() -> None:
     text = Models(DEMO).text("demo")
-    grammars = Grammars(text, len(text.vocabulary()), count=2)
-    first, second = (grammars.compiled("regex", source, seconds=9) for source in "ab")
-    assert grammars.compiled("regex", "a", seconds=9) is first
-    grammars.compiled("regex", "c", seconds=9)  # b was used longest ago
-    assert grammars.compiled("regex", "a", seconds=9) is first
-    assert grammars.compiled("regex", "b", seconds=9) is not second
+    grammars = GrammarCache(text, len(text.vocabulary()), count=2)
+    first, second = (grammars.compile("regex", source, seconds=9) for source in "ab")
+    assert grammars.compile("regex", "a", seconds=9) is first
+    grammars.compile("regex", "c", seconds=9)  # b was used longest ago
+    assert grammars.compile("regex", "a", seconds=9) is first
+    assert grammars.compile("regex", "b", seconds=9) is not second
     with pytest.raises(InvalidValue):
-        grammars.compiled("regex", "(", seconds=9)
+        grammars.compile("regex", "(", seconds=9)
 
 
 # --- prompts
 
 
 @pytest.mark.parametrize("wrong", [(5,) * 4096, (1, 9999), ()])
-def test_nothing_is_generated_where_one_prompt_cannot_be(worker: Worker, wrong: tuple[int, ...]) -> None:
-    events = answer(worker, raw("zip returns", wrong, n=2))
+def test_nothing_is_generated_where_one_prompt_cannot_be(
+    engine: EngineThread, wrong: tuple[int, ...]
+) -> None:
+    events = answer(engine, raw("zip returns", wrong, n=2))
     assert failure(events).status == 400 and len(events) == 1
-    kinds = [type(event) for event in answer(worker, raw("zip returns", "map"))]
-    assert {Opened, Piece, RoundDone, Ended} <= set(kinds)
+    kinds = [type(event) for event in answer(engine, raw("zip returns", "map"))]
+    assert {PromptRead, TextDelta, RoundDone, ChoiceEnded} <= set(kinds)
 
 
-def test_tokens_are_counted_as_they_will_be(worker: Worker) -> None:
-    ask = chat("What is a list?", "A type.", "And a tuple?", max_tokens=2)
-    assert worker.count(ask) == closed(answer(worker, ask)).usage.prompt_tokens
+def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
+    request = chat("What is a list?", "A type.", "And a tuple?", max_tokens=2)
+    assert engine.count_tokens(request) == closed(answer(engine, request)).usage.prompt_tokens
     with pytest.raises(Failure, match="no model") as caught:
-        worker.count(replace(ask, model="other"))
+        engine.count_tokens(replace(request, model="other"))
     assert caught.value.status == 404
 
 
-def test_tokens_are_counted_of_models_that_are_not_loaded(worker: Worker, tmp_path: Path) -> None:
-    ask = chat("What is a list?")
-    models = (Served("demo", "demo"), Served("other", str(demo.TARGET)), Served("gone", str(tmp_path)))
-    other = Worker(Settings(models))  # never started
-    assert other.count(replace(ask, model="other")) == other.count(ask) == worker.count(ask)
+def test_tokens_are_counted_of_models_that_are_not_loaded(engine: EngineThread, tmp_path: Path) -> None:
+    request = chat("What is a list?")
+    models = (
+        ServedModel("demo", "demo"),
+        ServedModel("other", str(demo.TARGET)),
+        ServedModel("gone", str(tmp_path)),
+    )
+    other = EngineThread(Settings(models))  # never started
+    assert (
+        other.count_tokens(replace(request, model="other"))
+        == other.count_tokens(request)
+        == engine.count_tokens(request)
+    )
     with pytest.raises(Failure, match="'gone' could not be loaded") as caught:
-        other.count(replace(ask, model="gone"))
+        other.count_tokens(replace(request, model="gone"))
     assert caught.value.status == 503
 
 
@@ -158,7 +175,7 @@ def test_tokens_are_counted_of_models_that_are_not_loaded(worker: Worker, tmp_pa
 
 
 def test_a_rehearsal_can_be_closed_and_used_again() -> None:
-    rehearsal = CompileSandbox()
+    rehearsal = Rehearsal()
     request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": small()}
     for _ in range(2):
         rehearsal.compile("regular expression", request, 9)
@@ -175,9 +192,9 @@ def small() -> tuple[str, int]:
 def test_a_process_that_compiled_ends_without_a_word() -> None:
     code = """
 from mlx_spec.apps.server.models import Models
-from mlx_spec.apps.server.settings import Served, Settings
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.grammar import compile
-text = Models(Settings((Served("demo", "demo"),))).text("demo")
+text = Models(Settings((ServedModel("demo", "demo"),))).text("demo")
 compile("regex", "a", text, len(text.vocabulary()), seconds=9)
 """
     done = subprocess.run(

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from endpoint import frames, listening, wait_until
+
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.settings import ServedModel, Settings
 
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
-from scripted import frames, listening  # noqa: E402
-
-from mlx_spec.apps.server import messages, responses  # noqa: E402
-from mlx_spec.apps.server.settings import Served, Settings  # noqa: E402
-from mlx_spec.apps.server.worker import Worker  # noqa: E402
 
 QUESTION = "What does zip do?"
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -47,15 +46,11 @@ NEW = (
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    settings = Settings((Served("demo", "demo"),))
-    worker = Worker(settings)
-    worker.start()
-    try:
-        assert worker.begun(60)
-        with listening(messages.router(worker, settings), responses.router(worker, settings)) as address:
-            yield address
-    finally:
-        worker.close()
+    settings = Settings((ServedModel("demo", "demo"),))
+    engine = EngineThread(settings)
+    with listening(engine, settings) as address:
+        wait_until(lambda: engine.status().state == "ready")
+        yield address
 
 
 @pytest.fixture

@@ -1,48 +1,56 @@
-"""A server in the test process: the application, its client, and a worker that says what it is told."""
+"""A server for tests of its HTTP side: the application, clients of it, and an engine that plays events."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import uvicorn
 from starlette.testclient import TestClient
 
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.ask import (
-    Ask,
-    CallArguments,
-    CallDropped,
-    CallOpened,
-    Closed,
-    Ended,
+from mlx_spec.apps.server.engine_thread import EngineThread, Status
+from mlx_spec.apps.server.errors import Failure, unknown_model
+from mlx_spec.apps.server.events import (
+    ChoiceEnded,
     Event,
     Failed,
-    Opened,
-    Piece,
+    Finished,
+    PromptRead,
     RoundDone,
-    Span,
+    SourceSpan,
+    TextDelta,
     Timings,
+    ToolCall,
     Usage,
 )
-from mlx_spec.apps.server.failures import Failure, no_such_model
 from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.settings import Served, Settings
-from mlx_spec.apps.server.status import Status
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server.request import GenerationRequest
+from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.session import Statistics
-from mlx_spec.types import Alternative, Reason, TokenLogprob
+from mlx_spec.types import Reason
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-DEMO = (Served("demo", "demo"),)
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+DEMO = (ServedModel("demo", "demo"),)
 HOST = "http://localhost"
-PATIENCE = 60  # seconds for a model to be loaded
+LOADING_TIMEOUT_S = 60
 HELLO = [{"role": "user", "content": "What does zip do?"}]
+BODIES: dict[str, dict[str, Any]] = {  # the least that each route needs
+    CHAT: {"messages": HELLO},
+    TEXT: {"prompt": "x"},
+    MESSAGES: {"model": "demo", "messages": HELLO, "max_tokens": 64},
+    RESPONSES: {"input": "x"},
+}
 
 STATISTICS = Statistics(
     prompt_tokens=5,
@@ -62,40 +70,44 @@ STATISTICS = Statistics(
     reason=Reason.PAYS,
 )
 USAGE = Usage(5, 2, 4, 1, 3, 1)
-CLOSED = Closed(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12))
+READ = PromptRead(5, 2)
+CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12))
 TOKENS = tuple(
     TokenLogprob(i, text, -0.5, (Alternative(i, text, -0.5), Alternative(9, b"\xff", -float("inf"))))
     for i, text in enumerate((b"Hel", b"lo"))
 )
 ANSWER: tuple[Event, ...] = (
-    Opened(5, 2),
-    Piece(0, "thinking", "Hm."),
-    Piece(0, "answer", "Hel", TOKENS[:1], (Span("Hel", "lookup", 1),)),
-    Piece(0, "answer", "lo", TOKENS[1:], (Span("lo", None, 0),)),
+    READ,
+    TextDelta(0, "thinking", "Hm."),
+    TextDelta(0, "answer", "Hel", TOKENS[:1], (SourceSpan("Hel", "lookup", 1),)),
+    TextDelta(0, "answer", "lo", TOKENS[1:], (SourceSpan("lo", None, 0),)),
     RoundDone(0, STATISTICS),
-    Piece(0, "answer", " you"),
+    TextDelta(0, "answer", " you"),
     RoundDone(0, STATISTICS),
-    Ended(0, "stop"),
+    ChoiceEnded(0, "stop"),
     CLOSED,
 )
-CALLS: tuple[Event, ...] = (
-    Opened(5, 2),
-    CallOpened(0, 0, "call_a", "weather"),
-    CallArguments(0, 0, '{"city"'),
+ARGUMENTS = '{"city": "Köln", "days": [1, 2]}'
+TURN: tuple[Event, ...] = (  # thinking, text and two calls, with borders in awkward places
+    READ,
+    TextDelta(0, "thinking", "Wea"),
     RoundDone(0, STATISTICS),
-    CallArguments(0, 0, ': "Oslo"}'),
-    CallOpened(0, 1, "call_b", "time"),
-    CallArguments(0, 1, "{}"),
-    CallOpened(0, 2, "call_c", "half"),
-    CallDropped(0, 2),
+    TextDelta(0, "thinking", "ther?"),
+    TextDelta(0, "answer", ""),
+    TextDelta(0, "answer", "I ask: "),
+    TextDelta(0, "answer", "zwölf\n\n🌦 data: x"),
     RoundDone(0, STATISTICS),
-    Ended(0, "tool_calls"),
+    ToolCall(0, 0, "call_1", "weather", ARGUMENTS),
+    ToolCall(0, 1, "call_2", "now", ""),
+    ChoiceEnded(0, "tool_calls"),
     CLOSED,
 )
-CUT: tuple[Event, ...] = (
-    *ANSWER[:5],
-    Failed(Failure(503, "the server is shutting down", code="shutting_down")),
-)
+SHUTDOWN = Failed(Failure(503, "shutting down", type="server_error", code="shutting_down"))
+
+
+def said(*texts: str, reason: Any = "stop", stop: str | None = None) -> tuple[Event, ...]:
+    """An answer of text."""
+    return (READ, *(TextDelta(0, "answer", text) for text in texts), ChoiceEnded(0, reason, stop), CLOSED)
 
 
 @dataclass
@@ -107,35 +119,36 @@ class StubJob:
 
 
 class Stub:
-    """Stands for a worker where only the HTTP side is looked at: sends recorded events."""
+    """An engine that plays `events` on a thread; a number among them is a pause in seconds."""
 
-    def __init__(self, events: Sequence[Event] = ANSWER, *, pause: float = 0.0) -> None:
+    def __init__(self, events: Sequence[Event | float] = ANSWER, *, pause: float = 0.0) -> None:
         self.events, self.pause = events, pause
         self.refusal: Failure | None = None
         self.state = Status("ready")
-        self.asks: list[Ask] = []
+        self.requests: list[GenerationRequest] = []
         self.jobs: list[StubJob] = []
 
     def resolve(self, name: str | None) -> str:
         if name not in (None, "demo", "alias"):
-            raise no_such_model(str(name), "demo")
+            raise unknown_model(str(name), "demo")
         return "demo"
 
-    def submit(self, ask: Ask, send: Callable[[Event], None]) -> StubJob:
+    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> StubJob:
         if self.refusal is not None:
             raise self.refusal
-        self.asks.append(ask)
+        self.requests.append(request)
         self.jobs.append(StubJob())
-        threading.Thread(target=self._feed, args=(send, self.jobs[-1]), daemon=True).start()
+        threading.Thread(target=self._play, args=(send, self.jobs[-1], self.events), daemon=True).start()
         return self.jobs[-1]
 
-    def _feed(self, send: Callable[[Event], None], job: StubJob) -> None:
-        for event in self.events:
-            if job.cancelled.wait(self.pause):
+    def _play(self, send: Callable[[Event], None], job: StubJob, events: Sequence[Event | float]) -> None:
+        for event in events:
+            if job.cancelled.wait(event if isinstance(event, float) else self.pause):
                 return
-            send(event)
+            if not isinstance(event, float):
+                send(event)
 
-    def count(self, ask: Ask) -> int:
+    def count_tokens(self, request: GenerationRequest) -> int:
         return 7
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -151,6 +164,9 @@ class Stub:
         pass
 
 
+# --- in the process of the test
+
+
 @dataclass(frozen=True)
 class Endpoint:
     client: TestClient
@@ -160,16 +176,16 @@ class Endpoint:
         return self.client.post(path, json=body)
 
     def chat(self, **body: Any) -> Any:
-        return self.post(CHAT, **{"messages": HELLO, **body})
+        return self.post(CHAT, **BODIES[CHAT] | body)
 
     def refused(self, path: str = CHAT, status: int = 400, **body: Any) -> dict[str, Any]:
         """The error object of a request that must be refused."""
-        given = {"messages": HELLO, **body} if path == CHAT else body
+        given = BODIES[CHAT] | body if path == CHAT else body
         return error_of(self.post(path, **given), status)
 
     def chunks(self, path: str = CHAT, **body: Any) -> list[Any]:
-        """A stream's data, its end checked and left out."""
-        given = {"messages": HELLO, **body} if path == CHAT else body
+        """The data of a stream; its end is checked and left out."""
+        given = BODIES[CHAT] | body if path == CHAT else body
         found = events_of(self.post(path, **given, stream=True).text)
         assert found[-1] == "[DONE]"
         return [json.loads(one) for one in found[:-1]]
@@ -195,37 +211,121 @@ def events_of(text: str) -> list[str]:
 
 @cache
 def shared() -> tuple[Stub, Endpoint]:
-    """One stub and its application, for tests that look at nothing else of it; making one takes long."""
+    """One stub and its application: making one takes long."""
     stub = Stub()
     return stub, stubbed(stub)
 
 
-def fresh(events: Sequence[Event] = ANSWER) -> tuple[Stub, Endpoint]:
-    """The shared ones, as good as new."""
+def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
+    """The shared stub and application, as good as new."""
     stub, endpoint = shared()
-    stub.events = events
-    stub.asks.clear()
+    stub.events, stub.refusal = events, None
+    stub.requests.clear()
     return stub, endpoint
 
 
-def stubbed(worker: Stub, settings: Settings | None = None) -> Endpoint:
-    """The application with a stub for a worker."""
-    app = create(settings or Settings(DEMO), worker)  # type: ignore[arg-type]
+def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
+    """The application with a stub for an engine."""
+    app = create(settings or Settings(DEMO), engine)  # type: ignore[arg-type]
     return Endpoint(TestClient(app, base_url=HOST), app)
 
 
 @contextmanager
 def running(settings: Settings | None = None) -> Iterator[Endpoint]:
-    """The application with a real worker, ready, until the context ends."""
+    """The application with a real engine, ready, until the context ends."""
     given = settings or Settings(DEMO)
-    app = create(given, Worker(given))
+    app = create(given, EngineThread(given))
     with TestClient(app, base_url=HOST) as client:
         wait_until(lambda: client.get("/health").json()["status"] == "ok")
         yield Endpoint(client, app)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = LOADING_TIMEOUT_S) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)
+
+
+# --- on a port of its own, for clients that other people wrote
+
+
+@contextmanager
+def listening(engine: Any, settings: Settings) -> Iterator[str]:
+    """The address of a server."""
+    config = uvicorn.Config(create(settings, engine), port=0, log_level="error", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            thread.join(0.01)
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class Place:
+    """A server with a stub, and one of its routes."""
+
+    def __init__(self, stub: Stub, url: str, path: str) -> None:
+        self.stub, self.url, self.path = stub, url + path, path
+
+    def post(self, body: dict[str, Any] | bytes | None = None, **changes: Any) -> tuple[int, Any]:
+        """Status and JSON of a response. A body of bytes is sent as it is."""
+        given = BODIES[self.path] | changes if body is None else body
+        return post(self.url, given)
+
+    def frames(self, **changes: Any) -> list[tuple[str | None, Any]]:
+        """Names and contents of a stream's events; a comment has neither."""
+        return frames(self.url, BODIES[self.path] | changes)
+
+    def request(self, **changes: Any) -> Any:
+        """What the engine is asked for a body."""
+        status, reply = self.post(**changes)
+        assert status == 200, reply
+        return self.stub.requests[-1]
+
+    def error(self, **changes: Any) -> dict[str, Any]:
+        """The error object of a request that is refused before the engine gets it."""
+        status, reply = self.post(**changes)
+        error: dict[str, Any] = reply["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error"), reply
+        assert "\n" not in error["message"] and self.stub.requests == []
+        return error
+
+
+def post(url: str, body: object) -> tuple[int, Any]:
+    """Status and JSON of a response; `body` is JSON, or bytes as they are."""
+    try:
+        with _open(url, body) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def frames(url: str, body: dict[str, Any]) -> list[tuple[str | None, Any]]:
+    """Names and contents of a stream's events; a comment has neither."""
+    with _open(url, body | {"stream": True}) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        blocks = reply.read().decode().split("\n\n")
+    assert blocks.pop() == ""
+    return [_frame(block) for block in blocks]
+
+
+def _open(url: str, body: object) -> Any:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, raw, {"content-type": "application/json"})
+    return urllib.request.urlopen(request)
+
+
+def _frame(block: str) -> tuple[str | None, Any]:
+    if block.startswith(":"):
+        return None, None
+    name, data = block.split("\n")
+    assert name.startswith("event: ") and data.startswith("data: ")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))

@@ -1,36 +1,26 @@
-"""A worker and someone who asks it, without HTTP in between."""
+"""An engine thread and its requests, without HTTP in between."""
 
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_spec.apps.server.ask import (
-    Ask,
-    CallArguments,
-    CallOpened,
-    Chat,
-    Closed,
-    Ended,
-    Event,
-    Failed,
-    Opened,
-    Piece,
-    Raw,
-)
-from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.job import Job
+from mlx_spec.apps.server.engine_thread import EngineThread, Job
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall
 from mlx_spec.apps.server.models import Loader, load_served
-from mlx_spec.apps.server.settings import Served, Settings
-from mlx_spec.apps.server.worker import Worker
+from mlx_spec.apps.server.request import Chat, GenerationRequest, RawPrompts
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
 
-PATIENCE = 60  # seconds that a test waits for an event
-DEMO = Settings(models=(Served("demo", "demo", num_draft_tokens=4),))
+TIMEOUT_S = 60  # for an event
+DEMO = Settings(models=(ServedModel("demo", "demo", num_draft_tokens=4),))
 QUESTION = "What does os.path.join do?"
+ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
 
 
 @dataclass
@@ -43,74 +33,77 @@ class Stream:
 
     def next(self) -> Event:
         """The next one."""
-        event = self.events.get(timeout=PATIENCE)
+        event = self.events.get(timeout=TIMEOUT_S)
         self.seen.append(event)
         return event
 
     def until(self, kind: type[Event]) -> Event:
         """Read up to the first event of a kind."""
         while not isinstance(event := self.next(), kind):
-            assert not isinstance(event, Closed | Failed), event
+            assert not isinstance(event, Finished | Failed), event
         return event
 
     def all(self) -> list[Event]:
         """All events, also those that were read before."""
-        while not (self.seen and isinstance(self.seen[-1], Closed | Failed)):
+        while not (self.seen and isinstance(self.seen[-1], Finished | Failed)):
             self.next()
         return self.seen
 
 
 @contextmanager
-def working(settings: Settings = DEMO, loader: Loader = load_served) -> Iterator[Worker]:
-    """A worker that has loaded its first model."""
-    worker = Worker(settings, loader)
-    worker.start()
+def working(settings: Settings = DEMO, loader: Loader = load_served) -> Iterator[EngineThread]:
+    """An engine that has loaded its first model."""
+    engine = EngineThread(settings, loader)
+    engine.start()
     try:
-        worker.begun(PATIENCE)
-        yield worker
+        engine.wait_loaded(TIMEOUT_S)
+        yield engine
     finally:
-        worker.close()
+        engine.close()
 
 
-def chat(*texts: str, model: str = "demo", thinking: bool = False, **given: Any) -> Ask:
-    """A question, perhaps behind turns that went before: user and assistant by turns."""
+def chat(
+    *texts: str, model: str = "demo", thinking: bool = False, tools: Any = None, **given: Any
+) -> GenerationRequest:
+    """A question, perhaps after earlier turns: user and assistant in turn."""
     roles = ("user", "assistant")
     messages = tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))
     options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 24}
-    return Ask(model, Chat(messages, thinking=thinking), **options | given)
+    return GenerationRequest(model, Chat(messages, tools, thinking), **options | given)
 
 
-def raw(*prompts: str | tuple[int, ...], model: str = "demo", echo: bool = False, **given: Any) -> Ask:
-    """Texts or tokens to be continued."""
-    options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 8}
-    return Ask(model, Raw(prompts, echo), **options | given)
+def raw(*prompts: str | tuple[int, ...], echo: bool = False, **given: Any) -> GenerationRequest:
+    """Texts or tokens to continue."""
+    options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 8, "prompt_param": "prompt"}
+    return GenerationRequest("demo", RawPrompts(prompts, echo), **options | given)
 
 
-def begin(worker: Worker, ask: Ask) -> Stream:
+def begin(engine: EngineThread, request: GenerationRequest) -> Stream:
     """Submit a request."""
     events: queue.Queue[Event] = queue.Queue()
-    return Stream(worker.submit(ask, events.put), events)
+    return Stream(engine.submit(request, events.put), events)
 
 
-def answer(worker: Worker, ask: Ask) -> list[Event]:
+def answer(engine: EngineThread, request: GenerationRequest) -> list[Event]:
     """All events of a request."""
-    return begin(worker, ask).all()
+    return begin(engine, request).all()
 
 
 def text_of(events: list[Event], index: int = 0, kind: str = "answer") -> str:
     """The text of a choice."""
-    return "".join(e.text for e in events if isinstance(e, Piece) and (e.index, e.kind) == (index, kind))
+    deltas = [e for e in events if isinstance(e, TextDelta)]
+    return "".join(e.text for e in deltas if (e.index, e.kind) == (index, kind))
 
 
-def closed(events: list[Event]) -> Closed:
+def closed(events: list[Event]) -> Finished:
     """The last event, which must not be a failure."""
     last = events[-1]
-    assert isinstance(last, Closed), last
+    assert isinstance(last, Finished), last
     return last
 
 
 def failure(events: list[Event]) -> Failure:
-    """What a request failed with."""
+    """The failure of a request."""
     last = events[-1]
     assert isinstance(last, Failed), last
     return last.failure
@@ -119,10 +112,16 @@ def failure(events: list[Event]) -> Failure:
 def body(events: list[Event]) -> Any:
     """What no reuse and no speculation may change: texts, calls, prompts, ends and counts of tokens."""
     usage = replace(closed(events).usage, cached_tokens=0)
-    ends = [e for e in events if isinstance(e, Ended)]
-    prompts = [e.prompt_tokens for e in events if isinstance(e, Opened)]
-    kinds = ("answer", "thinking")
-    calls = [(e.index, e.call, e.name) for e in events if isinstance(e, CallOpened)]
-    arguments = "".join(e.text for e in events if isinstance(e, CallArguments))
-    texts = [text_of(events, e.index, kind) for e in ends for kind in kinds]
-    return usage, ends, prompts, calls, arguments, texts
+    ends = [e for e in events if isinstance(e, ChoiceEnded)]
+    prompts = [e.prompt_tokens for e in events if isinstance(e, PromptRead)]
+    calls = [(e.index, e.call, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
+    texts = [text_of(events, e.index, kind) for e in ends for kind in ("answer", "thinking")]
+    return usage, ends, prompts, calls, texts
+
+
+def wait_until_idle(engine: EngineThread) -> None:
+    """Wait until no request runs or waits."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while engine.status().running or engine.status().waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,4 +1,8 @@
-"""Who may ask: by the name the server is called, by the page that asks, by a key. Plain ASGI classes."""
+"""Guards in front of the routes: host names, origins of web pages, the API key, sizes of bodies.
+
+Starlette's TrustedHostMiddleware and CORSMiddleware are not enough: the first knows no IPv6 addresses and
+answers in plain text, the second lets requests of foreign pages pass and only hides the response.
+"""
 
 from __future__ import annotations
 
@@ -12,62 +16,63 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_spec.apps.server.failures import Failure
-from mlx_spec.apps.server.refusals import response_of
-from mlx_spec.apps.server.settings import Settings, is_loopback
+from .errors import Failure
+from .http import error_response
+from .settings import Settings, is_loopback
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-OPEN = ("/health", "/")  # to those without a key: the page has nothing to tell until it is given one
-OPEN_BELOW = "/page/"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
+OPEN_PREFIX = "/page/"
 DEFAULT_PORTS = {"http": 80, "https": 443}
-ANY = "*"
+ANY_ORIGIN = "*"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{0,1024}")
 
 
 class HostGuard:
-    """Refuses requests to names that are not ours: a page that rebinds its own name to us (DNS rebinding)."""
+    """Refuse requests to foreign host names: a web page may rebind its own name to us (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        own = () if is_loopback(settings.host) else (socket.gethostname(), f"{socket.gethostname()}.local")
-        names = (*LOOPBACK, settings.host, *settings.hosts, *own)
+        self._is_public = not is_loopback(settings.host)
+        own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
+        names = (*LOOPBACK_NAMES, settings.host, *settings.hosts, *own)
         self._names = frozenset(name.lower().rstrip(".") for name in names)
-        self._addresses = not is_loopback(settings.host)  # an address cannot be rebound
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on or refuse it."""
+        """Pass a request on or refuse it."""
         if scope["type"] != "http" or self._allows(Headers(scope=scope).get("host", "")):
             await self._app(scope, receive, send)
             return
         message = "the server does not go by this name: start it with --allow-host NAME"
         failure = Failure(403, message, type="permission_error", code="host_not_allowed")
-        await response_of(scope["path"], failure)(scope, receive, send)
+        await error_response(scope["path"], failure)(scope, receive, send)
 
     def _allows(self, host: str) -> bool:
         name = (_name_and_port(f"http://{host}") or ("", 0))[0].rstrip(".")
-        return name in self._names or (self._addresses and _is_address(name))
+        return name in self._names or (self._is_public and _is_address(name))  # no address can be rebound
 
 
 class OriginGuard:
-    """Refuses web pages of other origins, but for those that the settings allow."""
+    """Refuse requests of web pages, except our own and those of origins that the settings allow."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._origins = frozenset(map(normal_origin, settings.origins)) - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on, refuse it, or answer a preflight."""
+        """Pass a request on, refuse it, or answer a preflight."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         origin = headers.get("origin")
         if origin is None or _is_own(origin, headers.get("host", "")):
             await self._app(scope, receive, send)
             return
-        if ANY not in self._origins and normal_origin(origin) not in self._origins:
+        if ANY_ORIGIN not in self._origins and normal_origin(origin) not in self._origins:
             message = "pages of this origin may not use the server: start it with --cors-origin ORIGIN"
             failure = Failure(403, message, type="permission_error", code="origin_not_allowed")
-            await response_of(scope["path"], failure)(scope, receive, send)
+            await error_response(scope["path"], failure)(scope, receive, send)
             return
-        allowed = {"access-control-allow-origin": ANY if ANY in self._origins else origin, "vary": "Origin"}
+        shown = ANY_ORIGIN if ANY_ORIGIN in self._origins else origin
+        allowed = {"access-control-allow-origin": shown, "vary": "Origin"}
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             await Response(status_code=204, headers=allowed | _preflight(headers))(scope, receive, send)
             return
@@ -81,41 +86,41 @@ class OriginGuard:
 
 
 class KeyGuard:
-    """Refuses requests without the key, as `Authorization: Bearer` or `x-api-key`."""
+    """Refuse requests without the key, as `Authorization: Bearer` or `x-api-key`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on or refuse it."""
+        """Pass a request on or refuse it."""
         if scope["type"] != "http" or _is_open(scope) or self._has_key(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or wrong: send it as a Bearer token or as x-api-key"
         failure = Failure(401, message, type="authentication_error", code="invalid_api_key")
-        await response_of(scope["path"], failure)(scope, receive, send)
+        await error_response(scope["path"], failure)(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
-        found = [secrets.compare_digest(one.encode(), self._key) for one in given]
-        return any(found)
+        matches = [secrets.compare_digest(one.encode(), self._key) for one in given]
+        return any(matches)
 
 
 class BodyGuard:
-    """Refuses bodies that are too large, before they are read where their length is known."""
+    """Refuse bodies that are too large; one whose length is known is not even read."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
-        self._most = most
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on; whoever reads too much of it gets a Failure."""
-        failure = Failure(413, f"the body has more than {self._most} bytes", code="body_too_large")
+        """Pass a request on; a reader of too large a body gets a Failure."""
+        failure = Failure(413, f"the body has more than {self._max_bytes} bytes", code="body_too_large")
         length = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
-        if length.isdecimal() and int(length) > self._most:
-            await response_of(scope["path"], failure)(scope, receive, send)
+        if length.isdecimal() and int(length) > self._max_bytes:
+            await error_response(scope["path"], failure)(scope, receive, send)
             return
         read = 0
 
@@ -123,7 +128,7 @@ class BodyGuard:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._most:
+            if read > self._max_bytes:
                 raise failure
             return message
 
@@ -131,20 +136,20 @@ class BodyGuard:
 
 
 def normal_origin(origin: str) -> str:
-    """An origin as it is compared: lower case, no default port, nothing after the host; "" for none."""
-    if origin == ANY:
-        return ANY
+    """Return an origin for comparison: lower case, with a port; empty if it is none."""
+    if origin == ANY_ORIGIN:
+        return ANY_ORIGIN
     found = _name_and_port(origin)
     if found is None:
         return ""
-    scheme = urlsplit(origin).scheme.lower()
-    return f"{scheme}://{found[0]}:{found[1]}"
+    return f"{urlsplit(origin).scheme.lower()}://{found[0]}:{found[1]}"
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether a page of ours asks: name and port of the origin are those that were asked."""
-    scheme = urlsplit(origin).scheme.lower() if _name_and_port(origin) else ""
-    return scheme in DEFAULT_PORTS and _name_and_port(origin) == _name_and_port(f"{scheme}://{host}")
+    """Return True if the page is ours: name and port of its origin are those of the request."""
+    found = _name_and_port(origin)
+    scheme = urlsplit(origin).scheme.lower() if found else ""
+    return scheme in DEFAULT_PORTS and found == _name_and_port(f"{scheme}://{host}")
 
 
 def _name_and_port(url: str) -> tuple[str, int] | None:
@@ -168,7 +173,7 @@ def _is_address(name: str) -> bool:
 
 def _is_open(scope: Scope) -> bool:
     path = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (path in OPEN or path.startswith(OPEN_BELOW))
+    return scope["method"] in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

@@ -1,0 +1,415 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import BeforeValidator, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_spec.sampling import Sampling
+
+from . import parsing
+from .errors import Failure, anthropic_body, invalid, unsupported
+from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
+from .http import Engine, Json, named_event, respond
+from .parsing import Fields
+from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
+from .settings import Settings
+
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}  # types of `thinking`
+TOOL_CHOICES: dict[str, ToolChoice] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+
+
+# --- the body
+
+
+def _as_blocks(content: Any) -> Any:
+    """Return content as blocks; of a type that we do not know, only the type."""
+    content = [] if content is None else parsing.as_parts(content)
+    return [_known_block(block) for block in content] if isinstance(content, list) else content
+
+
+def _known_block(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in BLOCK_TYPES else block
+
+
+class Block(Fields):
+    """A block of text or thinking, a tool call or its result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Blocks = Field(default_factory=list)
+    is_error: bool | None = None
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class Message(Fields):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(lambda given: given and _as_blocks(given))]
+
+
+class ToolField(Fields):
+    """A tool that the client runs; another `type` names one that Anthropic's servers would run."""
+
+    type: str | None = None
+    name: str = Field(pattern=parsing.TOOL_NAME)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceField(Fields):
+    """The choice between text and tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Fields):
+    """Turns thinking on. The budget is not enforced: `max_tokens` limits thinking and answer together."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class FormatField(Fields):
+    """The form of the answer."""
+
+    type: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class OutputConfig(Fields):
+    """The form of the answer, and how hard to think about it."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: FormatField | None = None
+
+
+class PromptBody(Fields):
+    """The fields that make up the prompt: those of `count_tokens`."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: Blocks = Field(default_factory=list)
+    tools: list[ToolField] | None = None
+    tool_choice: ToolChoiceField | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(PromptBody):
+    """The body of a request. `metadata`, `service_tier` and `cache_control` have no effect."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    stream: bool | None = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+    speed: str | None = None
+
+
+# --- from the body to a request
+
+
+async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    body = await parsing.read_body(http_request, MessagesBody)
+    request = parse(body, engine.resolve(body.model or None))
+    parsing.check_limits(request, settings.limits)
+    writer = MessageWriter(body, request)
+    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
+
+
+async def count_tokens(http_request: Request, engine: Engine, settings: Settings) -> Response:
+    """Count the tokens of a prompt without answering it."""
+    body = await parsing.read_body(http_request, PromptBody)
+    request = GenerationRequest(engine.resolve(body.model or None), _parse_chat(body), Sampling())
+    parsing.check_limits(request, settings.limits)
+    return JSONResponse({"input_tokens": await run_in_threadpool(engine.count_tokens, request)})
+
+
+def parse(body: MessagesBody, model: str) -> GenerationRequest:
+    """Return the request. Raises Failure (400), with the field that cannot be honoured."""
+    for name, given in (("container", body.container), ("mcp_servers", body.mcp_servers)):
+        if given:
+            raise unsupported(f"{name}: nothing but the model runs here", name)
+    parsing.check_accepted("speed", body.speed, "standard")
+    budget = body.thinking.budget_tokens if body.thinking else None
+    if budget is not None and not 0 < budget < body.max_tokens:
+        field, most = "thinking.budget_tokens", body.max_tokens - 1
+        raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
+    return GenerationRequest(
+        model=model,
+        prompt=_parse_chat(body),
+        sampling=parsing.make_sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        max_tokens=body.max_tokens,
+        stop=tuple(dict.fromkeys(body.stop_sequences or ())),
+        format=_parse_format(body.output_config),
+    )
+
+
+def _parse_chat(body: PromptBody) -> Chat:
+    thinking = body.thinking.type if body.thinking else "disabled"
+    if thinking not in THINKING:
+        known = ", ".join(map(repr, THINKING))
+        raise unsupported(f"thinking.type: {thinking!r} is not supported, only {known}", "thinking.type")
+    effort = body.output_config.effort if body.output_config else None
+    return Chat(
+        messages=_parse_messages(body),
+        tools=_parse_tools(body.tools or [], body.tool_choice),
+        thinking=THINKING[thinking],
+        variables={} if effort is None else {"reasoning_effort": effort},
+    )
+
+
+def _parse_format(config: OutputConfig | None) -> OutputFormat | None:
+    if config is None or config.format is None:
+        return None
+    field, given = "output_config.format", config.format
+    if given.type != "json_schema":
+        raise unsupported(f"{field}.type: {given.type!r} is not supported, only 'json_schema'", field)
+    schema = parsing.required(given.schema_, f"{field}.schema")
+    return OutputFormat("json_schema", json.dumps(schema), field)
+
+
+def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> ToolUse | None:
+    tools = []
+    for i, tool in enumerate(given):
+        if tool.type not in (None, "custom"):
+            message = f"tools.{i}: {tool.type!r} runs on Anthropic's servers: only custom tools work here"
+            raise unsupported(message, f"tools.{i}")
+        schema = parsing.required(tool.input_schema, f"tools.{i}.input_schema")
+        tools.append(Tool(tool.name, tool.description, schema, bool(tool.strict)))
+    choice = choice or ToolChoiceField(type="auto")
+    named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
+    return parsing.make_tool_use(
+        tools,
+        TOOL_CHOICES[choice.type],
+        named,
+        not choice.disable_parallel_tool_use,
+        required_word="any",
+        named_field="tool_choice.name",
+    )
+
+
+def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
+    if body.messages[-1].role == "assistant":
+        message = "the conversation must not end with the assistant: an answer cannot be prefilled here"
+        raise unsupported(message, f"messages.{len(body.messages) - 1}")
+    turns = [{"role": "system", "content": _join_text(body.system, "system")}] if body.system else []
+    names: dict[str, str] = {}  # of the called tools, by the ids of the calls
+    for i, turn in enumerate(body.messages):
+        field = f"messages.{i}.content"
+        if turn.role == "assistant":
+            turns.append(_parse_answer(turn.content, field, names))
+        elif turn.role == "system":
+            turns.append({"role": "system", "content": _join_text(turn.content, field)})
+        else:
+            turns += _parse_user_turn(turn.content, field, names)
+    return parsing.merge_turns(turns)
+
+
+def _parse_answer(content: Sequence[Block], field: str, names: dict[str, str]) -> Json:
+    texts, thinking, calls = [], [], []
+    for i, block in enumerate(content):
+        place = f"{field}.{i}"
+        match block.type:
+            case "text":
+                texts.append(parsing.required(block.text, f"{place}.text"))
+            case "thinking":
+                thinking.append(parsing.required(block.thinking, f"{place}.thinking"))
+            case "tool_use":
+                id = parsing.required(block.id, f"{place}.id")
+                names[id] = name = parsing.required(block.name, f"{place}.name")
+                calls.append(parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input")))
+            case "redacted_thinking":  # only the server that encrypted it can read it
+                pass
+            case _:
+                raise _unsupported_block(block, place)
+    return parsing.assistant_turn("".join(texts) if texts or not calls else None, "".join(thinking), calls)
+
+
+def _parse_user_turn(content: Sequence[Block], field: str, names: Mapping[str, str]) -> Iterator[Json]:
+    if not content:
+        yield {"role": "user", "content": ""}
+    for i, block in enumerate(content):
+        place = f"{field}.{i}"
+        match block.type:
+            case "text":
+                yield {"role": "user", "content": parsing.required(block.text, f"{place}.text")}
+            case "tool_result":
+                id = parsing.required(block.tool_use_id, f"{place}.tool_use_id")
+                if id not in names:
+                    message = f"{place}.tool_use_id: there is no tool_use {id!r} before it"
+                    raise invalid(message, f"{place}.tool_use_id")
+                text = _join_text(block.content, f"{place}.content")
+                text = f"Error: {text}" if block.is_error else text
+                yield {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+            case _:
+                raise _unsupported_block(block, place)
+
+
+def _join_text(content: Iterable[Block], field: str) -> str:
+    """Return blocks that must be text as one text."""
+    texts = []
+    for i, block in enumerate(content):
+        if block.type != "text":
+            raise _unsupported_block(block, f"{field}.{i}")
+        texts.append(parsing.required(block.text, f"{field}.{i}.text"))
+    return parsing.PARAGRAPH.join(texts)
+
+
+def _unsupported_block(block: Block, field: str) -> Failure:
+    return unsupported(f"{field}: a block of type {block.type!r} is not supported here", field)
+
+
+# --- answers
+
+
+class MessageWriter:
+    """Writes an answer as a message that grows block by block."""
+
+    def __init__(self, body: MessagesBody, request: GenerationRequest) -> None:
+        self._model = request.model
+        self._max_tokens = body.max_tokens
+        self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
+        self._id = f"msg_{uuid4().hex}"
+        self._content: list[Json] = []
+        self._is_open = False  # the last block still grows
+        self._started = False
+        self._usage: Json = {}
+        self._end: Json = {"stop_reason": None, "stop_sequence": None}
+        self._timings: Json = {}
+
+    def frames(self, event: Event | None) -> Iterator[str]:
+        """Yield the text of a stream for an event, or for silence."""
+        return (named_event(content["type"], content) for content in self.read(event))
+
+    def whole(self, events: Iterable[Event]) -> Json:
+        """Return a response without a stream."""
+        for event in events:
+            for _ in self.read(event):
+                pass
+        return {**self._envelope(self._content), "timings": self._timings}
+
+    def read(self, event: Event | None) -> Iterator[Json]:
+        """Yield the protocol's events for one of ours, or for silence."""
+        if not self._started and not isinstance(event, Failed):
+            self._started = True
+            cached = (event.prompt_tokens, event.cached_tokens) if isinstance(event, PromptRead) else (0, 0)
+            self._usage = _usage_json(Usage(*cached, completion_tokens=0, reasoning_tokens=0))
+            yield {"type": "message_start", "message": self._envelope([])}
+        match event:
+            case None:
+                yield {"type": "ping"}
+            case TextDelta(text=text) if text:
+                yield from self._add_text(event)
+            case ToolCall():
+                yield from self._add_call(event)
+            case ChoiceEnded():
+                yield from self._close_block()
+                self._end = _end_json(event)
+            case Finished():
+                yield from self._finish(event)
+            case Failed(failure=failure):
+                yield anthropic_body(failure)
+
+    def _add_text(self, delta: TextDelta) -> Iterator[Json]:
+        if delta.kind == "answer":
+            yield from self._ensure_block({"type": "text", "text": ""})
+            self._content[-1]["text"] += delta.text
+            yield self._delta({"type": "text_delta", "text": delta.text})
+            return
+        yield from self._ensure_block({"type": "thinking", "thinking": "", "signature": ""})
+        if self._show_thinking:
+            self._content[-1]["thinking"] += delta.text
+            yield self._delta({"type": "thinking_delta", "thinking": delta.text})
+
+    def _add_call(self, call: ToolCall) -> Iterator[Json]:
+        yield from self._open_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        if call.arguments:
+            self._content[-1]["input"] = json.loads(call.arguments)
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _ensure_block(self, block: Json) -> Iterator[Json]:
+        """Open a block unless one of its type is open."""
+        if not self._is_open or self._content[-1]["type"] != block["type"]:
+            yield from self._open_block(block)
+
+    def _open_block(self, block: Json) -> Iterator[Json]:
+        yield from self._close_block()
+        self._content.append(block)
+        self._is_open = True
+        start = {"type": "content_block_start", "index": len(self._content) - 1}
+        yield {**start, "content_block": dict(block)}
+
+    def _close_block(self) -> Iterator[Json]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._content[-1]["type"] == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+
+    def _finish(self, event: Finished) -> Iterator[Json]:
+        self._usage = _usage_json(event.usage)
+        self._timings = timings_json(event.timings)
+        is_cut = self._end["stop_reason"] == "max_tokens"
+        if is_cut and event.usage.completion_tokens < self._max_tokens:
+            self._end["stop_reason"] = "model_context_window_exceeded"
+        final = {"type": "message_delta", "delta": self._end, "usage": self._usage}
+        yield {**final, "timings": self._timings}
+        yield {"type": "message_stop"}
+
+    def _envelope(self, content: list[Json]) -> Json:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": content, **self._end, "usage": self._usage}
+
+
+def _end_json(event: ChoiceEnded) -> Json:
+    if event.reason == "stop" and event.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": event.stop}
+    return {"stop_reason": STOP_REASONS[event.reason], "stop_sequence": None}
+
+
+def _usage_json(usage: Usage) -> Json:
+    """Return the tokens of a request as Anthropic counts them: input without what was cached."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }

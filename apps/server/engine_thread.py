@@ -1,0 +1,373 @@
+"""The one thread that uses MLX: it loads models and answers requests, which take turns round by round.
+
+`EngineThread.submit` admits a request as a `Job`. A job waits in the queue, is prepared on a thread of its
+own, and then gets a step in each turn until it is answered.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_spec.rehearsal import REHEARSAL
+
+from .errors import queue_full, to_failure, unavailable
+from .events import Event, Failed
+from .generation import Generation, PreparedRequest, Steps, prepare, prompt_tokens
+from .log import LOG
+from .models import Loader, ModelCard, Models, load_served
+from .request import GenerationRequest
+from .settings import Settings
+
+MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run
+IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
+MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
+DURATION_WEIGHT = 0.2  # of the latest request in the average duration
+
+Send = Callable[[Event], None]
+State = Literal["loading", "ready", "failed", "draining", "closed"]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The bytes that MLX holds."""
+
+    active: int = 0
+    peak: int = 0
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """A model that is loaded."""
+
+    name: str
+    weights: int  # bytes
+    caches: int  # bytes of its cached sequences
+    conversations: int  # cached sequences
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a server, for health checks and metrics."""
+
+    state: State  # failed: the first model could not be loaded
+    waiting: int = 0  # requests
+    running: int = 0
+    models: tuple[ModelStatus, ...] = ()  # those that are loaded
+    memory: MemoryUse = MemoryUse()
+    budget: int = 0  # bytes for weights and caches
+    problem: str | None = None  # why it failed
+
+
+class Job:
+    """A request from its admission to its last event. Only `cancel` is for other threads."""
+
+    def __init__(self, request: GenerationRequest, send: Send, wake: Callable[[], None]) -> None:
+        self.request = request
+        self.submitted = time.perf_counter()
+        self.cancelled = False
+        self.model = ""  # the name of its model, once it has begun
+        self.began = 0.0  # time.perf_counter(), once it has left the queue
+        self._send = send
+        self._wake = wake
+        self._generation: Generation | None = None
+        self._prepared: Future[PreparedRequest] | None = None
+        self._steps: Steps | None = None
+
+    def cancel(self) -> None:
+        """End the job within a round or a step of its prompt. No event follows. May be called again."""
+        if not self.cancelled:
+            self.cancelled = True
+            self._wake()
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the client; cancel the job if that fails."""
+        if self.cancelled:
+            return
+        try:
+            self._send(event)
+        except Exception:
+            LOG.exception("an event could not be handed over")
+            self.cancelled = True
+
+    def begin(self, generation: Generation, model: str, prepared: Future[PreparedRequest]) -> None:
+        """Begin with the answer as soon as the request is prepared."""
+        self.model, self._generation, self._prepared = model, generation, prepared
+        prepared.add_done_callback(lambda _: self._wake())
+
+    @property
+    def is_ready(self) -> bool:
+        """Return True if the job needs a turn."""
+        prepared = self._prepared is not None and self._prepared.done()
+        return self._steps is not None or self.cancelled or prepared
+
+    def step(self) -> None:
+        """Do a step. Raises StopIteration at the end, and any error of the request."""
+        if self._steps is None:
+            assert self._generation is not None and self._prepared is not None, "the job has begun"
+            self._steps = self._generation.steps(self._prepared.result())
+        next(self._steps)
+
+    def close(self) -> None:
+        """End the job in whatever state it is."""
+        if self._prepared is not None:
+            self._prepared.cancel()
+        if self._steps is not None:
+            self._steps.close()
+
+
+class EngineThread:
+    """Answers requests. Public methods are for any thread; all but `close` return without a wait."""
+
+    def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._models = Models(settings, loader)
+        self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
+        self._preparers = ThreadPoolExecutor(
+            max(settings.limits.running, 1), thread_name_prefix="mlx_spec preparing"
+        )
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._state: State = "loading"
+        self._draining = self._closing = False
+        self._blocked = False  # the first job in the queue needs the memory of a model that is in use
+        self._first_loaded = threading.Event()
+        self._problem: str | None = None
+        self._average_seconds = 1.0  # duration of recent requests
+        self._memory_read = 0.0  # time.monotonic()
+        self._status = Status("loading")
+
+    def start(self) -> None:
+        """Begin; the first model is loaded on the engine thread."""
+        self._thread.start()
+
+    def wait_loaded(self, timeout: float | None = None) -> bool:
+        """Wait for the first model. Return True if it was loaded; else `status` may say why not."""
+        self._first_loaded.wait(timeout)
+        return self._first_loaded.is_set() and self._problem is None
+
+    def submit(self, request: GenerationRequest, send: Send) -> Job:
+        """Admit a request; `send` is called on the engine thread and must not block.
+
+        Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 while the server loads its
+        first model or shuts down.
+        """
+        self._models.resolve(request.model)
+        with self._changed:
+            self._check_open()
+            self._waiting = [job for job in self._waiting if not job.cancelled]
+            waiting = len(self._waiting) - self._free_slots()  # some of them begin at once
+            if waiting >= self._limits.waiting:
+                raise queue_full(waiting, self._retry_after(waiting))
+            job = Job(request, send, self._wake)
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
+
+    def resolve(self, name: str | None) -> str:
+        """Return the model that a name or alias stands for, or the first for None. Raises Failure (404)."""
+        return self._models.resolve(name)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """Return all models, loaded or not."""
+        return self._models.cards()
+
+    def status(self) -> Status:
+        """Return the state of the server; its bytes were read lately on the engine thread."""
+        with self._changed:
+            return replace(
+                self._status,
+                state=self._state,
+                waiting=self._pending(),
+                running=len(self._running),
+                problem=self._problem,
+            )
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        """Return the number of tokens of a request's prompt. Raises Failure."""
+        try:
+            text = self._models.text(self._models.resolve(request.model))
+            return sum(map(len, prompt_tokens(request, text)))
+        except Exception as error:
+            raise to_failure(error) from error
+
+    def drain(self) -> None:
+        """Admit no more requests; answer those that were admitted."""
+        with self._changed:
+            self._draining = True
+            if self._state != "closed":
+                self._state = "draining"
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all: requests without an answer fail with 503. Returns when the thread is done."""
+        self.drain()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self._state == "loading":
+            raise unavailable("the server is loading its model: try again soon", "loading")
+        if not self._thread.is_alive():
+            raise unavailable("the engine is not running", "not_running")
+
+    def _pending(self) -> int:
+        return sum(not job.cancelled for job in self._waiting)
+
+    def _free_slots(self) -> int:
+        return max(self._limits.running - len(self._running), 0)
+
+    def _retry_after(self, waiting: int) -> int:
+        seconds = self._average_seconds * waiting / max(self._limits.running, 1)
+        return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- on the engine thread
+
+    def _work(self) -> None:
+        try:
+            self._load_first()
+            while self._wait_for_work():
+                self._expire_models()
+                self._admit()
+                self._take_turns()
+                self._read_memory()
+        finally:
+            self._end_all()
+
+    def _load_first(self) -> None:
+        try:
+            self._models.ready(self._models.first, ())
+        except Exception as error:
+            self._problem = str(error.__cause__ or error)
+        with self._changed:
+            if not self._draining:
+                self._state = "failed" if self._problem else "ready"
+        self._read_memory()
+        self._first_loaded.set()
+
+    def _wait_for_work(self) -> bool:
+        """Return False if the server closes."""
+        with self._changed:
+            can_begin = self._free_slots() > 0 and self._pending() > 0 and not self._blocked
+            if not self._closing and not can_begin and not any(job.is_ready for job in self._running):
+                self._changed.wait(IDLE_INTERVAL_S)
+            return not self._closing
+
+    def _expire_models(self) -> None:
+        if self._settings.idle_seconds is not None:
+            with self._changed:
+                wanted = {job.request.model for job in self._waiting}
+            self._models.expire({self._models.resolve(name) for name in wanted} | self._busy())
+
+    def _busy(self) -> set[str]:
+        return {job.model for job in self._running}
+
+    def _admit(self) -> None:
+        """Let waiting jobs begin, in the order in which they came."""
+        self._blocked = False
+        while self._free_slots():
+            with self._changed:
+                job = next((job for job in self._waiting if not job.cancelled), None)
+            if job is None or not self._begin(job):
+                return
+
+    def _begin(self, job: Job) -> bool:
+        """Begin a job or fail it. Return False if it has to wait until a model can be unloaded."""
+        job.began = time.perf_counter()
+        try:
+            model = self._models.ready(self._models.resolve(job.request.model), self._busy())
+            if model is None:
+                self._blocked = True
+                return False
+            self._problem = None
+            generation = Generation(job.request, model, job.send, job.submitted)
+            text, grammars = model.pair.text, model.grammars  # without the weights, which may be unloaded
+            prepared = self._preparers.submit(prepare, job.request, text, grammars, self._limits)
+            job.begin(generation, model.name, prepared)
+        except Exception as error:
+            self._leave_queue(job)
+            job.send(Failed(to_failure(error)))
+            return True
+        with self._changed:  # the job is never seen as neither waiting nor running
+            self._leave_queue(job)
+            self._running.append(job)
+            if self._state == "failed":
+                self._state = "ready"
+        return True
+
+    def _leave_queue(self, job: Job) -> None:
+        with self._changed:
+            self._waiting = [other for other in self._waiting if other is not job]
+
+    def _take_turns(self) -> None:
+        """Do one step of each job that is ready."""
+        for job in [job for job in self._running if job.is_ready]:
+            try:
+                if job.cancelled:
+                    self._finish(job)
+                else:
+                    job.step()
+            except StopIteration:
+                self._finish(job)
+            except Exception as error:
+                job.send(Failed(to_failure(error)))
+                self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        try:
+            job.close()
+        except Exception:
+            LOG.exception("a request did not end well")
+        with self._changed:
+            self._running.remove(job)
+        seconds = time.perf_counter() - job.began
+        self._average_seconds += DURATION_WEIGHT * (seconds - self._average_seconds)
+        self._memory_read = 0.0
+
+    def _read_memory(self) -> None:
+        if self._running and time.monotonic() - self._memory_read < MEMORY_INTERVAL_S:
+            return
+        self._memory_read = time.monotonic()
+        models = tuple(
+            ModelStatus(one.name, one.weights, one.prefix_cache.nbytes, len(one.prefix_cache))
+            for one in self._models.loaded()
+        )
+        memory = MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+        self._status = Status(self._state, models=models, memory=memory, budget=self._models.budget)
+
+    def _end_all(self) -> None:
+        """Fail all requests without an answer, and give all memory back."""
+        self._preparers.shutdown(wait=False, cancel_futures=True)
+        REHEARSAL.close()
+        failed = Failed(unavailable("the server is shutting down", "shutting_down"))
+        for job in tuple(self._running):
+            job.send(failed)
+            self._finish(job)
+        with self._changed:
+            left, self._waiting = self._waiting, []
+            self._state = "closed"
+        for job in left:
+            job.send(failed)
+        self._models.close()
+        self._read_memory()
+        self._first_loaded.set()
+        mx.clear_streams()  # a stream that a thread leaves behind on a CPU aborts the process when it exits

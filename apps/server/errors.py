@@ -1,0 +1,113 @@
+"""Failures of requests, and the error objects of both dialects: OpenAI's and Anthropic's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_spec.errors import SpecError
+
+from .log import LOG
+
+MAX_NAME_CHARS = 200  # characters of a name that the client made up; longer ones are not sent back whole
+ANTHROPIC_OVERLOADED = 529  # Anthropic's status for what OpenAI's clients get as 503
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class Failure(Exception):
+    """A request that is refused or failed: an HTTP status and the parts of OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,  # seconds, sent as a header
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.type, self.param, self.code = type, param, code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object, always with all four keys."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def anthropic_body(failure: Failure) -> dict[str, Any]:
+    """Return Anthropic's error object: the body of a response, or of an `error` event."""
+    default = "invalid_request_error" if failure.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(failure.status, default)
+    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+
+
+def anthropic_status(failure: Failure) -> int:
+    """Return the HTTP status that Anthropic's protocol has for a failure."""
+    return ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
+
+
+def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> Failure:
+    """Return the failure for a value that cannot be honoured: 400."""
+    return Failure(400, message, param=param, code=code)
+
+
+def missing(field: str) -> Failure:
+    """Return the failure for a field that is required: 400."""
+    return invalid(f"{field}: Field required", field, "missing_required_parameter")
+
+
+def unsupported(message: str, param: str) -> Failure:
+    """Return the failure for a value that is known but not supported: 400."""
+    return Failure(400, message, param=param, code="unsupported_value")
+
+
+def unknown_model(name: str, known: str) -> Failure:
+    """Return the failure for a model that the server does not have: 404."""
+    shown = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
+    message = f"no model {shown!r} here: there is {known}"
+    return Failure(404, message, param="model", code="model_not_found")
+
+
+def queue_full(waiting: int, seconds: int) -> Failure:
+    """Return the failure for a request that finds the queue full: 429."""
+    message = f"{waiting} requests are waiting, which is the limit: try again in {seconds} s"
+    return Failure(429, message, type="rate_limit_error", code="queue_full", retry_after=seconds)
+
+
+def unavailable(message: str, code: str) -> Failure:
+    """Return the failure for a server that is loading or shutting down: 503."""
+    return Failure(503, message, type="server_error", code=code, retry_after=5)
+
+
+def internal_error() -> Failure:
+    """Return the failure for a bug of ours: 500, without details."""
+    message = "the server failed on this request; its log says why"
+    return Failure(500, message, type="server_error", code="internal_error")
+
+
+def hung_up() -> Failure:
+    """Return the failure of a request whose client hung up: 499, which nobody reads."""
+    return Failure(499, "the client hung up", code="disconnected")
+
+
+def to_failure(error: Exception) -> Failure:
+    """Return the failure for an exception; log an unexpected one."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, SpecError):
+        return invalid(str(error))
+    LOG.error("a request failed", exc_info=error)
+    return internal_error()

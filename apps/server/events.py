@@ -1,0 +1,218 @@
+"""The events that answer a request, in the order in which they come, and their measurements as JSON.
+
+The engine thread sends events; the protocol files write them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_spec.logprobs import Alternative, TokenLogprob
+from mlx_spec.session import Statistics
+
+from .errors import Failure
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
+UNKNOWN_EARLY = ("draft_kind", "queued_ms", "ttft_ms")  # keys of `timings` that are known at the end only
+
+
+@dataclass(frozen=True)
+class PromptRead:
+    """The prompt has been processed. Sent once for each prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in a cache
+
+
+@dataclass(frozen=True)
+class SourceSpan:
+    """A piece of text that one or a few tokens made, and where they came from."""
+
+    text: str
+    source: str | None  # name of the drafter, "grammar" or "prediction"; None: the target
+    position: int  # place in its draft, from 1; 0: not drafted
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More text of a choice."""
+
+    index: int
+    kind: Literal["answer", "thinking"]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that end in this text, if requested
+    spans: tuple[SourceSpan, ...] = ()  # their texts make up `text`
+
+
+@dataclass(frozen=True)
+class ToolCallStarted:
+    """A tool call begins. The parsers of tool calls send this event, clients get `ToolCall`."""
+
+    index: int
+    call: int  # 0, 1, ... within the choice
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """More of the JSON text of the arguments of the call that was started last."""
+
+    index: int
+    call: int
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallDropped:
+    """The call that was started last is malformed or was cut off. Its text follows as part of the answer."""
+
+    index: int
+    call: int
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete tool call."""
+
+    index: int
+    call: int  # 0, 1, ... within the choice
+    id: str
+    name: str
+    arguments: str  # JSON text of an object; may be empty
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A choice has completed a round."""
+
+    index: int
+    statistics: Statistics  # of the choice so far
+
+
+@dataclass(frozen=True)
+class ChoiceEnded:
+    """A choice is complete."""
+
+    index: int
+    reason: FinishReason
+    stop: str | None = None  # the stop string that ended it
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of the whole request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # including the token that completes a stop string
+    reasoning_tokens: int
+    accepted_prediction_tokens: int = 0  # of the client's prediction, in the answer
+    rejected_prediction_tokens: int = 0  # of the client's prediction, not in the answer
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Measurements of a request; those of several choices are added up."""
+
+    statistics: Statistics
+    draft_kind: str | None  # names of the drafters that drafted, joined by "+"; None if none did
+    queued_seconds: float
+    first_token_seconds: float  # since admission
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The request is answered. The last event."""
+
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request failed. The last event."""
+
+    failure: Failure
+
+
+Event = (
+    PromptRead
+    | TextDelta
+    | ToolCallStarted
+    | ToolCallDelta
+    | ToolCallDropped
+    | ToolCall
+    | RoundDone
+    | ChoiceEnded
+    | Finished
+    | Failed
+)
+
+
+# --- as JSON
+
+
+def timings_json(timings: Timings) -> dict[str, Any]:
+    """Return the `timings` of a response, named as in llama.cpp's server where it has them.
+
+    `drafted_at[i]` rounds drafted more than i tokens; `accepted_at[i]` rounds accepted more than i. Rates and
+    `gain` are None if nothing was measured. `reason` says why the last round drafted or did not.
+    """
+    statistics = timings.statistics
+    processed = statistics.prompt_tokens - statistics.reused_tokens
+    return {
+        "draft_kind": timings.draft_kind,
+        "draft_rounds": statistics.speculative_rounds,
+        "draft_n": statistics.drafted,
+        "draft_n_accepted": statistics.accepted,
+        "drafted_at": list(statistics.drafted_at),
+        "accepted_at": list(statistics.accepted_at),
+        "draft_length": statistics.draft_length,
+        "cache_n": statistics.reused_tokens,
+        "drafter_cold_n": statistics.drafter_cold,
+        "prompt_n": processed,
+        "prompt_ms": _milliseconds(statistics.prefill_seconds),
+        "prompt_per_second": _rate(processed, statistics.prefill_seconds),
+        "predicted_n": statistics.generated_tokens,
+        "predicted_ms": _milliseconds(statistics.decode_seconds),
+        "predicted_per_second": _rate(statistics.generated_tokens, statistics.decode_seconds),
+        "gain": statistics.gain,
+        "speculation": "on" if statistics.reason.is_on else "off",
+        "reason": statistics.reason.value,
+        "queued_ms": _milliseconds(timings.queued_seconds),
+        "ttft_ms": _milliseconds(timings.first_token_seconds),
+    }
+
+
+def statistics_json(index: int, statistics: Statistics) -> dict[str, Any]:
+    """Return the measurements of a choice so far, under the names of `timings`."""
+    values = timings_json(Timings(statistics, None, 0.0, 0.0))
+    return {"index": index, **{name: value for name, value in values.items() if name not in UNKNOWN_EARLY}}
+
+
+def logprob_json(token: TokenLogprob) -> dict[str, Any]:
+    """Return a token, its logprob and its bytes, and the same of its likeliest alternatives."""
+    return {**_token_json(token), "top_logprobs": [_token_json(other) for other in token.top]}
+
+
+def finite(logprob: float) -> float:
+    """Return a logprob that JSON can hold."""
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
+
+
+def _token_json(token: TokenLogprob | Alternative) -> dict[str, Any]:
+    text = token.written.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite(token.logprob), "bytes": list(token.written)}
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 else None

@@ -1,0 +1,394 @@
+"""One request, from its prompts to its events: a thin layer over `Pair.run` and the text of the answer.
+
+`prepare` runs on a thread of its own and does not use MLX. `Generation` runs on the engine thread, in steps:
+a step is a chunk of a prompt or a round, so that requests can take turns.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from mlx_spec import engine
+from mlx_spec.answer import Answer, Part
+from mlx_spec.apps.server.tools import Calls, Dialect, banned, dialect_of, lark, prompt_of, widened_text
+from mlx_spec.drafters.prediction import prediction_counts
+from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.grammar import Grammar
+from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.reuse import Held
+from mlx_spec.sampling import Law, Sampling
+from mlx_spec.scoring import score
+from mlx_spec.session import Statistics, added
+from mlx_spec.text import Text
+from mlx_spec.types import Round
+
+from .errors import invalid
+from .events import (
+    ChoiceEnded,
+    Event,
+    Finished,
+    FinishReason,
+    PromptRead,
+    RoundDone,
+    SourceSpan,
+    TextDelta,
+    Timings,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallDropped,
+    ToolCallStarted,
+    Usage,
+)
+from .models import GrammarCache, LoadedModel
+from .request import Chat, GenerationRequest, OutputFormat, RawPrompts, ToolUse
+from .settings import Limits
+
+NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
+
+Steps = Generator[None, None, None]
+
+
+# --- before the engine begins
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request in the form that the engine needs."""
+
+    prompts: tuple[list[int], ...]
+    sampling: Sampling
+    dialect: Dialect | None  # the format of the tool calls to read; None if there are none to read
+    prediction: tuple[int, ...] = ()
+
+
+def prepare(
+    request: GenerationRequest, text: Text, grammars: GrammarCache, limits: Limits
+) -> PreparedRequest:
+    """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
+
+    Raises Failure (400), or InvalidValue if the chat template refuses the messages.
+    """
+    prompts = prompt_tokens(request, text)
+    prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
+    use = request.prompt.tools if isinstance(request.prompt, Chat) else None
+    dialect = None if use is None else dialect_of(text)
+    sampling = request.sampling
+    if use is not None and dialect is not None:
+        bias = {**(sampling.logit_bias or {}), **banned(dialect, use)}
+        sampling = replace(sampling, logit_bias=bias or None)
+    format = _output_format(request, dialect, use)
+    if format is not None:
+        sampling = replace(sampling, grammar=_compile(format, request, grammars, limits))
+    reads_calls = use is not None and use.choice != "none"
+    return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction)
+
+
+def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
+    """Return the tokens of each prompt; raise what `prepare` raises."""
+    if isinstance(request.prompt, Chat):
+        return (prompt_of(request.prompt, text, request.model),)
+    return tuple(
+        text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in request.prompt.prompts
+    )
+
+
+def _output_format(
+    request: GenerationRequest, dialect: Dialect | None, use: ToolUse | None
+) -> OutputFormat | None:
+    """Return the form of the answer: what the request asks for, combined with what its tools need."""
+    if use is None or dialect is None:
+        return request.format
+    source = lark(dialect, use, request.format)
+    if source is None:
+        return request.format
+    return OutputFormat("lark", source, "tools" if request.format is None else request.format.param)
+
+
+def _compile(
+    format: OutputFormat, request: GenerationRequest, grammars: GrammarCache, limits: Limits
+) -> Grammar:
+    thinks = isinstance(request.prompt, Chat) and request.prompt.thinking
+    source = widened_text(format.text) if format.kind == "json_schema" else format.text
+    try:
+        return grammars.compile(format.kind, source, seconds=limits.grammar_seconds).thinking(thinks)
+    except InvalidValue as error:
+        raise invalid(str(error), format.param) from error
+
+
+# --- on the engine thread
+
+
+class Generation:
+    """Answers a request: one prompt after the other, and the choices of each prompt one after the other."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        model: LoadedModel,
+        send: Callable[[Event], None],
+        submitted: float,  # time.perf_counter()
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._pair = model.pair
+        self._send = send
+        self._submitted = submitted
+        self._queued_seconds = time.perf_counter() - submitted
+        self._first_token_seconds: float | None = None
+        self._choices: list[ChoiceStream] = []
+
+    def steps(self, prepared: PreparedRequest) -> Steps:
+        """Do the work; yield after each step. Raises Failure and SpecError."""
+        for prompt in prepared.prompts:  # all of them, before anything is generated for the first
+            self._check_prompt(prompt)
+        for number, prompt in enumerate(prepared.prompts):
+            with self._model.prefix_cache.borrow(prompt) as sequence:
+                for i in range(self._request.n):
+                    yield from self._generate_choice(prepared, sequence, number, i)
+        self._send(Finished(self._usage(prepared), self._timings()))
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        try:
+            self._pair.room(prompt, NO_LIMIT)
+        except PromptTooLong as error:
+            raise invalid(str(error), self._request.prompt_param, "context_length_exceeded") from error
+        except InvalidValue as error:
+            param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
+            raise invalid(str(error), param) from error
+
+    def _generate_choice(self, prepared: PreparedRequest, sequence: Held, number: int, i: int) -> Steps:
+        """Generate choice i of a prompt. All but the first find nearly all of the prompt in the cache."""
+        prompt, index = prepared.prompts[number], number * self._request.n + i
+        echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
+        rounds = self._rounds(prepared, sequence, prompt, i)
+        scores: list[TokenLogprob] = []
+        if echo and self._request.top_logprobs is not None:
+            cached = sequence.align(())
+            seconds = yield from _timed(self._score_prompt(sequence, prompt, scores))
+        else:
+            cached = sequence.align(prompt)
+            parts = sequence.decoding
+            seconds = yield from _timed(engine.prefill(parts.target, parts.drafters, prompt))
+        self._model.prefix_cache.shrink()
+        statistics = Statistics()
+        if i == 0:
+            self._send(PromptRead(len(prompt), cached))
+            statistics = Statistics(len(prompt), reused_tokens=cached, drafter_cold=sequence.cold)
+        choice = self._new_choice(prepared, index, prompt, statistics)
+        if echo:
+            self._send(self._echo(index, number, prompt, scores))
+        if self._request.max_tokens != 0:
+            yield from self._decode(choice, sequence, rounds, seconds)
+        sequence.cut(len(prompt) + len(choice.tokens))
+        for event in choice.end():
+            self._send(event)
+
+    def _rounds(
+        self, prepared: PreparedRequest, sequence: Held, prompt: list[int], i: int
+    ) -> Iterator[Round]:
+        sampling, limit = prepared.sampling, self._request.max_tokens
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + i)  # else all choices would be the same
+        return self._pair.run(
+            sequence.decoding,
+            prompt,
+            sampling=sampling,
+            max_tokens=NO_LIMIT if limit is None else max(limit, 1),
+            top_logprobs=self._request.top_logprobs,
+            prediction=prepared.prediction,
+        )
+
+    def _score_prompt(self, sequence: Held, prompt: list[int], scores: list[TokenLogprob]) -> Iterator[None]:
+        """Process a prompt and add the logprobs of its tokens to `scores`; the first token has none."""
+        pair, top = self._pair, self._request.top_logprobs or 0
+        law = Law(replace(self._request.sampling, grammar=None), 0, pair.facts.vocab_size)
+        scores.append(TokenLogprob(prompt[0], pair.text.written(prompt[0]), math.nan))
+        parts = sequence.decoding
+        for more in score(parts.target, parts.drafters, law, prompt, pair.text, top):
+            scores.extend(more)
+            yield
+        sequence.note(prompt)
+
+    def _new_choice(
+        self, prepared: PreparedRequest, index: int, prompt: list[int], statistics: Statistics
+    ) -> ChoiceStream:
+        request = self._request
+        calls, markers = None, None
+        if prepared.dialect is not None and isinstance(request.prompt, Chat) and request.prompt.tools:
+            markers = prepared.dialect.format.marks
+            calls = Calls(index, prepared.dialect.format, request.prompt.tools.tools)
+        chat_prompt = prompt if isinstance(request.prompt, Chat) else None
+        answer = Answer(self._pair.text, chat_prompt, stop=request.stop, calls=markers)
+        grammar = () if prepared.sampling.grammar is None else ("grammar",)
+        prediction = ("prediction",) if prepared.prediction else ()
+        sources = (*self._pair.drafter_names, *grammar, *prediction)
+        self._choices.append(ChoiceStream(index, answer, calls, sources, statistics))
+        return self._choices[-1]
+
+    def _echo(self, index: int, number: int, prompt: list[int], scores: list[TokenLogprob]) -> TextDelta:
+        """Return the prompt as the beginning of its choice."""
+        assert isinstance(self._request.prompt, RawPrompts)
+        given = self._request.prompt.prompts[number]
+        text = given if isinstance(given, str) else self._pair.text.decode(prompt)
+        return TextDelta(index, "answer", text, tuple(scores), (SourceSpan(text, None, 0),))
+
+    def _decode(
+        self, choice: ChoiceStream, sequence: Held, rounds: Iterator[Round], prefill_seconds: float
+    ) -> Steps:
+        with _closing(rounds):
+            while not choice.is_stopped:
+                start = time.perf_counter()
+                round = next(rounds, None)
+                if round is None:
+                    return
+                now = time.perf_counter()
+                if self._first_token_seconds is None:
+                    self._first_token_seconds = now - self._submitted
+                sequence.note(round.tokens)
+                for event in choice.read(round, now - start + prefill_seconds):
+                    self._send(event)
+                prefill_seconds = 0.0
+                yield
+
+    def _usage(self, prepared: PreparedRequest) -> Usage:
+        total = added([choice.statistics for choice in self._choices])
+        expected = prepared.prediction
+        counts = [prediction_counts(expected, choice.tokens) for choice in self._choices if expected]
+        return Usage(
+            total.prompt_tokens,
+            total.reused_tokens,
+            sum(len(choice.tokens) for choice in self._choices),
+            sum(choice.reasoning_tokens for choice in self._choices),
+            sum(accepted for accepted, _ in counts),
+            sum(rejected for _, rejected in counts),
+        )
+
+    def _timings(self) -> Timings:
+        drafted = dict.fromkeys(source for choice in self._choices for source in choice.drafted)
+        total = added([choice.statistics for choice in self._choices])
+        return Timings(
+            total, "+".join(drafted) or None, self._queued_seconds, self._first_token_seconds or 0.0
+        )
+
+
+class ChoiceStream:
+    """Turns the rounds of one choice into events. Only the borders of text deltas depend on the rounds."""
+
+    def __init__(
+        self,
+        index: int,
+        answer: Answer,
+        calls: Calls | None,
+        sources: Sequence[str],  # names of the drafters, by the index that rounds hold
+        statistics: Statistics,
+    ) -> None:
+        self._index = index
+        self._answer = answer
+        self._calls = calls
+        self._sources = sources
+        self._tokens: list[int] = []
+        self._open_call: ToolCallStarted | None = None
+        self._arguments: list[str] = []  # of the open call
+        self.statistics = statistics  # so far
+        self.drafted: dict[str, None] = {}  # names of the drafters that drafted, in that order
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the emitted tokens, including the one that completed a stop string."""
+        return self._tokens[: self._answer.completion_tokens]
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many of the tokens are thinking."""
+        return self._answer.reasoning_tokens
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return True if a stop string ended the choice."""
+        return self._answer.finished is not None
+
+    def read(self, round: Round, seconds: float) -> Iterator[Event]:
+        """Yield the events of a round; the engine spent `seconds` on it."""
+        self._tokens += round.tokens
+        self.statistics = self.statistics.plus(round, seconds)
+        if round.drafter is not None and round.drafted:
+            self.drafted[self._sources[round.drafter]] = None
+        yield from self._events(self._answer.read(round, round.logprobs))
+        yield RoundDone(self._index, self.statistics)
+
+    def end(self) -> Iterator[Event]:
+        """Yield the text that was held back, and the reason of the end."""
+        yield from self._events(self._answer.end())
+        if self._calls is not None:
+            yield from self._complete_calls(self._calls.end())
+            yield from self._take_call()
+        yield ChoiceEnded(self._index, self._finish_reason(), self._answer.finished)
+
+    def _events(self, parts: Iterable[Part]) -> Iterator[Event]:
+        for part in parts:
+            if part.kind != "call":
+                yield from self._take_call()
+                spans = tuple(SourceSpan(s.text, self._source(s.drafter), s.position) for s in part.spans)
+                yield TextDelta(self._index, part.kind, part.text, part.logprobs, spans)
+            elif self._calls is not None:
+                yield from self._complete_calls(self._calls.read(part))
+                if part.closed:
+                    yield from self._take_call()
+
+    def _complete_calls(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Buffer each tool call until it is complete; discard malformed ones.
+
+        Clients run a call as soon as they have it, and no protocol can take one back.
+        """
+        for event in events:
+            match event:
+                case ToolCallDelta(text=text):
+                    self._arguments.append(text)
+                case ToolCallDropped():
+                    self._open_call = None
+                case ToolCallStarted():
+                    yield from self._take_call()
+                    self._open_call, self._arguments = event, []
+                case _:
+                    yield from self._take_call()
+                    yield event
+
+    def _take_call(self) -> Iterator[Event]:
+        call, self._open_call = self._open_call, None
+        if call is not None:
+            yield ToolCall(call.index, call.call, call.id, call.name, "".join(self._arguments))
+
+    def _source(self, drafter: int | None) -> str | None:
+        return None if drafter is None else self._sources[drafter]
+
+    def _finish_reason(self) -> FinishReason:
+        if self.is_stopped:
+            return "stop"
+        if self.statistics.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self._calls is not None and self._calls.complete else "stop"
+
+
+@contextmanager
+def _closing(rounds: Iterator[Round]) -> Iterator[None]:
+    """Close the rounds in the end, so that the engine drops its uncommitted tokens."""
+    try:
+        yield
+    finally:
+        if isinstance(rounds, Generator):
+            rounds.close()
+
+
+def _timed(steps: Iterable[object]) -> Generator[None, None, float]:
+    """Yield after each step. Return the seconds that the steps took themselves."""
+    seconds, start = 0.0, time.perf_counter()
+    for _ in steps:
+        seconds += time.perf_counter() - start
+        yield
+        start = time.perf_counter()
+    return seconds + time.perf_counter() - start

@@ -1,0 +1,377 @@
+"""From the engine thread to HTTP: events to the event loop, streams, and failures as responses.
+
+The route of a protocol parses a body, and calls `respond` with a `Writer` for its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from contextlib import aclosing, suppress
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
+from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
+from .log import LOG
+from .request import GenerationRequest
+from .settings import Settings
+
+ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
+MAX_PATH_CHARS = 128  # characters of a path that an error repeats
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
+LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
+STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptRead, RoundDone, ChoiceEnded}  # end an engine step
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class Job(Protocol):
+    """An admitted request."""
+
+    def cancel(self) -> None:
+        """End the request within a round. Does nothing if it has ended."""
+        ...
+
+
+class Engine(Protocol):
+    """The engine as the routes use it. They call `resolve` and `submit` on the event loop."""
+
+    def resolve(self, name: str | None) -> str:
+        """Return the model that a name stands for, or the first for None. Raises Failure (404)."""
+        ...
+
+    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> Job:
+        """Admit a request; `send` is called on the engine thread. Raises Failure (404, 429, 503)."""
+        ...
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        """Return the number of tokens of the prompt, after a while. Raises Failure."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes the events of one answer as a protocol has them."""
+
+    def frames(self, event: Event | None) -> Iterable[str]:
+        """Return the text of a stream for an event; None stands for silence."""
+        ...
+
+    def whole(self, events: Iterable[Event]) -> Json:
+        """Return the body of a response without a stream."""
+        ...
+
+
+# --- events from the engine thread to the event loop
+
+
+class LoopWaker:
+    """A thread that wakes event loops.
+
+    `call_soon_threadsafe` releases the GIL, and the loop could then delay the engine by one chunk. The engine
+    only puts a note into a queue.
+    """
+
+    def __init__(self) -> None:
+        self._notes: SimpleQueue[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mlx_spec waking", daemon=True)
+                self._thread.start()
+
+    def call(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+        """Let a loop call a function. Never waits."""
+        self._notes.put((loop, function))
+
+    def _work(self) -> None:
+        while True:
+            loop, function = self._notes.get()
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(function)
+
+
+WAKER = LoopWaker()
+
+
+class EventQueue:
+    """The events of one request, in order. Create it on the event loop that reads them.
+
+    Only events of the types in `wakes` wake the loop, and only once until it looks; the others wait for one.
+    """
+
+    def __init__(self, wakes: Collection[type[Event]], silence_s: float | None) -> None:
+        WAKER.start()
+        self._loop = asyncio.get_running_loop()
+        self._wakes = wakes
+        self._silence_s = silence_s  # seconds without an event after which `get` returns None
+        self._events: deque[Event] = deque()
+        self._notified = False  # the loop will look
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        """Add an event, on any one thread. Never waits."""
+        self._events.append(event)  # before `_notified` is read: the loop resets it before it looks here
+        if type(event) in self._wakes and not self._notified:
+            self._notified = True
+            WAKER.call(self._loop, self._look)
+
+    async def get(self) -> Event | None:
+        """Return the next event, or None after a silence. Called on the loop."""
+        if not self._events:
+            await self._wait()
+        return self._events.popleft() if self._events else None
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        alarm = None if self._silence_s is None else self._loop.call_later(self._silence_s, self._release)
+        try:
+            await self._waiter
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def _look(self) -> None:
+        self._notified = False
+        if self._events:  # else they were read already, and a release would count as silence
+            self._release()
+
+    def _release(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+async def read_events(
+    engine: Engine,
+    request: GenerationRequest,
+    silence_s: float | None = None,
+    wakes: Collection[type[Event]] = STEP_EVENTS,
+) -> AsyncGenerator[Event | None, None]:
+    """Yield the events of a request, the last of which is `Finished` or `Failed`; None after each silence.
+
+    Closing the generator early cancels the request. Raises Failure if the engine does not admit it.
+    """
+    queue = EventQueue(wakes, silence_s)
+    job = engine.submit(request, queue.put)
+    try:
+        event: Event | None = None
+        while not isinstance(event, Finished | Failed):
+            event = await queue.get()
+            yield event
+    finally:
+        job.cancel()
+
+
+# --- answers
+
+
+async def respond(
+    http_request: Request,
+    engine: Engine,
+    request: GenerationRequest,
+    writer: Writer,
+    settings: Settings,
+    *,
+    stream: bool,
+) -> Response:
+    """Answer a request, whole or as a stream. The request is cancelled when the client hangs up.
+
+    Raises Failure if the request is not admitted, or fails before its response begins.
+    """
+    if not stream:
+        events = await _while_connected(http_request, _collect(engine, request))
+        return JSONResponse(writer.whole(events))
+    source = read_events(engine, request, settings.keepalive_seconds)
+    try:
+        first = await _while_connected(http_request, _first(source))
+    except BaseException:
+        await source.aclose()
+        raise
+    return EventStream(source, _frames(first, source, writer, settings.keepalive_seconds))
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events, which closes its source in the end."""
+
+    def __init__(self, source: AsyncGenerator[Event | None, None], frames: AsyncIterator[str]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, then close the source, even if it was never read."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+
+def named_event(name: str, content: Mapping[str, Any]) -> str:
+    """Return a named server-sent event."""
+    return f"event: {name}\ndata: {_one_line(content)}\n\n"
+
+
+def data_event(content: Mapping[str, Any]) -> str:
+    """Return a server-sent event without a name."""
+    return f"data: {_one_line(content)}\n\n"
+
+
+def _one_line(content: Mapping[str, Any]) -> str:
+    """Return JSON without any character that a client may take for the end of a line."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+
+
+async def _collect(engine: Engine, request: GenerationRequest) -> list[Event]:
+    found: list[Event] = []
+    async with aclosing(read_events(engine, request, wakes=LAST_EVENTS)) as source:
+        async for event in source:
+            if isinstance(event, Failed):
+                raise event.failure
+            if event is not None:
+                found.append(event)
+    return found
+
+
+async def _first(source: AsyncGenerator[Event | None, None]) -> Event | None:
+    event = await anext(source)
+    if isinstance(event, Failed):
+        raise event.failure
+    return event
+
+
+async def _frames(
+    first: Event | None, source: AsyncGenerator[Event | None, None], writer: Writer, keepalive_s: float
+) -> AsyncIterator[str]:
+    """Yield the text of a stream. Events that write nothing, as those in a tool call, count as silence."""
+    try:
+        for text in writer.frames(first):
+            yield text
+        written = time.monotonic()
+        async for event in source:
+            is_silent = True
+            for text in writer.frames(event):
+                yield text
+                is_silent = False
+            if is_silent and time.monotonic() - written >= keepalive_s:
+                for text in writer.frames(None):
+                    yield text
+                is_silent = False
+            if not is_silent:
+                written = time.monotonic()
+    except Exception as error:  # a bug of ours: written as this protocol writes failures
+        LOG.error("a stream failed", exc_info=error)
+        for text in writer.frames(Failed(internal_error())):
+            yield text
+
+
+async def _while_connected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns. If the client hangs up, cancel it and raise Failure."""
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(http_request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise hung_up()
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(http_request: Request) -> None:
+    while (await http_request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- failures
+
+
+def error_response(path: str, failure: Failure) -> Response:
+    """Return the response to a request for `path` that failed before its response began."""
+    if path.startswith(ANTHROPIC_PATH):
+        response = JSONResponse(anthropic_body(failure), anthropic_status(failure))
+    else:
+        response = JSONResponse(failure.body, failure.status)
+    if failure.retry_after is not None:
+        response.headers["retry-after"] = str(failure.retry_after)
+    if failure.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
+
+
+def add_error_handlers(app: Starlette) -> None:
+    """Let `app` answer what its routes raise, in the dialect of the path."""
+
+    async def on_failure(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Failure)
+        return error_response(request.url.path, error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        message, code = str(error.detail), None
+        if error.status_code == 404:
+            message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
+        elif error.status_code == 405:
+            message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}", "method_not_allowed"
+        response = error_response(path, Failure(error.status_code, message, code=code))
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(Failure, on_failure)
+    app.add_exception_handler(HTTPException, on_http_exception)
+
+
+class LastResort:
+    """ASGI middleware: a bug of ours becomes a 500 without details, or the error at the end of a stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        begun: Message | None = None
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = message if begun is None else begun
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            LOG.error("a request failed", exc_info=error)
+            if begun is None:
+                await error_response(scope["path"], internal_error())(scope, receive, send)
+            else:
+                await send(
+                    {"type": "http.response.body", "body": _last_event(scope, begun), "more_body": False}
+                )
+
+
+def _last_event(scope: Scope, begun: Message) -> bytes:
+    """Return the error that ends a stream whose writer failed; nothing if it is no stream."""
+    if not any(value.startswith(b"text/event-stream") for _, value in begun.get("headers", ())):
+        return b""
+    failure = internal_error()
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return named_event("error", anthropic_body(failure)).encode()
+    return data_event(failure.body).encode()

@@ -1,0 +1,363 @@
+"""Fields of bodies and chunks of streams that `/v1/chat/completions` and `/v1/completions` share."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from mlx_spec import __version__
+from mlx_spec.sampling import Sampling
+
+from .errors import invalid, missing, unsupported
+from .events import (
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    RoundDone,
+    TextDelta,
+    Usage,
+    statistics_json,
+    timings_json,
+)
+from .http import Json, data_event
+from .log import LOG
+from .parsing import MAX_SHOWN_CHARS, Fields, Parts, make_sampling, part_texts
+from .request import OutputFormat
+from .settings import Limits
+
+MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
+MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
+MAX_LOGGED_NAMES = 64  # unknown fields that are logged, each once
+DONE = "data: [DONE]\n\n"
+KEEPALIVE = ": keepalive\n\n"
+
+_logged_names: set[str] = set()
+
+
+def _as_list(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+class StreamOptions(Fields):
+    """Additions to a stream."""
+
+    include_usage: bool | None = None
+    include_draft: bool | None = None  # ours: which drafter wrote what, and measurements of each round
+
+
+class JsonSchema(Fields):
+    """A schema and its name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None  # the answer matches any schema
+
+
+class ResponseFormat(Fields):
+    """The form of the answer; `regex` and `lark` are ours."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+    grammar: str | None = None
+
+
+class Prediction(Fields):
+    """Text that the answer is expected to contain."""
+
+    type: str
+    content: Parts | None = None
+
+
+class CompletionBody(Fields):
+    """The fields that both routes take."""
+
+    model_config = ConfigDict(extra="allow")  # unknown fields are logged
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+
+    # Accepted without effect.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+def check_options(body: CompletionBody, refused: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise Failure (400) for options that are not supported. Log each unknown field once.
+
+    `refused` maps fields that are not supported to the reason.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options: only with stream true", "stream_options")
+    for name, value in (body.model_extra or {}).items():
+        if name in refused:
+            if value is not None:
+                raise unsupported(f"{name}: is not supported, {refused[name]}", name)
+            continue
+        if name not in _logged_names and len(_logged_names) < MAX_LOGGED_NAMES:
+            _logged_names.add(name)
+            LOG.warning("requests have a field that is not known here and is ignored: %.64r", name)
+
+
+def parse_sampling(body: CompletionBody) -> Sampling:
+    """Return how to choose tokens. Raises Failure (400)."""
+    return make_sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        seed=body.seed,
+        logit_bias=_parse_bias(body.logit_bias or {}),
+    )
+
+
+def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
+    if len(given) > MAX_BIASES:
+        raise invalid(f"logit_bias: {len(given)} tokens, {MAX_BIASES} are the most", "logit_bias")
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
+            shown = token[:MAX_SHOWN_CHARS]
+            raise invalid(f"logit_bias: {shown!r} is no token id: give integers as keys", "logit_bias")
+    return {int(token): value for token, value in given.items()} or None
+
+
+def parse_max_tokens(body: CompletionBody, least: int) -> int | None:
+    """Return the limit of a choice; `max_completion_tokens` wins. Raises Failure (400)."""
+    for name, given in (
+        ("max_completion_tokens", body.max_completion_tokens),
+        ("max_tokens", body.max_tokens),
+    ):
+        if given is not None and given < least:
+            raise invalid(f"{name}: {given} is too few, the least is {least}", name)
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def parse_stop(body: CompletionBody) -> tuple[str, ...]:
+    """Return the stop strings. Raises Failure (400)."""
+    stop = body.stop or []
+    if "" in stop:
+        raise invalid("stop: an empty string ends every answer: leave it out", "stop")
+    return tuple(dict.fromkeys(stop))
+
+
+def parse_n(body: CompletionBody, prompts: int, limits: Limits) -> int:
+    """Return the number of choices for each prompt. Raises Failure (400)."""
+    n = 1 if body.n is None else body.n
+    if n < 1:
+        raise invalid(f"n: {n} choices, the least is 1", "n")
+    if n * prompts > limits.choices:
+        of = f" for {prompts} prompts" if prompts > 1 else ""
+        raise unsupported(f"n: {n} choices{of}: a request may have {limits.choices} in all", "n")
+    return n
+
+
+def parse_format(body: CompletionBody) -> OutputFormat | None:
+    """Return the form of the answer. Raises Failure (400)."""
+    given, field = body.response_format, "response_format"
+    match given:
+        case None | ResponseFormat(type="text"):
+            return None
+        case ResponseFormat(type="json_object"):
+            return OutputFormat("json_object")
+        case ResponseFormat(type="json_schema"):
+            param = f"{field}.json_schema.schema"
+            if given.json_schema is None or given.json_schema.schema_ is None:
+                raise missing(param)
+            return OutputFormat("json_schema", json.dumps(given.json_schema.schema_), param)
+        case ResponseFormat(type="regex", pattern=str(pattern)):
+            return OutputFormat("regex", pattern, f"{field}.pattern")
+        case ResponseFormat(type="lark", grammar=str(grammar)):
+            return OutputFormat("lark", grammar, f"{field}.grammar")
+        case ResponseFormat(type="regex" | "lark"):
+            raise missing(f"{field}.{'pattern' if given.type == 'regex' else 'grammar'}")
+    known = "text, json_object, json_schema, regex or lark"
+    shown = given.type[:MAX_SHOWN_CHARS]
+    raise unsupported(f"{field}.type: {shown!r} is not one of {known}", f"{field}.type")
+
+
+def parse_prediction(body: CompletionBody) -> str | None:
+    """Return the text that is expected. Raises Failure (400)."""
+    if body.prediction is None:
+        return None
+    if body.prediction.type != "content":
+        raise unsupported("prediction.type: only 'content' is supported", "prediction.type")
+    if body.prediction.content is None:
+        raise missing("prediction.content")
+    return "".join(part_texts(body.prediction.content, "prediction.content")) or None
+
+
+# --- answers
+
+
+class ChunkWriter(ABC):
+    """Writes an answer as chunks. The text of a round of a choice is one chunk.
+
+    The chunk that ends the last choice waits for the timings, unless they come with the usage.
+    """
+
+    def __init__(self, prefix: str, object: str, model: str, options: StreamOptions | None) -> None:
+        self.head: Json = {
+            "id": f"{prefix}-{uuid4().hex}",
+            "object": object,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"mlx_spec-{__version__}",
+        }
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_draft = options is not None and bool(options.include_draft)
+        self._pending: TextDelta | None = None  # text of a round that is not over
+        self._last: Json | None = None  # the chunk that ended a choice
+
+    @abstractmethod
+    def _start(self, event: Event) -> Iterable[Json]:
+        """Yield choices for an event that is no text: the begin of an answer, a tool call."""
+
+    @abstractmethod
+    def _delta(self, delta: TextDelta) -> Json:
+        """Return a choice with more text."""
+
+    @abstractmethod
+    def _end(self, event: ChoiceEnded) -> Json:
+        """Return a choice that is complete."""
+
+    @abstractmethod
+    def _choices(self, events: Iterable[Event]) -> list[Json]:
+        """Return the choices of a response without a stream."""
+
+    def whole(self, events: Iterable[Event]) -> Json:
+        """Return a response without a stream."""
+        events = list(events)
+        last = events[-1]
+        assert isinstance(last, Finished)
+        totals = {"usage": usage_json(last.usage), "timings": timings_json(last.timings)}
+        return {**self.head, **totals, "choices": self._choices(events)}
+
+    def frames(self, event: Event | None) -> Iterator[str]:
+        """Yield the text of a stream for an event, or for silence."""
+        match event:
+            case None:
+                yield KEEPALIVE
+            case TextDelta():
+                yield from self._add_text(event)
+            case RoundDone():
+                yield from self._end_round(event)
+            case ChoiceEnded():
+                yield from self._flush()
+                yield from self._release_last()
+                self._last = self._chunk([self._end(event)])
+            case Finished():
+                yield from self._finish(event)
+            case Failed(failure=failure):
+                yield from self._flush()
+                yield from self._release_last()
+                yield data_event(failure.body)
+            case _:
+                for choice in self._start(event):
+                    yield from self._flush()
+                    yield from self._release_last()
+                    yield data_event(self._chunk([choice]))
+
+    def _add_text(self, delta: TextDelta) -> Iterator[str]:
+        pending = self._pending
+        if pending is not None and (pending.index, pending.kind) == (delta.index, delta.kind):
+            self._pending = replace(
+                pending,
+                text=pending.text + delta.text,
+                logprobs=pending.logprobs + delta.logprobs,
+                spans=pending.spans + delta.spans,
+            )
+            return
+        yield from self._flush()
+        self._pending = delta
+
+    def _end_round(self, event: RoundDone) -> Iterator[str]:
+        if not self._with_draft:
+            yield from self._flush()
+            return
+        round_json = {"statistics": statistics_json(event.index, event.statistics)}
+        if self._pending is None or not (self._pending.text or self._pending.logprobs):
+            yield from self._release_last()
+            yield data_event({**self._chunk([]), "mlx_spec": round_json})
+        yield from self._flush(round_json)
+
+    def _flush(self, round_json: Json | None = None) -> Iterator[str]:
+        """Send the pending text."""
+        delta, self._pending = self._pending, None
+        if delta is None or not (delta.text or delta.logprobs):
+            return
+        yield from self._release_last()
+        chunk = self._chunk([self._delta(delta)])
+        if self._with_draft:
+            spans = [{"text": s.text, "source": s.source, "position": s.position} for s in delta.spans]
+            chunk["mlx_spec"] = {"spans": spans, **(round_json or {})}
+        yield data_event(chunk)
+
+    def _release_last(self) -> Iterator[str]:
+        """Send the end of a choice that was not the last one."""
+        if self._last is not None:
+            yield data_event(self._last)
+            self._last = None
+
+    def _finish(self, event: Finished) -> Iterator[str]:
+        yield from self._flush()
+        timings = {"timings": timings_json(event.timings)}
+        if self._last is not None and not self._with_usage:
+            self._last |= timings
+        yield from self._release_last()
+        if self._with_usage:
+            yield data_event({**self._chunk([]), "usage": usage_json(event.usage), **timings})
+        yield DONE
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        usage = {"usage": None} if self._with_usage else {}
+        return {**self.head, "choices": choices, **usage}
+
+
+def usage_json(usage: Usage) -> Json:
+    """Return the tokens of a request as OpenAI counts them, without rejected predictions."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
+    }

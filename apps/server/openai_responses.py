@@ -1,0 +1,498 @@
+"""`/v1/responses`: OpenAI's Responses API. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from . import parsing
+from .errors import Failure, invalid, unsupported
+from .events import (
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    TextDelta,
+    ToolCall,
+    Usage,
+    logprob_json,
+    timings_json,
+)
+from .http import Engine, Json, named_event, respond
+from .parsing import Fields, Part, Parts
+from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
+from .settings import Limits, Settings
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+STATEFUL = (  # refused, except for null and false
+    "background context_management conversation moderation previous_response_id prompt store".split()
+)
+ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
+KEEPALIVE = ": keep-alive\n\n"
+
+
+# --- the body
+
+
+def _as_items(given: Any) -> Any:
+    """Return the input as items; of a type that we do not know, only the type."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_known_item(item) for item in items] if isinstance(items, list) else items
+
+
+def _known_item(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in ITEM_TYPES else item
+
+
+class ItemField(Fields):
+    """A message, a tool call, its result, or thinking of an earlier answer."""
+
+    type: str | None = None  # None: a message
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts | None = None
+    call_id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    arguments: str | None = None
+    output: Parts | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+class ToolField(Fields):
+    """A function that the client runs; another `type` names a tool of OpenAI's servers."""
+
+    type: str
+    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceField(Fields):
+    """The choice between text and tools."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolField] | None = None
+
+
+class TextFormat(Fields):
+    """The form of the answer."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Fields):
+    """The form and length of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Fields):
+    """The effort of thinking. Thinking is returned as it is, without a summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(Fields):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="allow")  # for the stateful fields
+
+    model: str | None = None
+    input: Annotated[list[ItemField], BeforeValidator(_as_items), Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    include: list[str] | None = None
+    tools: list[ToolField] | None = None
+    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    truncation: str | None = None
+
+    # Only sent back.
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+
+# --- from the body to a request
+
+
+async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    body = await parsing.read_body(http_request, ResponsesBody)
+    request = parse(body, engine.resolve(body.model or None), settings.limits)
+    writer = ResponseWriter(body, request)
+    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
+
+
+def parse(body: ResponsesBody, model: str, limits: Limits) -> GenerationRequest:
+    """Return the request. Raises Failure (400), with the field that cannot be honoured."""
+    _check_supported(body)
+    effort = body.reasoning.effort if body.reasoning else None
+    with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
+    request = GenerationRequest(
+        model=model,
+        prompt=Chat(
+            messages=_parse_messages(body),
+            tools=_parse_tools(body),
+            thinking=effort not in parsing.NO_THINKING,
+            variables={} if effort is None else {"reasoning_effort": effort},
+        ),
+        sampling=parsing.make_sampling(temperature=body.temperature, top_p=body.top_p),
+        max_tokens=body.max_output_tokens,
+        top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
+        format=_parse_format(body.text),
+        prompt_param="input",
+    )
+    parsing.check_limits(request, limits)
+    return request
+
+
+def _check_supported(body: ResponsesBody) -> None:
+    for name in STATEFUL:
+        if (body.model_extra or {}).get(name) not in (None, False):
+            message = f"{name} is not supported: nothing is kept between requests, send all of the input"
+            raise unsupported(message, name)
+    for i, name in enumerate(body.include or ()):
+        if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
+            known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
+            raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
+    parsing.check_accepted("truncation", body.truncation, "disabled")
+    verbosity = body.text.verbosity if body.text else None
+    parsing.check_accepted("text.verbosity", verbosity, "medium")
+    if body.stream_options and not body.stream:
+        raise invalid("stream_options: only for a stream", "stream_options")
+    if body.stream_options and body.stream_options.get("include_obfuscation"):
+        field = "stream_options.include_obfuscation"
+        raise unsupported(f"{field}: true is not supported", field)
+
+
+def _parse_format(text: TextConfig | None) -> OutputFormat | None:
+    field, given = "text.format", text.format if text else None
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return OutputFormat("json_object", param=field)
+    if given.type != "json_schema":
+        known = "only text, json_object and json_schema"
+        raise unsupported(f"{field}.type: {given.type!r} is not supported, {known}", field)
+    parsing.required(given.name, f"{field}.name")
+    schema = parsing.required(given.schema_, f"{field}.schema")
+    return OutputFormat("json_schema", json.dumps(schema), field)
+
+
+def _parse_tools(body: ResponsesBody) -> ToolUse | None:
+    tools = [_parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or ())]
+    choice = body.tool_choice or ToolChoiceField(type="auto")
+    named, mode = None, choice.type
+    if choice.type == "allowed_tools":
+        allowed = [tool.name or "" for tool in choice.tools or ()]
+        for name in allowed:  # each must be one of the tools
+            parsing.make_tool_use(tools, "required", name, None)
+        tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
+    elif choice.type == "function":
+        named = choice.name or ""
+    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
+        raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
+    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, body.parallel_tool_calls)
+
+
+def _parse_tool(tool: ToolField, field: str) -> Tool:
+    if tool.type != "function":
+        raise unsupported(f"{field}: {tool.type!r} is not supported here, only 'function'", field)
+    name = parsing.required(tool.name, f"{field}.name")
+    return Tool(name, tool.description, tool.parameters or {}, bool(tool.strict))
+
+
+def _parse_messages(body: ResponsesBody) -> tuple[Json, ...]:
+    turns: list[Json] = []
+    if body.instructions is not None:
+        turns.append({"role": "system", "content": body.instructions})
+    names: dict[str, str] = {}  # of the called functions, by the ids of the calls
+    for i, item in enumerate(body.input):
+        turns.append(_parse_item(item, f"input.{i}", names))
+    return parsing.merge_turns(turns)
+
+
+def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
+    match item.type or "message":
+        case "message":
+            role = parsing.required(item.role, f"{field}.role")
+            between = "" if role == "assistant" else parsing.PARAGRAPH
+            text = between.join(_part_texts(item.content, f"{field}.content"))
+            return {"role": "system" if role == "developer" else role, "content": text}
+        case "function_call":
+            id = parsing.required(item.call_id, f"{field}.call_id")
+            names[id] = name = parsing.required(item.name, f"{field}.name")
+            given = parsing.required(item.arguments, f"{field}.arguments")
+            arguments = parsing.parse_arguments(given, name, f"{field}.arguments")
+            return parsing.assistant_turn(None, calls=[parsing.call_turn(id, name, arguments)])
+        case "function_call_output":
+            id = parsing.required(item.call_id, f"{field}.call_id")
+            if id not in names:
+                place = f"{field}.call_id"
+                raise invalid(f"{place}: there is no function_call {id!r} before it", place)
+            text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
+            return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+        case "reasoning":
+            texts = _part_texts(item.content or item.summary or [], field)
+            return parsing.assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
+    raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
+
+
+def _part_texts(parts: Sequence[Part] | None, field: str) -> list[str]:
+    return parsing.part_texts(parsing.required(parts, field), field, TEXT_PARTS)
+
+
+def encode_thinking(text: str) -> str:
+    """Return thinking for `encrypted_content`, which clients send back. It is encoded, not encrypted."""
+    return ENCODED_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def decode_thinking(field: str | None) -> str:
+    """Return the thinking of a field; an empty text if another server wrote it."""
+    if field is None or not field.startswith(ENCODED_PREFIX):
+        return ""
+    try:
+        return base64.urlsafe_b64decode(field.removeprefix(ENCODED_PREFIX)).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+# --- answers
+
+
+class ResponseWriter:
+    """Writes an answer as a response that grows item by item."""
+
+    def __init__(self, body: ResponsesBody, request: GenerationRequest) -> None:
+        self._response = _new_response(body, request)
+        self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
+        self._numbers = count()
+        self._item: TextItem | None = None  # the item that grows
+        self._pending_logprobs: list[Json] = []  # of tokens that have no text yet
+        self._started = False
+
+    def frames(self, event: Event | None) -> Iterator[str]:
+        """Yield the text of a stream for an event, or for silence."""
+        for content in self._read(event):
+            yield named_event(content["type"], {**content, "sequence_number": next(self._numbers)})
+        if event is None:
+            yield KEEPALIVE
+
+    def whole(self, events: Iterable[Event]) -> Json:
+        """Return a response without a stream."""
+        for event in events:
+            for _ in self._read(event):
+                pass
+        return self._response
+
+    def _read(self, event: Event | None) -> Iterator[Json]:
+        """Yield the protocol's events for one of ours, without their numbers."""
+        if not self._started:
+            self._started = True
+            for name in ("created", "in_progress"):
+                yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
+        match event:
+            case TextDelta(kind="thinking", text=text) if text:
+                item = yield from self._ensure_item("reasoning")
+                yield item.add(text=text)
+            case TextDelta(kind="answer"):
+                yield from self._add_text(event)
+            case ToolCall():
+                yield from self._add_call(event)
+            case ChoiceEnded(reason=reason):
+                yield from self._close_item("incomplete" if reason == "length" else "completed")
+                if reason == "length":
+                    self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            case Finished():
+                yield self._finish(event)
+            case Failed(failure=failure):
+                yield from self._fail(failure)
+
+    def _add_text(self, delta: TextDelta) -> Iterator[Json]:
+        self._pending_logprobs += map(logprob_json, delta.logprobs)
+        if delta.text:
+            yield from self._ensure_item("message")
+        if self._item is None or self._item.content["type"] != "message":
+            return
+        if delta.text or self._pending_logprobs:
+            logprobs, self._pending_logprobs = self._pending_logprobs, []
+            yield self._item.add(text=delta.text, logprobs=logprobs)
+
+    def _ensure_item(self, type: Literal["reasoning", "message"]) -> Generator[Json, None, TextItem]:
+        """Open an item unless one of its type is open. Return the open one."""
+        if self._item is not None and self._item.content["type"] == type:
+            return self._item
+        yield from self._close_item("completed")
+        if type == "reasoning":
+            content: Json = {"id": f"rs_{uuid4().hex}", "type": type, "summary": [], "content": []}
+            part: Json = {"type": "reasoning_text", "text": ""}
+        else:
+            content = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._item = TextItem(len(self._response["output"]), content, part)
+        yield self._item_event("added", content, "in_progress")
+        yield self._item.begin()
+        return self._item
+
+    def _close_item(self, status: str) -> Iterator[Json]:
+        item, self._item = self._item, None
+        if item is None:
+            return
+        yield from item.end()
+        if item.content["type"] == "reasoning" and self._encode_thinking:
+            item.content["encrypted_content"] = encode_thinking(item.part["text"])
+        yield self._end_item(item.content, status)
+
+    def _add_call(self, call: ToolCall) -> Iterator[Json]:
+        yield from self._close_item("completed")
+        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        place = {"item_id": head["id"], "output_index": len(self._response["output"])}
+        name = "response.function_call_arguments"
+        yield self._item_event("added", {**head, "arguments": ""}, "in_progress")
+        if call.arguments:
+            yield {"type": f"{name}.delta", **place, "delta": call.arguments}
+        yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
+        yield self._end_item({**head, "arguments": call.arguments}, "completed")
+
+    def _item_event(self, name: str, content: Json, status: str) -> Json:
+        place = {"type": f"response.output_item.{name}", "output_index": len(self._response["output"])}
+        return {**place, "item": {**content, "status": status}}
+
+    def _end_item(self, content: Json, status: str) -> Json:
+        event = self._item_event("done", content, status)
+        self._response["output"].append(event["item"])
+        return event
+
+    def _finish(self, event: Finished) -> Json:
+        status = "completed" if self._response["incomplete_details"] is None else "incomplete"
+        self._response |= {"status": status, "usage": _usage_json(event.usage)}
+        self._response |= {"completed_at": int(time.time())} if status == "completed" else {}
+        self._response["timings"] = timings_json(event.timings)
+        return {"type": f"response.{status}", "response": self._response}
+
+    def _fail(self, failure: Failure) -> Iterator[Json]:
+        error = {"code": _error_code(failure), "message": failure.message}
+        yield {"type": "error", **error, "param": failure.param}
+        yield from self._close_item("incomplete")
+        self._response |= {"status": "failed", "error": error}
+        yield {"type": "response.failed", "response": self._response}
+
+
+class TextItem:
+    """A `reasoning` or `message` item: one part of text that grows."""
+
+    def __init__(self, index: int, content: Json, part: Json) -> None:
+        self.content = content
+        self.part = part
+        self._place = {"item_id": content["id"], "output_index": index, "content_index": 0}
+
+    def begin(self) -> Json:
+        """Return the event for the empty part."""
+        return {"type": "response.content_part.added", **self._place, "part": dict(self.part)}
+
+    def add(self, **more: Any) -> Json:
+        """Return the event for more text, and its logprobs if the part has them."""
+        for key, value in more.items():
+            self.part[key] += value
+        delta = {"delta": more.pop("text"), **more}
+        return {"type": f"response.{self.part['type']}.delta", **self._place, **delta}
+
+    def end(self) -> Iterator[Json]:
+        """Yield the events for the whole text."""
+        self.content["content"] = [self.part]
+        whole: Json = {key: self.part[key] for key in ("text", "logprobs") if key in self.part}
+        yield {"type": f"response.{self.part['type']}.done", **self._place, **whole}
+        yield {"type": "response.content_part.done", **self._place, "part": self.part}
+
+
+def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
+    """Return a response without an answer. It repeats the parameters of the request."""
+    reasoning = body.reasoning or ReasoningConfig()
+    format = body.text.format if body.text else None
+    choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
+    tools = [tool.model_dump() for tool in body.tools or ()]
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": request.model,
+        "output": [],
+        "usage": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "background": False,
+        "temperature": request.sampling.temperature,
+        "text": {
+            "format": format.model_dump(by_alias=True, exclude_none=True) if format else {"type": "text"},
+            "verbosity": "medium",
+        },
+        "tool_choice": choice["type"] if len(choice) == 1 else choice,
+        "tools": [t | {"parameters": t["parameters"] or {}, "strict": bool(t["strict"])} for t in tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _usage_json(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error_code(failure: Failure) -> str:
+    """Return the nearest of the codes that the protocol has for a failed response."""
+    if failure.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if failure.status < 500 else "server_error"

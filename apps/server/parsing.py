@@ -1,0 +1,211 @@
+"""Request bodies: reading and checking what the four protocols share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.sampling import Sampling
+
+from .errors import Failure, hung_up, invalid, missing, unsupported
+from .request import Chat, GenerationRequest, Tool, ToolChoice, ToolUse
+from .settings import Limits
+
+OPENAI_TOOL_CHOICES: dict[str, ToolChoice] = {
+    "auto": "auto",
+    "none": "none",
+    "required": "required",
+    "function": "required",
+}
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+PARAGRAPH = "\n\n"  # joins texts that were written apart
+NO_THINKING = (None, "none", "minimal")  # reasoning efforts without thinking
+MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+class Fields(BaseModel):
+    """An object of a body. Optional fields may be null; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Part(Fields):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+def as_parts(content: Any) -> Any:
+    """Return a string as a list of one text part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def as_type(given: Any) -> Any:
+    """Return a word as an object of that type, as for a tool choice."""
+    return {"type": given} if isinstance(given, str) else given
+
+
+Parts = Annotated[list[Part], BeforeValidator(as_parts)]
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    """Return the body of a request as a `model`. Raises Failure (400, or 413 if it exceeds the limit)."""
+    try:
+        return model.model_validate_json(await request.body())
+    except ClientDisconnect as error:
+        raise hung_up() from error
+    except ValidationError as error:
+        raise _first_problem(error) from error
+
+
+def _first_problem(error: ValidationError) -> Failure:
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    message, field = found["msg"].removeprefix("Value error, "), ".".join(map(str, found["loc"]))
+    if not field:
+        return invalid(f"the body is not what is expected here: {message}", code="invalid_json")
+    code = "missing_required_parameter" if found["type"] == "missing" else "invalid_value"
+    return invalid(f"{field}: {message}", field, code)
+
+
+def required(value: T | None, field: str) -> T:
+    """Return the value of a field that must be given. Raises Failure (400)."""
+    if value is None:
+        raise missing(field)
+    return value
+
+
+def check_accepted(field: str, value: str | None, *accepted: str) -> None:
+    """Raise Failure (400) unless a value is one of those that have no effect."""
+    if value is not None and value not in accepted:
+        known = " or ".join(map(repr, accepted))
+        raise unsupported(f"{field}: {value[:MAX_SHOWN_CHARS]!r} is not supported, only {known}", field)
+
+
+def check_limits(request: GenerationRequest, limits: Limits) -> None:
+    """Raise Failure (400) if a request asks for more than the server gives to one."""
+    tools = request.prompt.tools.tools if isinstance(request.prompt, Chat) and request.prompt.tools else ()
+    _check_count("stop strings", len(request.stop), limits.stop_strings, "stop")
+    _check_count("tools", len(tools), limits.tools, "tools")
+    for name, times in Counter(tool.name for tool in tools).items():
+        if times > 1:
+            raise invalid(f"{times} tools are called {name!r}: give each a name of its own", "tools")
+    for tool in tools:
+        size = len(json.dumps(dict(tool.parameters)))
+        _check_count(f"bytes in the schema of tool {tool.name!r}", size, limits.schema_bytes, "tools")
+    if request.format is not None:
+        size, param = len(request.format.text.encode()), request.format.param
+        _check_count(f"bytes in {param}", size, limits.schema_bytes, param)
+
+
+def _check_count(what: str, count: int, limit: int, param: str) -> None:
+    if count > limit:
+        raise invalid(f"{count} {what}: {limit} are the most", param)
+
+
+def make_sampling(**given: Any) -> Sampling:
+    """Return the sampling of a request; temperature is 1 if it is None. Raises Failure (400)."""
+    values = {name: value for name, value in given.items() if value is not None}
+    try:
+        return Sampling(**{"temperature": 1.0, **values})
+    except InvalidValue as error:
+        named = re.match(r"[a-z_]+", str(error))
+        raise invalid(str(error), named[0] if named else None) from error
+
+
+def make_tool_use(
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    named: str | None,
+    parallel: bool | None,
+    *,
+    required_word: str = "required",
+    named_field: str = "tool_choice",
+) -> ToolUse | None:
+    """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call."""
+    if named is not None and named not in [tool.name for tool in tools]:
+        raise invalid(f"{named_field}: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", named_field)
+    if choice == "required" and not tools:
+        raise invalid(f"tool_choice: {required_word!r} needs tools", "tool_choice")
+    return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
+
+
+# --- messages of a conversation
+
+
+def part_texts(parts: Sequence[Part], field: str, types: Sequence[str] = ("text",)) -> list[str]:
+    """Return the texts of parts that must be text or refusals. Raises Failure (400)."""
+    texts = []
+    for i, part in enumerate(parts):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*types, "refusal"):
+            kind = part.type[:MAX_SHOWN_CHARS]
+            message = f"{field}.{i}: a part of type {kind!r} is not supported here: only text is read"
+            raise unsupported(message, f"{field}.{i}")
+        if text is None:
+            raise missing(f"{field}.{i}.{'refusal' if part.type == 'refusal' else 'text'}")
+        texts.append(text)
+    return texts
+
+
+def call_turn(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an earlier tool call as chat templates take it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parse_arguments(text: str, name: str, field: str) -> dict[str, Any]:
+    """Return the arguments of an earlier tool call. Raises Failure (400)."""
+    shown = name[:MAX_SHOWN_CHARS]
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{field}: the arguments of {shown!r} are not JSON", field) from error
+    if not isinstance(found, dict):
+        raise invalid(f"{field}: the arguments of {shown!r} are not a JSON object", field)
+    return found
+
+
+def assistant_turn(
+    content: str | None, thinking: str | None = None, calls: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return an earlier answer as chat templates take it."""
+    turn: dict[str, Any] = {"role": "assistant", "content": content}
+    turn |= {"reasoning_content": thinking} if thinking else {}
+    return turn | ({"tool_calls": list(calls)} if calls else {})
+
+
+def merge_turns(turns: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Join neighbours of one role, as chat templates want it; results of tools stay apart."""
+    merged: list[dict[str, Any]] = []
+    for turn in turns:
+        if merged and turn["role"] == merged[-1]["role"] != "tool":
+            merged[-1] = _join_turns(merged[-1], turn)
+        else:
+            merged.append(dict(turn))
+    return tuple(merged)
+
+
+def _join_turns(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Join texts of a user or the system as paragraphs, those of the model as they were generated."""
+    between = "" if a["role"] == "assistant" else PARAGRAPH
+    content = _join_texts(a, b, "content", between)
+    calls = [*a.get("tool_calls", ()), *b.get("tool_calls", ())]
+    if a["role"] == "assistant":
+        return assistant_turn(content, _join_texts(a, b, "reasoning_content", ""), calls)
+    return {"role": a["role"], "content": content}
+
+
+def _join_texts(a: Mapping[str, Any], b: Mapping[str, Any], key: str, between: str) -> str | None:
+    texts = [turn[key] for turn in (a, b) if turn.get(key) is not None]
+    return between.join(texts) if texts else None

@@ -1,0 +1,82 @@
+"""One request, whatever protocol it came by.
+
+The protocol files turn JSON into a `GenerationRequest`. The engine thread knows neither HTTP nor JSON bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlx_spec.sampling import Sampling
+
+ToolChoice = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of an object
+    strict: bool = False  # its calls always match the schema
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request and how the model may use them."""
+
+    tools: tuple[Tool, ...]
+    choice: ToolChoice = "auto"
+    named: str | None = None  # the tool that must be called; `choice` is then "required"
+    parallel: bool = True  # an answer may hold several calls
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to answer.
+
+    `messages` are those of a chat template: dicts with "role" (system, user, assistant or tool), "content" (a
+    string, or None beside tool calls), and optionally "reasoning_content", "name", "tool_call_id" and
+    "tool_calls", whose "arguments" are parsed JSON (an object).
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: ToolUse | None = None
+    thinking: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+
+
+@dataclass(frozen=True)
+class RawPrompts:
+    """Texts or tokens to continue. Each gets n choices; choice i continues prompt i // n."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False  # each choice begins with its prompt and its logprobs: nan for the first token
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """The form that an answer must have."""
+
+    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    text: str = ""  # the JSON schema as JSON, the regular expression or the Lark grammar
+    param: str = "response_format"  # the field of the body, for error messages
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request, ready to be prepared for its model."""
+
+    model: str  # the resolved name of a model
+    prompt: Chat | RawPrompts
+    sampling: Sampling
+    max_tokens: int | None = None  # of each choice; None: until the context ends
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    top_logprobs: int | None = None  # alternatives of each token; None: no logprobs
+    format: OutputFormat | None = None
+    prediction: str | None = None  # text that the answer is expected to contain
+    prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages

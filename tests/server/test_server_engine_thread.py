@@ -1,0 +1,393 @@
+"""The engine thread: requests are exact, take turns, stop within a round when cancelled, and fail alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import served
+from served import (
+    DEMO,
+    ENDLESS,
+    QUESTION,
+    answer,
+    begin,
+    body,
+    chat,
+    closed,
+    failure,
+    raw,
+    text_of,
+    wait_until_idle,
+    working,
+)
+from test_session import make_pair
+
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import ChoiceEnded, Failed, PromptRead, RoundDone, TextDelta, ToolCall
+from mlx_spec.apps.server.generation import ChoiceStream
+from mlx_spec.apps.server.models import load_served
+from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.sampling import Sampling
+
+LONG = "tell me everything about " + "itertools and functools and os and " * 20
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineThread]:
+    with working() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[EngineThread]:
+    """The same without speculation."""
+    with working(Settings(models=(ServedModel("demo", "demo", drafter="none"),))) as engine:
+        yield engine
+
+
+# --- answers
+
+
+REQUESTS = {
+    "chat": chat(QUESTION),
+    "length": chat(QUESTION, max_tokens=5),
+    "to the end": chat(QUESTION, max_tokens=None),
+    "thinking": chat(QUESTION, thinking=True),
+    "n": chat(QUESTION, n=3, sampling=Sampling(temperature=1.0, seed=3)),
+    "stop": chat(QUESTION, stop=("path.jo", "two")),
+    "stop at once": chat(QUESTION, stop=("o",)),
+    "prompts": raw("What does", "os.path.join: Join", (2, 5, 9), n=2),
+    "echo": raw("os.path.join: Join", echo=True),
+    "logprobs": chat(QUESTION, top_logprobs=2),
+    "echo with logprobs": raw("os.path.join: Join two or more", echo=True, top_logprobs=1, max_tokens=0),
+    "penalties": chat(QUESTION, sampling=Sampling(presence_penalty=1.0, logit_bias={5: 2.0})),
+    "prediction": chat(QUESTION, prediction="os.path.join: Join three or more pathname components"),
+    "regex": chat(QUESTION, format=OutputFormat("regex", "[a-z]{3,9}: [0-9]+")),
+    "json": chat(QUESTION, format=OutputFormat("json_schema", '{"type": "boolean"}')),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_speculation_changes_no_answer(engine: EngineThread, plain: EngineThread, name: str) -> None:
+    events = answer(engine, REQUESTS[name])
+    assert body(events) == body(answer(plain, REQUESTS[name]))
+    spans = [(e.text, "".join(span.text for span in e.spans)) for e in events if isinstance(e, TextDelta)]
+    assert all(text == pieced for text, pieced in spans)
+
+
+def test_an_answer(engine: EngineThread) -> None:
+    events = answer(engine, chat(QUESTION, max_tokens=None))
+    assert text_of(events) == ("os.path.join: Join two or more pathname components, inserting '/' as needed.")
+    usage, timings = closed(events).usage, closed(events).timings
+    rounds = [e for e in events if isinstance(e, RoundDone)]
+    assert isinstance(events[0], PromptRead) and events[0].prompt_tokens == usage.prompt_tokens == 18
+    assert isinstance(events[-2], ChoiceEnded) and events[-2].reason == "stop"
+    assert usage.completion_tokens == timings.statistics.generated_tokens == 25
+    assert len(rounds) == timings.statistics.rounds and rounds[-1].statistics == timings.statistics
+    assert timings.draft_kind == "gemma4_assistant" and timings.statistics.accepted > 10
+    assert 0 <= timings.queued_seconds < timings.first_token_seconds
+    sources = {span.source for e in events if isinstance(e, TextDelta) for span in e.spans}
+    assert sources == {None, "gemma4_assistant"}
+
+
+def test_choices_are_those_of_seeds_in_a_row(engine: EngineThread) -> None:
+    def asked(seed: int, n: int) -> Any:
+        return chat("Hm?", n=n, sampling=Sampling(temperature=4.0, top_k=50, seed=seed), max_tokens=12)
+
+    events = answer(engine, asked(5, 3))
+    alone = [text_of(answer(engine, asked(5 + i, 1))) for i in range(3)]
+    assert [text_of(events, i) for i in range(3)] == alone
+    assert len(set(alone)) > 1
+    assert [e.index for e in events if isinstance(e, ChoiceEnded)] == [0, 1, 2]
+    assert sum(isinstance(e, PromptRead) for e in events) == 1  # one prefill
+    usage = closed(events).usage
+    assert usage.prompt_tokens == next(e.prompt_tokens for e in events if isinstance(e, PromptRead))
+
+
+def test_prompts_are_counted_together(engine: EngineThread) -> None:
+    prompts: tuple[str | tuple[int, ...], ...] = ("What does", "os.path.join: Join", (2, 5, 9))
+    events = answer(engine, raw(*prompts, n=2))
+    opened = [e.prompt_tokens for e in events if isinstance(e, PromptRead)]
+    assert len(opened) == 3 and opened[2] == 3
+    assert closed(events).usage.prompt_tokens == sum(opened)
+    assert [e.index for e in events if isinstance(e, ChoiceEnded)] == [0, 1, 2, 3, 4, 5]
+    for i, prompt in enumerate(prompts):
+        single = text_of(answer(engine, raw(prompt)))
+        assert text_of(events, 2 * i) == text_of(events, 2 * i + 1) == single
+
+
+def test_an_answer_that_stops_is_cut_by_tokens(engine: EngineThread) -> None:
+    whole = answer(engine, chat(QUESTION))
+    events = answer(engine, chat(QUESTION, stop=("two",)))
+    assert text_of(events) == text_of(whole).split("two")[0]
+    ended = next(e for e in events if isinstance(e, ChoiceEnded))
+    assert (ended.reason, ended.stop) == ("stop", "two")
+    assert closed(events).usage.completion_tokens < closed(events).timings.statistics.generated_tokens
+
+
+def test_the_next_turn_is_cached_up_to_the_stop_string(engine: EngineThread, plain: EngineThread) -> None:
+    first = answer(engine, chat("Explain len()", stop=("of",)))
+    prompt = closed(first).usage.prompt_tokens
+    again = chat("Explain len()", text_of(first), "And os.getcwd?")
+    events = answer(engine, again)
+    assert closed(events).usage.cached_tokens > prompt
+    assert body(events) == body(answer(plain, again))
+
+
+def test_echo_and_scores(engine: EngineThread) -> None:
+    events = answer(engine, raw("os.path.join: Join two", echo=True, top_logprobs=1, max_tokens=4))
+    pieces = [e for e in events if isinstance(e, TextDelta)]
+    assert pieces[0].text == "os.path.join: Join two"
+    scores = pieces[0].logprobs
+    assert len(scores) == closed(events).usage.prompt_tokens
+    assert scores[0].logprob != scores[0].logprob  # nan
+    assert all(score.logprob <= 0 for score in scores[1:])
+    unscored = answer(engine, raw("os.path.join: Join two", max_tokens=4))
+    assert text_of(events) == "os.path.join: Join two" + text_of(unscored)
+    assert closed(answer(engine, raw("Hi", echo=True, max_tokens=0))).usage.completion_tokens == 0
+
+
+TOOL = Tool("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"enum": ["os", "re"]}}})
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_call_that_is_required(engine: EngineThread, plain: EngineThread, parallel: bool) -> None:
+    use = ToolUse((TOOL,), "required", parallel=parallel)
+    request = chat(QUESTION, tools=use, max_tokens=60)
+    events = answer(engine, request)
+    calls = [e for e in events if isinstance(e, ToolCall)]
+    assert calls[0].name == "look_up" and (parallel or len(calls) == 1)
+    assert json.loads(calls[0].arguments).get("name", "os") in ("os", "re")
+    assert next(e for e in events if isinstance(e, ChoiceEnded)).reason == "tool_calls"
+    assert text_of(events) == ""
+    assert body(events) == body(answer(plain, request))
+
+
+def test_tools_that_must_not_be_used(engine: EngineThread) -> None:
+    none = chat(QUESTION, tools=ToolUse((TOOL,), "none"))
+    assert text_of(answer(engine, none)) == text_of(answer(engine, chat(QUESTION)))
+
+
+# --- turns
+
+
+def test_a_short_request_is_done_while_a_long_one_runs(engine: EngineThread) -> None:
+    long = begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=400))
+    long.until(RoundDone)
+    short = begin(engine, chat(QUESTION, max_tokens=6))
+    closed(short.all())
+    assert engine.status().running == 1
+    rounds = sum(isinstance(e, RoundDone) for e in (*long.seen, *tuple(long.events.queue)))
+    assert rounds < 60
+    long.job.cancel()
+
+
+def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
+    monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", 16)
+    short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25))
+    short.until(RoundDone)
+    long = begin(engine, chat("And now " + 4 * LONG, max_tokens=4))
+    events = short.all()
+    closed(events)
+    assert not any(isinstance(e, RoundDone) for e in tuple(long.events.queue))
+    assert closed(long.all()).usage.prompt_tokens > 16 * 30
+
+
+def test_requests_do_not_meet(engine: EngineThread, plain: EngineThread) -> None:
+    requests = [chat(f"What does {name} do?") for name in ("json.loads", "re.sub", "map")]
+    streams = [begin(engine, request) for request in requests]
+    for request, stream in zip(requests, streams, strict=True):
+        assert body(stream.all()) == body(answer(plain, request))
+
+
+# --- cancelling
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_cancelled_within_a_round(engine: EngineThread, plain: EngineThread, rounds: int) -> None:
+    request = chat("Explain os.getcwd", sampling=ENDLESS, max_tokens=300)
+    stream = begin(engine, request)
+    for _ in range(rounds):
+        stream.until(RoundDone)
+    stream.job.cancel()
+    stream.job.cancel()
+    sent = stream.events.qsize()
+    wait_until_idle(engine)
+    assert stream.events.qsize() <= sent + 1 + (rounds == 0)
+    assert not any(isinstance(e, Failed) for e in tuple(stream.events.queue))
+    again = replace(request, max_tokens=20)  # the same conversation afterwards
+    assert body(answer(engine, again)) == body(answer(plain, again))
+
+
+def test_cancelled_while_it_waits() -> None:
+    with working(replace(DEMO, limits=Limits(running=1))) as engine:
+        running = begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=300))
+        running.until(RoundDone)
+        waiting = begin(engine, chat(QUESTION))
+        assert engine.status().waiting == 1
+        waiting.job.cancel()
+        assert engine.status().waiting == 0
+        running.job.cancel()
+        wait_until_idle(engine)
+        assert waiting.events.empty()
+
+
+# --- admission
+
+
+def test_the_queue_has_an_end() -> None:
+    with working(replace(DEMO, limits=Limits(running=1, waiting=2))) as engine:
+        streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=300))]
+        streams[0].until(RoundDone)
+        streams += [begin(engine, chat(QUESTION, max_tokens=3)) for _ in range(2)]
+        assert (engine.status().running, engine.status().waiting) == (1, 2)
+        with pytest.raises(Failure, match="2 requests are waiting") as caught:
+            begin(engine, chat(QUESTION))
+        assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1
+        streams[0].job.cancel()
+        for stream in streams[1:]:
+            closed(stream.all())
+
+
+def test_as_many_as_may_run_and_wait_are_admitted_at_once() -> None:
+    with working(replace(DEMO, limits=Limits(running=2, waiting=1))) as engine:
+        streams = [begin(engine, chat(QUESTION, max_tokens=40)) for _ in range(3)]
+        for stream in streams:
+            closed(stream.all())
+
+
+def test_drain_answers_what_was_admitted() -> None:
+    with working() as engine:
+        stream = begin(engine, chat(QUESTION))
+        engine.drain()
+        with pytest.raises(Failure, match="shutting down") as caught:
+            begin(engine, chat(QUESTION))
+        assert caught.value.status == 503
+        assert text_of(stream.all()).startswith("os.path.join")
+        assert engine.status().state == "draining"
+
+
+def test_close_ends_what_runs_and_what_waits() -> None:
+    with working(replace(DEMO, limits=Limits(running=1))) as engine:
+        streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=3000)) for _ in range(2)]
+        streams[0].until(RoundDone)
+        engine.close()
+        for stream in streams:
+            assert failure(stream.all()).status == 503
+        assert engine.status().state == "closed"
+        assert not engine.status().models
+        with pytest.raises(Failure, match="shutting down"):
+            begin(engine, chat(QUESTION))
+        engine.close()
+
+
+def test_not_ready_while_the_first_model_loads() -> None:
+    go = threading.Event()
+
+    def slowly(one: ServedModel) -> Any:
+        go.wait(served.TIMEOUT_S)
+        return load_served(one)
+
+    engine = EngineThread(DEMO, slowly)
+    engine.start()
+    try:
+        assert engine.status().state == "loading" and not engine.models()[0].loaded
+        with pytest.raises(Failure, match="loading") as caught:
+            begin(engine, chat(QUESTION))
+        assert caught.value.status == 503 and caught.value.retry_after
+        with pytest.raises(Failure) as unknown:
+            begin(engine, chat(QUESTION, model="other"))
+        assert unknown.value.status == 404
+        go.set()
+        assert engine.wait_loaded(served.TIMEOUT_S)
+        closed(answer(engine, chat(QUESTION, max_tokens=2)))
+    finally:
+        go.set()
+        engine.close()
+
+
+# --- failures
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        (raw((1,) * 4096), "context_length_exceeded", "has 4096 tokens and the context of this target ends"),
+        (raw((1, 9999)), "invalid_value", "the prompt holds token 9999"),
+        (raw(()), "invalid_value", "the prompt is empty"),
+        (chat(QUESTION, stop=("",)), "invalid_value", "stop"),
+        (chat(QUESTION, format=OutputFormat("regex", "[")), "invalid_value", "regular expression"),
+    ],
+)
+def test_what_cannot_be_answered(engine: EngineThread, given: Any, code: str, message: str) -> None:
+    found = failure(answer(engine, given))
+    assert (found.status, found.code) == (400, code) and message in found.message
+    closed(answer(engine, chat(QUESTION, max_tokens=2)))
+
+
+@pytest.mark.parametrize("prompt", [(), (-1,), (5, 9999)])
+def test_a_prompt_that_cannot_be_is_named(engine: EngineThread, prompt: tuple[int, ...]) -> None:
+    assert failure(answer(engine, raw(prompt))).param == "prompt"
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_a_limit_beyond_the_context_is_cut(limit: int | None) -> None:
+    with working(DEMO, lambda _: make_pair("full", context=64)) as engine:
+        events = answer(engine, raw((5,) * 58, max_tokens=limit))
+    assert closed(events).usage.completion_tokens == 6
+    assert next(e for e in events if isinstance(e, ChoiceEnded)).reason == "length"
+
+
+def test_an_error_fails_one_request(
+    engine: EngineThread,
+    plain: EngineThread,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=50))
+    other.until(RoundDone)
+    request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}), max_tokens=60)
+    with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
+        read = ChoiceStream.read
+
+        def breaks(self: Any, round: Any, seconds: float) -> Any:
+            if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 2:
+                raise RuntimeError("a secret of the house")
+            return read(self, round, seconds)
+
+        broken.setattr(ChoiceStream, "read", breaks)
+        found = failure(answer(engine, request))
+    assert (found.status, found.code) == (500, "internal_error")
+    assert "secret" not in found.message and "a secret of the house" in caplog.text
+    closed(other.all())
+    assert body(answer(engine, request)) == body(answer(plain, request))
+
+
+def test_one_who_cannot_take_events_is_gone(engine: EngineThread, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(_: Any) -> None:
+        raise OSError("hung up")
+
+    with caplog.at_level(logging.CRITICAL, logger="mlx_spec.server"):
+        engine.submit(chat(QUESTION, sampling=ENDLESS, max_tokens=3000), refuse)
+        wait_until_idle(engine)
+    closed(answer(engine, chat(QUESTION, max_tokens=2)))
+
+
+def test_no_answer_before_its_time(engine: EngineThread) -> None:
+    """Names and status are for any thread, and touch nothing of the engine."""
+    assert engine.resolve(None) == "demo"
+    card = engine.models()[0]
+    assert (card.name, card.loaded, card.context_length, card.thinks, card.tools) == (
+        *("demo", True, 4096),
+        *(True, True),
+    )
+    status = engine.status()
+    assert status.state == "ready" and status.models[0].weights > 10**7 and status.memory.active > 10**7

@@ -1,0 +1,85 @@
+"""The options of `mlx-spec serve`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mlx_spec.apps.server.arguments import parse
+from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings
+
+TIMEOUT_S = 60  # for a process
+
+
+def test_defaults():
+    assert parse([]) == Settings((ServedModel("demo", "demo"),))
+
+
+def test_options():
+    words = "--target a/b --drafter lookup --model c=d,e --model f=g --alias h=c --pin c --port 0"
+    words += " --num-draft-tokens 3 --kv-bits 8 --api-key k --host 0.0.0.0 --allow-host me --memory 1.5"
+    words += (
+        " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --max-running 2 --conversations 1"
+    )
+    found = parse(words.split())
+    assert found.models == (
+        ServedModel("b", "a/b", "lookup", 3, 8),
+        ServedModel("c", "d", "e", 3, 8, pinned=True),
+        ServedModel("f", "g", None, 3, 8),
+    )
+    assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
+    assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
+    assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
+    assert parse(["--model", "c=d"]).models == (ServedModel("c", "d"),)
+
+
+def test_key_from_a_file(tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+    assert parse(["--api-key-file", str(tmp_path / "key")]).api_key == "secret"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--host 0.0.0.0",
+        "--host 192.168.1.2",
+        "--host example.org",
+        "--port x",
+        "--port 65536",
+        "--model x",
+        "--model x=a --model x=b",
+        "--model x=a --drafter b",
+        "--alias a=b",
+        "--alias demo=demo",
+        "--pin b",
+        "--memory 0",
+        "--idle nan",
+        "--max-running 0",
+        "--api-key-file /nonexistent",
+        "--api-key a --api-key-file /nonexistent",
+        "--cors-origin localhost",
+        "--cors-origin http://a/b",
+        "--nonsense",
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(capsys, words):
+    with pytest.raises(SystemExit) as left:
+        parse(words.split())
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mlx-spec: ") and line.endswith("(see mlx-spec serve --help)")
+
+
+def test_empty_key_is_refused():
+    with pytest.raises(SystemExit):
+        parse(["--host", "0.0.0.0", "--api-key", ""])
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys\nfrom mlx_spec.apps.server import main\ntry: main(['--help'])\n"
+    code += "except SystemExit: print(sorted({'mlx', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=True)
+    assert done.stdout.decode().splitlines()[-1] == "[]"

@@ -1,0 +1,209 @@
+"""The prefix cache: which sequence is used again, which one is forgotten, and never a wrong token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import tiny
+from served import DEMO, begin, body, chat, closed, text_of, working
+from test_session import alone, make_pair
+
+from mlx_spec.apps.server.events import RoundDone
+from mlx_spec.apps.server.prefix_cache import PrefixCache
+from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.pair import Pair
+from mlx_spec.reuse import Held
+from mlx_spec.sampling import Sampling
+
+GREEDY = Sampling()
+
+
+def prefix_cache(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
+    return PrefixCache(pair.open, count, lambda: limit)
+
+
+def generate(pair: Pair, sequence: Held, prompt: Sequence[int], count: int) -> list[int]:
+    """Continue a prompt with a sequence that was taken for it."""
+    rounds = pair.run(sequence.decoding, prompt, max_tokens=count)
+    sequence.align(prompt)
+    emitted: list[int] = []
+    for round in rounds:
+        sequence.note(round.tokens)
+        emitted += round.tokens
+    return emitted
+
+
+def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> Held:
+    """A prompt that was answered."""
+    with cache.borrow(prompt) as sequence:
+        generate(pair, sequence, prompt, count)
+    return sequence
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return make_pair("full", "none")
+
+
+A, B, C = ([100 + i] * 20 for i in range(3))
+
+
+def test_a_conversation_continues_its_sequence(pair: Pair) -> None:
+    cache = prefix_cache(pair)
+    a, b = served(pair, cache, A), served(pair, cache, B)
+    assert a is not b and len(cache) == 2
+    assert served(pair, cache, [*A, 1, 2, 3]) is a
+    assert served(pair, cache, [*B, 1]) is b
+    assert len(cache) == 2
+
+
+def test_a_short_common_prefix_starts_a_new_sequence(pair: Pair) -> None:
+    cache = prefix_cache(pair)
+    a = served(pair, cache, [7] * 8 + A)  # 31 tokens are cached
+    assert served(pair, cache, [7] * 8 + B) is not a
+    assert served(pair, cache, [7] * 8 + A[:10] + [1, 2]) is a  # 18 of them
+
+
+def test_a_repeated_prompt_replaces_its_old_answer(pair: Pair) -> None:
+    cache = prefix_cache(pair)
+    a = served(pair, cache, A, 60)
+    assert served(pair, cache, A, 60) is a and len(cache) == 1
+    assert served(pair, cache, [*A[:10], 1]) is not a  # an earlier place of it, not the same again
+    assert served(pair, cache, A[:1]) is not a and served(pair, cache, A[:2]) is not a
+
+
+def test_a_sequence_in_use_is_never_lent_again(pair: Pair) -> None:
+    cache = prefix_cache(pair, count=1)
+    a = served(pair, cache, A)
+    with cache.borrow(A) as first, cache.borrow(A) as second:
+        assert first is a and second is not a
+        assert len(cache) == 2
+    assert len(cache) == 1
+
+
+def test_the_oldest_sequence_is_forgotten(pair: Pair) -> None:
+    cache = prefix_cache(pair, count=2)
+    a, b = served(pair, cache, A), served(pair, cache, B)
+    assert served(pair, cache, [*A, 1]) is a
+    served(pair, cache, C)
+    assert served(pair, cache, [*A, 1, 2]) is a
+    assert served(pair, cache, [*B, 1]) is not b
+
+
+def test_a_sequence_that_would_be_forgotten_is_used_again(pair: Pair) -> None:
+    cache = prefix_cache(pair, count=2)
+    a, _ = served(pair, cache, [7] * 8 + A), served(pair, cache, C)
+    assert served(pair, cache, [7] * 8 + B) is a
+
+
+def test_bytes_have_a_limit(pair: Pair) -> None:
+    one = prefix_cache(pair)
+    served(pair, one, A)
+    cache = prefix_cache(pair, limit=2 * one.nbytes)
+    a, b = served(pair, cache, A), served(pair, cache, B)
+    assert cache.nbytes == 2 * one.nbytes
+    served(pair, cache, C)
+    assert cache.nbytes == 2 * one.nbytes and len(cache) == 2
+    assert served(pair, cache, [*B, 1]) is b
+    assert served(pair, cache, [*A, 1]) is not a
+    cache.shrink(reserved=one.nbytes)
+    assert len(cache) == 1
+
+
+def test_caches_of_drafters_count(pair: Pair) -> None:
+    alone = served(pair, prefix_cache(pair), A)
+    drafted = make_pair("full", "same")
+    sequence = served(drafted, prefix_cache(drafted), A)
+    assert sequence.nbytes == 2 * alone.nbytes == 2 * sequence.decoding.target.nbytes > 0
+
+
+def test_a_sequence_is_dropped_after_an_error(pair: Pair) -> None:
+    cache = prefix_cache(pair)
+    a = served(pair, cache, A)
+    with pytest.raises(ZeroDivisionError), cache.borrow(A) as sequence:
+        assert sequence is a
+        raise ZeroDivisionError
+    assert len(cache) == 0
+
+
+# --- never a wrong token
+
+
+def edited(rng: random.Random, history: list[int], answer: list[int]) -> list[int]:
+    """The next prompt of a conversation: as a rule it goes on, at times its past was changed."""
+    said = [rng.randrange(tiny.VOCAB) for _ in range(rng.randrange(1, 12))]
+    match rng.randrange(5):
+        case 0:  # thoughts, or something else in the middle of the answer, are left out
+            cut = rng.randrange(len(answer) + 1)
+            return [*history, *answer[cut:], *said]
+        case 1:  # an earlier message was edited
+            cut = rng.randrange(1, len(history) + 1)
+            return [*history[:cut], *said]
+        case 2:  # the same again
+            return history
+    return [*history, *answer, *said]
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent"])
+def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
+    rng, pair = random.Random(kind), make_pair(kind, "other", K=3)
+    cache = prefix_cache(pair, count=2)
+    histories = {name: tiny.prompt(12 + 9 * name, seed=3 + name) for name in range(3)}
+    reused = 0
+    for _ in range(7):
+        name = rng.randrange(3)
+        prompt = histories[name]
+        with cache.borrow(prompt) as sequence:
+            reused += sequence.shared(prompt) > 0
+            rounds = pair.run(sequence.decoding, prompt, max_tokens=6)
+            sequence.align(prompt)
+            answer: list[int] = []
+            for round in rounds:
+                sequence.note(round.tokens)
+                answer += round.tokens
+                if rng.random() < 0.1:  # cancelled
+                    break
+            rounds.close()  # type: ignore[attr-defined]
+            cut = rng.randrange(1, len(answer) + 1)
+            if rng.random() < 0.2:  # a stop string
+                sequence.cut(len(prompt) + cut)
+                answer = answer[:cut]
+        assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
+        histories[name] = edited(rng, prompt, answer)
+    assert reused >= 3
+
+
+QUESTIONS = ("What does os.path.join do?", "Explain len()", "and re.sub?", "json.loads", "why is that?")
+
+
+def test_a_random_schedule_through_the_engine() -> None:
+    """Chats that go on, are edited, think, stop, are cancelled; several at a time, past the window of 64."""
+    rng = random.Random(2)
+    plain = Settings(models=(ServedModel("demo", "demo", drafter="none"),), conversations=0)
+    chats: list[list[str]] = [[], [], []]
+    cached = checked = 0
+    with working(DEMO) as engine, working(plain) as fresh:
+        for _ in range(4):
+            streams = []
+            for turns in chats:
+                if turns and rng.random() < 0.2:
+                    turns[0] = rng.choice(QUESTIONS)  # the history is edited
+                turns.append(rng.choice(QUESTIONS))
+                stop = ("e ",) if rng.random() < 0.3 else ()
+                request = chat(*turns, thinking=rng.random() < 0.3, stop=stop, max_tokens=10)
+                streams.append((request, turns, begin(engine, request)))
+            lost = begin(engine, request)
+            lost.until(RoundDone)
+            lost.job.cancel()
+            for request, turns, stream in streams:
+                events = stream.all()
+                turns.append(text_of(events))  # without thoughts
+                cached += closed(events).usage.cached_tokens
+                if rng.random() < 0.4:
+                    expected = begin(fresh, request).all()
+                    assert closed(expected).usage.cached_tokens == 0
+                    assert body(events) == body(expected)
+                    checked += 1
+    assert cached > 100 and checked > 3
