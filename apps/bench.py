@@ -22,7 +22,7 @@ from .command import MODEL, Json, KvBits, guarded, option, parse, show, table
 
 if TYPE_CHECKING:
     from mlx_spec.pair import Pair
-    from mlx_spec.reuse import Decoding
+    from mlx_spec.sequence import SequenceParts
     from mlx_spec.text import Text
     from mlx_spec.types import Round
 
@@ -70,7 +70,7 @@ class Arm:
     """A way to decode. It keeps its policy from one prompt to the next."""
 
     name: str
-    decoding: Decoding
+    decoding: SequenceParts
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def chat_questions(text: Text) -> list[Question]:
 
 def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
     """Return an arm with fixed drafts of the pair's first drafter; None is the pair's own policy."""
-    from mlx_spec.reuse import Decoding
-    from mlx_spec.tuning.fixed import Fixed
+    from mlx_spec.policy import FixedPolicy
+    from mlx_spec.sequence import SequenceParts
 
     parts = pair.open()
     if num_draft_tokens is None:
         return Arm(name, parts)
     drafters = parts.drafters[:1] if num_draft_tokens else ()
-    return Arm(name, Decoding(parts.target, drafters, Fixed(num_draft_tokens)))
+    return Arm(name, SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens)))
 
 
 def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int, start: int) -> list[Run]:
@@ -246,15 +246,15 @@ def _run(options: Options) -> int:
 def _as_json(pair: Pair, found: Sequence[Speed], answers: int) -> dict[str, Any]:
     return {
         "device": device_name(),
-        "target": pair.facts.target,
-        "drafter": pair.facts.drafter,
+        "target": pair.info.target,
+        "drafter": pair.info.drafter,
         "answers": answers,
         "decoders": [dataclasses.asdict(speed) for speed in found],
     }
 
 
 def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
-    names = f"{pair.facts.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
+    names = f"{pair.info.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
     lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *table([HEAD, *map(_row, found)])]
     if not pair.drafter_names:
         lines += ["", "this target has no drafter here: name one with --drafter, or use lookup"]

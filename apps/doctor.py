@@ -25,7 +25,7 @@ from mlx_spec.errors import SpecError
 from .command import ERROR, MODEL, Json, flag, guarded, option, parse, show
 
 if TYPE_CHECKING:
-    from mlx_spec.convert.inspect import Checkpoint
+    from mlx_spec.hub.inspect import CheckpointInfo
     from mlx_spec.pair import Pair
 
     from .selftest import Comparison, Gap, SelfTest
@@ -74,9 +74,9 @@ class Subject:
     """The pair that was tested."""
 
     target: str  # as the user named it
-    target_is: Checkpoint | None  # None if it cannot be described
+    target_is: CheckpointInfo | None  # None if it cannot be described
     drafter: str | None
-    drafter_is: Checkpoint | None
+    drafter_is: CheckpointInfo | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +119,7 @@ def _run(options: Options) -> int:
 
 def _test(options: Options) -> tuple[Subject, SelfTest]:
     from mlx_spec import load
-    from mlx_spec.convert.progress import Progress
+    from mlx_spec.hub.progress import StageProgress
 
     from . import selftest
 
@@ -127,24 +127,24 @@ def _test(options: Options) -> tuple[Subject, SelfTest]:
     subject = _describe(pair)
     window = subject.target_is.window if subject.target_is else None
     effort = selftest.QUICK if options.quick else selftest.LONG
-    return subject, selftest.self_test(pair, window, effort, Progress(sys.stderr))
+    return subject, selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
 
 
 def _describe(pair: Pair) -> Subject:
     """Return what the headers of target and drafter say."""
-    from mlx_spec.convert.inspect import Checkpoint, inspect
-    from mlx_spec.load import LOOKUP
+    from mlx_spec.hub.catalog import LOOKUP
+    from mlx_spec.hub.inspect import CheckpointInfo, inspect
 
-    def described(name: str, role: str) -> Checkpoint | None:
+    def described(name: str, role: str) -> CheckpointInfo | None:
         try:
             found = inspect(name)
         except SpecError:
             return None
-        if isinstance(found, Checkpoint):
+        if isinstance(found, CheckpointInfo):
             return found
         return found.target if role == "target" else found.drafter
 
-    facts = pair.facts
+    facts = pair.info
     drafter = None if facts.drafter in (None, LOOKUP) else described(str(facts.drafter), "drafter")
     return Subject(facts.target, described(facts.target, "target"), facts.drafter, drafter)
 
@@ -224,7 +224,7 @@ def _backend() -> Check:
 
 def _disk() -> Check:
     from mlx_spec import hub
-    from mlx_spec.convert.cached import cache_folder
+    from mlx_spec.hub.local import cache_folder
 
     free = hub.free_bytes(cache_folder())
     state: Literal["ok", "note"] = "ok" if free >= MIN_FREE_BYTES else "note"
@@ -232,7 +232,7 @@ def _disk() -> Check:
 
 
 def _models() -> Check:
-    from mlx_spec.convert.cached import local_models
+    from mlx_spec.hub.local import local_models
 
     whole, broken = list[str](), list[str]()
     for model in local_models():
@@ -339,9 +339,9 @@ def _distance(gap: Gap) -> str:
     return f"logits {gap.logits:.3g} apart, {gap.roundings:.3g} roundings of {gap.dtype}"
 
 
-def _part(name: str, found: Checkpoint | None) -> str:
+def _part(name: str, found: CheckpointInfo | None) -> str:
     """Return a checkpoint without its place."""
-    from mlx_spec.convert.progress import shown_size
+    from mlx_spec.hub.files import human_bytes
 
     from .models import shown_number
 
@@ -349,7 +349,7 @@ def _part(name: str, found: Checkpoint | None) -> str:
     shown = path.name if path.exists() else name
     if found is None:
         return shown
-    size = f"{shown_number(found.parameters)} parameters, {shown_size(found.size)}"
+    size = f"{shown_number(found.parameters)} parameters, {human_bytes(found.size)}"
     return f"{shown}, {found.kind or found.family}, {size}, {found.precision}"
 
 

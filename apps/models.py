@@ -18,15 +18,11 @@ from typing import Annotated, Any
 from typer import Argument
 
 from mlx_spec import hub
-from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
-from mlx_spec.convert.catalogue import Shape, ready, resolve
-from mlx_spec.convert.fitting import misfits
-from mlx_spec.convert.inspect import Checkpoint, ConvertedPair, inspect, inspect_folder
-from mlx_spec.convert.progress import shown_size
-from mlx_spec.convert.removal import plan_removal
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
-from mlx_spec.known import drafter_of
-from mlx_spec.load import DEMO
+from mlx_spec.hub.catalog import DEMO, TargetShape, find_alias, made_for, resolve
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
+from mlx_spec.hub.local import LocalModel, cache_folder, default_folder, local_models, partners, plan_removal
 
 from .command import ERROR, INTERRUPTED, Json, flag, guarded, option, parse, show, table
 
@@ -105,9 +101,9 @@ def rm_main(arguments: Sequence[str] | None = None) -> int:
 # --- a checkpoint in lines and as JSON
 
 
-def description(found: Checkpoint | ConvertedPair) -> list[str]:
+def description(found: CheckpointInfo | ConvertedPair) -> list[str]:
     """Return the lines that `mlx-spec inspect` prints."""
-    if isinstance(found, Checkpoint):
+    if isinstance(found, CheckpointInfo):
         return [found.name, *_facts(_checkpoint(found) | {"problem": found.problem})]
     tokens = "differ: what the drafter writes is encoded again" if found.retokenized else None
     tested = _self_test(found.self_test) if found.name != DEMO else None
@@ -117,7 +113,7 @@ def description(found: Checkpoint | ConvertedPair) -> list[str]:
     return lines + _facts({"problem": found.problem})
 
 
-def as_json(found: Checkpoint | ConvertedPair | None) -> dict[str, Any] | None:
+def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | None:
     """Return all that is known of a checkpoint, under the names of the library."""
     if found is None:
         return None
@@ -157,12 +153,12 @@ def shown_number(value: int) -> str:
     return str(value)
 
 
-def _checkpoint(found: Checkpoint) -> dict[str, object]:
+def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
     facts: dict[str, object] = {
         "family": f"{found.kind} ({found.family})" if found.kind else found.family,
         "parameters": shown_number(found.parameters),
-        "weights": f"{shown_size(found.size)}, {found.precision}",
+        "weights": f"{human_bytes(found.size)}, {found.precision}",
         "layers": f"{found.layers} ({kinds})" if found.layers and kinds else found.layers,
         "hidden size": found.hidden_size,
         "heads": _heads(found),
@@ -184,7 +180,7 @@ def _checkpoint(found: Checkpoint) -> dict[str, object]:
     return facts | {"own draft heads": own, "drafters": ", ".join(found.goes_with)}
 
 
-def _heads(found: Checkpoint) -> str | None:
+def _heads(found: CheckpointInfo) -> str | None:
     if found.heads is None:
         return None
     text = f"{found.heads} of {found.head_dim}, {found.kv_heads} for K/V"
@@ -194,7 +190,7 @@ def _heads(found: Checkpoint) -> str | None:
     return text
 
 
-def _needs(shape: Shape) -> str:
+def _needs(shape: TargetShape) -> str:
     parts = [("hidden size", shape.hidden_size), ("vocabulary", shape.vocab_size), ("layers", shape.layers)]
     parts.append(("window", shape.window))
     lines = [f"{name} {value}" for name, value in parts if value is not None]
@@ -216,7 +212,7 @@ def _self_test(result: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "recorded"
 
 
-def _short(found: Checkpoint) -> str:
+def _short(found: CheckpointInfo) -> str:
     size = f" {shown_number(found.parameters)}" if found.parameters else ""
     return f"{found.kind or found.family}{size}, {found.precision}"
 
@@ -249,7 +245,7 @@ def _list(folders: Sequence[Path], as_objects: bool) -> int:
         ]
         show(json.dumps(entries, indent=2))
         return 0
-    rows = [(m.name, m.origin, shown_size(m.size), summary(m, partners(m, models))) for m in models]
+    rows = [(m.name, m.origin, human_bytes(m.size), summary(m, partners(m, models))) for m in models]
     show(*table(rows))
     return 0
 
@@ -295,9 +291,9 @@ def _leave_on_interrupt(message: str) -> Iterator[None]:
 
 def _fetch(plan: hub.Download) -> Path:
     here = plan.total - plan.missing
-    kept = f", {shown_size(here)} are here" if here else ""
-    free = shown_size(hub.free_bytes(cache_folder()))
-    _note(f"{plan.name}: {shown_size(plan.missing)} to fetch{kept}, {free} free")
+    kept = f", {human_bytes(here)} are here" if here else ""
+    free = human_bytes(hub.free_bytes(cache_folder()))
+    _note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
     _note(f"fetching {plan.name}")
     return hub.fetch(plan, lambda here, total: None)
 
@@ -305,7 +301,7 @@ def _fetch(plan: hub.Download) -> Path:
 def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:
     """Raise Mismatch if the drafter was made for another target."""
     head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
-    if not isinstance(head, Checkpoint) or not isinstance(tail, Checkpoint) or not tail.needs:
+    if not isinstance(head, CheckpointInfo) or not isinstance(tail, CheckpointInfo) or not tail.needs:
         return
     unfit = misfits(tail.needs, head.offers)
     if unfit:
@@ -317,16 +313,16 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
 
 def _chat_command(target: str, drafter: str | None) -> str:
     words = ["mlx-spec", "chat", "--target", target]
-    if drafter != drafter_of(target):
+    if drafter != made_for(target):
         words += ["--drafter", drafter or NONE]
     return shlex.join(words)
 
 
 def _remove(name: str, *, asks: bool) -> int:
     is_folder = Path(name).exists() or (default_folder() / name).exists()
-    alias = None if is_folder else ready(name)
+    alias = None if is_folder else find_alias(name)
     removal = plan_removal(alias.target if alias else name)
-    _note(f"{removal.name}: {shown_size(removal.size)} in {removal.folder}")
+    _note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
     if asks:
         if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
             raise InvalidValue("nobody can be asked here whether to remove it: add --yes")
@@ -335,7 +331,7 @@ def _remove(name: str, *, asks: bool) -> int:
             _note("nothing was removed")
             return ERROR
     removal.carry_out()
-    _note(f"removed, {shown_size(removal.size)} are free again")
+    _note(f"removed, {human_bytes(removal.size)} are free again")
     if alias and alias.drafter:
         _note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
     return 0

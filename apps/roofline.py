@@ -27,7 +27,7 @@ from mlx_spec.errors import NotFound
 from .command import MODEL, BadOptions, Json, above_zero, guarded, option, parse, show, table
 
 if TYPE_CHECKING:
-    from mlx_spec.tuning.sizes import Format, Model
+    from mlx_spec.hub.weights import DecodeSizes, WeightFormat
 
 # Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # --- prediction
 
 
-def gains(chip: Chip, target: Model, drafter: Model | None, acceptance: float) -> list[float]:
+def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> list[float]:
     """Return the gain over plain decoding by draft tokens from 0, with one acceptance for all positions.
 
     Drafts cost nothing without a drafter, as with lookup.
@@ -188,13 +188,15 @@ def gains(chip: Chip, target: Model, drafter: Model | None, acceptance: float) -
     return [speed_up(chip, target, drafter, acceptance, k) for k in range(longest + 1)]
 
 
-def speed_up(chip: Chip, target: Model, drafter: Model | None, acceptance: float, k: int) -> float:
+def speed_up(
+    chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float, k: int
+) -> float:
     """Return the gain of rounds with k draft tokens over plain decoding (Leviathan, arXiv:2211.17192)."""
     tokens = sum(acceptance**position for position in range(k + 1))
     return tokens / round_cost(chip, target, drafter, k)
 
 
-def round_cost(chip: Chip, target: Model, drafter: Model | None, k: int) -> float:
+def round_cost(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, k: int) -> float:
     """Return the time of a round with k draft tokens, in plain steps."""
     if k == 0:
         return 1.0
@@ -202,14 +204,14 @@ def round_cost(chip: Chip, target: Model, drafter: Model | None, k: int) -> floa
     return (pass_seconds(chip, target, k + 1) + k * draft) / pass_seconds(chip, target, 1) + HOST_SHARE
 
 
-def pass_seconds(chip: Chip, model: Model, rows: int) -> float:
+def pass_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of a forward pass over `rows` tokens."""
     fixed = LAYER_SECONDS * model.layers if model.layers else FIXED_SHARE * weight_seconds(chip, model, 1)
     attention = model.kv_read / chip.sustained * (1 if rows <= FUSED_ROWS else UNFUSED)
     return fixed + weight_seconds(chip, model, rows) + attention
 
 
-def weight_seconds(chip: Chip, model: Model, rows: int) -> float:
+def weight_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of the matrix multiplications of a pass."""
     shared, speed = model.read - model.experts, chip.sustained
     rate, computed = ROW_RATE * chip.alu_tflops, rows
@@ -221,20 +223,20 @@ def weight_seconds(chip: Chip, model: Model, rows: int) -> float:
     return max(reading, arithmetic) + rows * model.experts / speed  # gather_qmv reads experts row by row
 
 
-def weight_reads(chip: Chip, format: Format, rows: int) -> float:
+def weight_reads(chip: Chip, format: WeightFormat, rows: int) -> float:
     """Return how often the weights are read for `rows` rows."""
     if rows == 1 or rows >= _matmul_rows(chip, format):
         return 1.0
     return math.ceil(rows / TILE) if _is_wide(chip, format) else 1 + REREAD * (rows - 1)
 
 
-def _is_wide(chip: Chip, format: Format) -> bool:
+def _is_wide(chip: Chip, format: WeightFormat) -> bool:
     """Return True if the kernel for a few rows reads the weights once for all rows of a tile."""
     is_float = format.group_size is not None and format.mode != "affine"
     return is_float or chip.generation >= WIDE_GENERATION
 
 
-def _matmul_rows(chip: Chip, format: Format) -> int:
+def _matmul_rows(chip: Chip, format: WeightFormat) -> int:
     """Return the rows from which MLX uses a matmul kernel, for matrices with a side beyond 4096."""
     if format.group_size is None:
         return DENSE_WIDE_ROWS + 1 if _is_wide(chip, format) else 2
@@ -244,13 +246,15 @@ def _matmul_rows(chip: Chip, format: Format) -> int:
 # --- models and this device
 
 
-def _models(options: Options) -> tuple[str, Model, str, Model | None]:
+def _models(options: Options) -> tuple[str, DecodeSizes, str, DecodeSizes | None]:
     """Return target and drafter with what to call them. Nothing is loaded or downloaded."""
+    from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes, in_format
     from mlx_spec.load import folders
-    from mlx_spec.tuning.sizes import Format, Model, model_of, requantized
 
-    def of_size(gigabytes: float, bits: int) -> Model:
-        return Model(1e9 * gigabytes, 1e9 * gigabytes, Format(bits, None if bits == DENSE else GROUP))
+    def of_size(gigabytes: float, bits: int) -> DecodeSizes:
+        return DecodeSizes(
+            1e9 * gigabytes, 1e9 * gigabytes, WeightFormat(bits, None if bits == DENSE else GROUP)
+        )
 
     name = options.target or DEMO
     target_path, drafter_path = folders(name, options.drafter)
@@ -258,14 +262,14 @@ def _models(options: Options) -> tuple[str, Model, str, Model | None]:
         name, target = f"{options.target_gb:g} GB", of_size(options.target_gb, options.bits or 4)
         drafter_path = drafter_path if options.drafter else None
     else:
-        target = model_of(_local(target_path, "target"), options.context)
+        target = decode_sizes(_local(target_path, "target"), options.context)
         if options.bits is not None:
-            target = requantized(target, of_size(1, options.bits).format)
+            target = in_format(target, of_size(1, options.bits).format)
     if options.drafter_gb is not None:
         return name, target, f"{options.drafter_gb:g} GB", of_size(options.drafter_gb, DENSE)
     try:
         if drafter_path is not None:
-            drafter = model_of(_local(drafter_path, "drafter"), options.context)
+            drafter = decode_sizes(_local(drafter_path, "drafter"), options.context)
             return name, target, options.drafter or (DEMO if name == DEMO else drafter_path), drafter
     except NotFound:
         if options.drafter is not None:
@@ -293,7 +297,7 @@ class Bandwidth:
     row: float  # one row times a matrix, as in plain decoding
 
 
-def measure(format: Format, *, size: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> Bandwidth:
+def measure(format: WeightFormat, *, size: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> Bandwidth:
     """Measure how fast this device reads `size` bytes, and weights in `format`, else in bfloat16."""
     import mlx.core as mx
 
@@ -365,7 +369,7 @@ def _run(options: Options) -> int:
     return 0
 
 
-def _measure(options: Options, chips: Sequence[Chip], format: Format) -> dict[str, Any] | None:
+def _measure(options: Options, chips: Sequence[Chip], format: WeightFormat) -> dict[str, Any] | None:
     """Return the bandwidth of this device, None if other chips were asked for or there is no MLX."""
     try:
         require_backend()
@@ -378,7 +382,9 @@ def _measure(options: Options, chips: Sequence[Chip], format: Format) -> dict[st
     return {"device": device_name(), **dataclasses.asdict(measure(format))}
 
 
-def _predict(chip: Chip, target: Model, drafter: Model | None, acceptance: float) -> dict[str, Any]:
+def _predict(
+    chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float
+) -> dict[str, Any]:
     found = gains(chip, target, drafter, acceptance)
     plain = 1 / pass_seconds(chip, target, 1)
     return {
@@ -400,7 +406,7 @@ def _row(found: dict[str, Any]) -> list[str]:
     return [*cells, f"k={found['num_draft_tokens']} {found['tokens_per_second']:.1f}"]
 
 
-def _describe(model: Model) -> str:
+def _describe(model: DecodeSizes) -> str:
     cache = f" and {model.kv_read / 1e6:.2f} MB of K/V" if model.kv_read else ", K/V not counted"
     bits = 8 * model.format.bytes_per_weight
     return f"a token reads {model.read / 1e6:.2f} MB of weights ({bits:.3g} bits each){cache}"

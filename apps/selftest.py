@@ -16,16 +16,16 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint import one_line
-from mlx_spec.convert.progress import Progress
-from mlx_spec.noise import gumbel, key_of
+from mlx_spec.hub.files import one_line
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import GREEDY, Pair
-from mlx_spec.reuse import Decoding
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.sampling import gumbel, noise_key
+from mlx_spec.sequence import SequenceParts
 from mlx_spec.session import Statistics, added
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
-from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
 from .bench import Question, Run, Speed, arm, chat_questions, in_turns, speeds
@@ -100,7 +100,7 @@ def token_gap(pair: Pair, history: Sequence[int], tokens: tuple[int, int], sampl
     values = scores = logits.astype(mx.float32)
     if sampling.temperature > 0:
         assert sampling.seed is not None, "without a seed no two texts are the same"
-        key = mx.array(key_of(sampling.seed, len(history)), dtype=mx.uint32)
+        key = mx.array(noise_key(sampling.seed, len(history)), dtype=mx.uint32)
         scores = values + sampling.temperature * gumbel((values.shape[0],), key)
     first, second = _floats(scores[mx.array(tokens)])
     return _gap(abs(first - second), max(map(abs, _floats(values[mx.array(tokens)]))), logits.dtype)
@@ -248,7 +248,7 @@ def long_text(text: Text, tokens: int) -> Question:
     return Question(f"the built-in texts, {tokens} tokens of them", tuple([*beginning, *repeated[-wanted:]]))
 
 
-def self_test(pair: Pair, window: int | None, effort: Effort, progress: Progress) -> SelfTest:
+def self_test(pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> SelfTest:
     """Test a pair whose target has sliding attention over `window` tokens, or none."""
     return _Tester(pair, window, effort, progress).run()
 
@@ -256,7 +256,7 @@ def self_test(pair: Pair, window: int | None, effort: Effort, progress: Progress
 class _Tester:
     """The state of a self-test that runs."""
 
-    def __init__(self, pair: Pair, window: int | None, effort: Effort, progress: Progress) -> None:
+    def __init__(self, pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> None:
         self._pair, self._window, self._effort, self._progress = pair, window, effort, progress
         self._started = time.monotonic()
         self._questions = chat_questions(pair.text)[: effort.questions]
@@ -299,7 +299,7 @@ class _Tester:
     def _prompts(self, count: int) -> Iterator[Question]:
         """Return the most telling prompts first: the time may not be enough for all."""
         yield self._questions[0]
-        most = self._pair.facts.context_length
+        most = self._pair.info.context_length
         if self._window is not None:
             across, past = self._window - count // 2, self._window + self._window // 2
             for length in (max(across, 2), past):
@@ -307,22 +307,22 @@ class _Tester:
                     yield long_text(self._pair.text, length)
         yield from self._questions[1:]
 
-    def _plain(self) -> Decoding:
-        return Decoding(self._pair.open().target, (), Fixed(0))
+    def _plain(self) -> SequenceParts:
+        return SequenceParts(self._pair.open().target, (), FixedPolicy(0))
 
-    def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> Decoding:
+    def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> SequenceParts:
         drafter = ScriptedDrafter(truth, spoil_vocab_size)
-        return Decoding(self._pair.open().target, (drafter,), Fixed(SCRIPTED_K))
+        return SequenceParts(self._pair.open().target, (drafter,), FixedPolicy(SCRIPTED_K))
 
-    def _decoders(self, truth: Sequence[int]) -> dict[str, Callable[[], Decoding]]:
+    def _decoders(self, truth: Sequence[int]) -> dict[str, Callable[[], SequenceParts]]:
         """Return ways to decode with drafts: those of the pair, and drafts that are partly wrong."""
 
-        def own() -> Decoding:
+        def own() -> SequenceParts:
             parts = self._pair.open()
-            return Decoding(parts.target, parts.drafters[:1], Fixed(K))
+            return SequenceParts(parts.target, parts.drafters[:1], FixedPolicy(K))
 
-        found: dict[str, Callable[[], Decoding]] = {
-            SPOILED: lambda: self._scripted(truth, self._pair.facts.vocab_size)
+        found: dict[str, Callable[[], SequenceParts]] = {
+            SPOILED: lambda: self._scripted(truth, self._pair.info.vocab_size)
         }
         return found | ({OWN: own, ADAPTIVE: self._pair.open} if self._pair.drafter_names else {})
 
@@ -349,7 +349,7 @@ class _Tester:
                 self._past_window = True
 
     def _decode(
-        self, parts: Decoding, question: Question, sampling: Sampling, count: int, share: float
+        self, parts: SequenceParts, question: Question, sampling: Sampling, count: int, share: float
     ) -> Answer:
         """Return at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
         answer, started = Answer(), time.perf_counter()
@@ -390,7 +390,7 @@ class _Tester:
         if at is not None:
             tokens = expected.tokens[at], found.tokens[at]
             gap = token_gap(self._pair, [*question.tokens, *expected.tokens[:at]], tokens, sampling)
-            a, b = (self._pair.text.written(token).decode("utf-8", "replace") for token in tokens)
+            a, b = (self._pair.text.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(at, a, b, gap)
         elif error is None and found.is_complete and len(found.tokens) < len(expected.tokens):
             error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"

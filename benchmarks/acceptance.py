@@ -105,7 +105,9 @@ def measure(
         yield Measured(len(found), {rule: np.sum([f[rule] for f in found], axis=0) for rule in found[0]})
 
 
-def sampled(decoding: Decoding, law: LogitsProcessor, sampler: Unseeded, history: list[int]) -> dict[str, Floats]:
+def sampled(
+    decoding: Decoding, law: LogitsProcessor, sampler: Unseeded, history: list[int]
+) -> dict[str, Floats]:
     """Every rule's expectation on a chain drawn from the drafter."""
     draft = decoding.drafters[0].draft(history, K, sampler)
     if draft.probs is None:

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_spec import load
 from mlx_spec.engine import generate, prefill
 from mlx_spec.pair import Pair
-from mlx_spec.policy import Fixed
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import SequenceParts
 from mlx_spec.tuning import profile
@@ -158,7 +158,7 @@ def fixed(pair: Pair, k: int) -> Decoder:
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         opened = pair.open()
-        decoding = SequenceParts(opened.target, opened.drafters[:1], Fixed(k))
+        decoding = SequenceParts(opened.target, opened.drafters[:1], FixedPolicy(k))
         return rounds(pair, decoding, prompt, read)
 
     return run

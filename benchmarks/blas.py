@@ -37,10 +37,9 @@ from timing import finish, interval, parser, table
 
 from mlx_spec.device import device_name
 from mlx_spec.engine import generate, prefill
-from mlx_spec.policy import Fixed
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.tuning import calibrate, profile
-from mlx_spec.tuning.bandwidth import device_name
 from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Features, FeatureSpec, Sampler
 
@@ -145,7 +144,7 @@ def text(pair: RandomPair, index: int, settings: argparse.Namespace) -> list[int
 def script(pair: RandomPair, acceptance: float, index: int, settings: argparse.Namespace) -> Script:
     """What plain decoding says, and where it is drafted right."""
     prompt = Script(f"acceptance {acceptance}", text(pair, index, settings), settings.tokens)
-    truth = [token for step, _ in decode(pair, (), Fixed(0), prompt, lambda: None) for token in step]
+    truth = [token for step, _ in decode(pair, (), FixedPolicy(0), prompt, lambda: None) for token in step]
     chance = random.Random(f"{settings.seed} {index} {acceptance}")
     right = tuple(chance.random() < acceptance for _ in truth)
     return replace(prompt, truth=tuple(truth), right=right)
@@ -162,7 +161,7 @@ def arms(pair: RandomPair, folder: Path) -> dict[str, Decoder]:
 
     def fixed(k: int, prompt: Prompt, read: Read) -> Iterator[Step]:
         assert isinstance(prompt, Script)
-        return decode(pair, (Scripted(prompt, pair.vocab),), Fixed(k), prompt, read)
+        return decode(pair, (Scripted(prompt, pair.vocab),), FixedPolicy(k), prompt, read)
 
     def adaptive(prompt: Prompt, read: Read) -> Iterator[Step]:
         assert isinstance(prompt, Script)

@@ -1,34 +1,34 @@
-"""Does the adaptive draft length find what pays, on devices that are not here? SIMULATED: a virtual clock.
+"""Does the adaptive draft length pay on devices that are not here? All times are SIMULATED.
 
-The real policy and the real round loop of `mlx_spec.engine` run with a scripted target and drafter on trivial
-arrays; time comes from published cost curves (`--list` names the sources). Texts have stretches of three
-difficulties that change at random; confidence is the true chance of acceptance with an error of 0.12. A draft
-token costs 0.06 plain steps, a round that was not begun ahead 0.02 more, one more read 0.02.
+`mlx_spec.policy` decides the rounds of scripted texts on published cost curves (`--list` names the sources),
+with 3 % noise on every piece of device work. The cells are 6 devices x 12 kinds of text x answers of 24, 96
+and 400 tokens x 4 modes:
 
-  best fixed    the fixed number of draft tokens, 0 to 16, that was the fastest on these texts in hindsight
-  of best       adaptive over best fixed, all texts together; then the worst single text
-  deficit       largest loss against plain decoding at any moment, in plain steps; the ledger's bound is
-                1 % of the tokens and 1.6, where rounds take what they are thought to
-  no drafts     share of rounds without a verified draft token
+  cold        the first 100 to 400 tokens of a pair
+  warm        600 tokens of experience, then 1,200 tokens in a new sequence
+  wrong       1,200 tokens from cold with the cost table of another device
+  throttle    warm, and all work takes 1.5 times as long from the middle on
 
-Many short answers (40 to 150 tokens) in one conversation, some of which the drafter knows (0.93 of its tokens
-are right) and others not (0.05), in any order: each kind taken alone, against plain decoding and the best
-fixed number for all answers of the kind.
-
-Then the same with tables that are wrong, with none, with confidence that means nothing or is not given.
-Speeds are times plain decoding. They compare policies; they do not predict tokens a second.
+Every session is compared with plain decoding, with the best fixed length in hindsight, and with the policy
+of commit 45e2a53, whose sessions on the same texts are recorded in results/. Then batches of 1 to 16
+sequences share the rows of their passes. Speeds compare policies; they do not predict tokens per second. The
+exit status is 1 if a floor is broken: FLOORS.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import gzip
+import json
+import math
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -36,224 +36,342 @@ from timing import finish, parser, table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-import virtual
-from virtual import CURVES, TWO_CORES, WORKLOADS, Answers, Curve, Device, Text, VirtualDrafter
+from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
 
-from mlx_spec.tuning.costs import Costs
-from mlx_spec.tuning.policy import Adaptive
-from mlx_spec.types import MAX_DRAFT_TOKENS, Decision, DraftLengthPolicy, Round
+from mlx_spec.policy import AdaptivePolicies, lengths
+from mlx_spec.policy.acceptance import Acceptance, Belief
+from mlx_spec.policy.adaptive import PROBE_SHARE
 
-PLAIN = 0.03  # seconds of a plain token
-SLACK = 40  # tokens of text behind the last: a drafter looks beyond it
-KNOWN = (0.0, 0.5, 1.0)  # share of short answers that the drafter knows
-SHORT = ("two cores", "M1 Ultra", "M5 Max", "flat")  # curves that short answers are tried with
-LENGTHS = range(MAX_DRAFT_TOKENS + 1)
+RECORDED = Path(__file__).parent / "results" / "policy-45e2a53.jsonl.gz"
+RECORDED_SEEDS = 4
+NOISE = 0.03  # deviation of the log of the time of one piece of work
+LENGTHS = (24, 96, 400)  # tokens of an answer
+MODES = ("cold", "warm", "wrong", "throttle")
+WARM_TOKENS, SESSION_TOKENS = 600, 1200
+COLD_ANSWERS = {24: 4, 96: 2, 400: 1}  # by length of an answer
+SLOWDOWN = 1.5  # of a throttling device
+WRONG_TABLE = {  # device -> the one whose costs are believed
+    "M1 Ultra": "M5 Max",
+    "M3 Max": "M1 Ultra",
+    "M4 Pro": "flat",
+    "M5 Max": "M1 Ultra",
+    "CUDA linear": "flat",
+    "flat": "M1 Ultra",
+}
+DRAFTERS = {
+    "lookup": ("lookup",),
+    "lookup+mtp": ("lookup", "mtp"),
+}  # by text; the others have one model drafter
+FLOORS = {  # speed over the recorded policy, but for the worst session: over plain decoding
+    "geometric mean": 1.02,
+    "every curve": 1.0,
+    "every mode": 1.0,
+    "wrong table": 1.0,
+    "worst session": 0.95,
+}
+
+BATCHES = (1, 2, 4, 8, 16)  # sequences
+BATCH_TOKENS = 300  # of a sequence
+BATCH_DEPTHS = range(7)  # fixed lengths to compare with
+BATCH_LIMIT = 8  # draft tokens of one sequence
+BATCH_TEXTS = {"mixed": ("mixed",), "half easy, half useless": ("ind80", "useless")}
+BATCH_CURVES = ("M1 Ultra", "M3 Max", "M5 Max", "flat", "CUDA linear")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How a run differs from one where everything is known."""
+class Cell:
+    """One kind of session."""
 
-    name: str
-    believed: str | None = ""  # the curve that the cost table is of; "": the true one; None: no table
-    noise: float = 0.12  # of the confidence
-    tells: bool = True  # whether there is any
+    curve: str
+    text: str
+    length: int
+    mode: str
 
 
-TRUE = Setting("measured costs")
-CASES = [  # setting, true curves
-    (Setting("believes flat", "flat"), ["CUDA linear"]),
-    (Setting("believes M5 Max", "M5 Max"), ["M1 Ultra"]),
-    (Setting("believes M1 Ultra", "M1 Ultra"), ["M5 Max"]),
-    (Setting("no table", None), list(CURVES)),
-    (Setting("confidence is noise", noise=float("inf")), list(CURVES)),
-    (Setting("no confidence", tells=False), list(CURVES)),
-]
+@dataclass(frozen=True)
+class Session:
+    """One simulated session, in steps: the time of one plain token on an undisturbed device."""
+
+    cell: Cell
+    seed: int
+    steps: float
+    plain: float  # of plain decoding
+    worst_answer: float  # speed of the slowest answer, times plain decoding
+    deficit: float  # largest loss against plain decoding at the end of an answer
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--tokens", type=int, default=6000, help="of a text")
-    options.add_argument("--texts", type=int, default=5, help="of every kind")
-    options.add_argument("--answers", type=int, default=30, help="short ones, of a conversation")
+    options.add_argument("--seeds", type=int, default=3, help=f"1 to {RECORDED_SEEDS}")
+    options.add_argument("--processes", type=int, default=os.cpu_count())
     options.add_argument("--list", action="store_true", help="print where the curves are from")
     settings = options.parse_args()
     if settings.list:
         table(["curve", "from"], [[name, curve.source] for name, curve in CURVES.items()])
         return
-    if settings.quick:
-        settings.tokens, settings.texts, settings.answers = 300, 1, 3
+    if not 1 <= settings.seeds <= RECORDED_SEEDS:
+        options.error(f"--seeds is {settings.seeds}, 1 to {RECORDED_SEEDS} are recorded")
+    seeds = range(1 if settings.quick else settings.seeds)
     started = time.time()
+    recorded = read_recorded()
+    with multiprocessing.get_context("spawn").Pool(settings.processes) as pool:
+        jobs = [(cell, seed) for cell in recorded for seed in seeds]
+        sessions = pool.starmap(run_session, jobs, chunksize=16)
+        batches = pool.starmap(
+            partial(run_batches, seeds=len(seeds)), batch_cells(settings.quick), chunksize=1
+        )
     print("\nSIMULATED on a virtual clock; speeds are times plain decoding\n")
-    results: dict[str, Any] = {"simulated": True, "curves": {n: c.source for n, c in CURVES.items()}}
-    results[TRUE.name] = found = list(sweep(TRUE, CURVES, settings))
-    report(found)
-    results["short answers"] = short = list(conversations(settings))
-    print("many short answers:\n")
-    table(list(short[0]), [[str(value) for value in row.values()] for row in short])
-    for setting, curves in CASES[: 2 if settings.quick else None]:
-        texts = argparse.Namespace(**{**vars(settings), "texts": min(settings.texts, 2)})
-        print(f"{setting.name}:\n")
-        results[setting.name] = found = list(sweep(setting, curves, texts))
-        report(found)
-    results["decide"] = decide = cost_of_deciding(settings)
-    print("Real microseconds of the policy itself, all parts of a round: median, mean\n")
-    table(
-        ["case", "decide", "cut", "observe"],
-        [[case, *map(shown, of.values())] for case, of in decide.items()],
-    )
+    results = compare(sessions, recorded)
+    print("Batches: speed over the plain batch / mean draft length / speed over the best fixed length\n")
+    results["batches"] = show_batches(batches)
+    decide = decision_time()
+    print("Real microseconds of one decision and one observation together, median of all rounds\n")
+    table(list(decide), [[f"{value:.1f}" for value in decide.values()]])
+    results["decision microseconds"] = decide
+    broken = [name for name, floor in FLOORS.items() if results["floors"][name] < floor]
+    for name in broken:
+        print(f"broken floor: {name} is {results['floors'][name]:.4f}, it must be {FLOORS[name]} or more")
     finish("policy", results, settings, started)
+    sys.exit(1 if broken else 0)
 
 
-def sweep(setting: Setting, curves: Iterable[str], settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for curve in curves:
-        for workload in WORKLOADS:
-            runs = [one(setting, curve, workload, settings, text) for text in range(settings.texts)]
-            yield {"curve": curve, "workload": workload, **together(runs)}
-
-
-def conversations(settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Answers of two kinds, in one conversation of each seed."""
-    for name in SHORT:
-        curve = TWO_CORES if name == "two cores" else CURVES[name]
-        for known in KNOWN:
-            good, bad = Answers(), Answers()
-            for seed in range(settings.texts):
-                make = partial(conversing, curve)
-                found = virtual.short_answers(make, curve, known, settings.answers, settings.seed + seed)
-                good, bad = (
-                    a.plus(b.tokens, b.steps, b.fixed) for a, b in zip((good, bad), found, strict=True)
-                )
-            yield {
-                "curve": name,
-                "known answers": known,
-                "speed of known": round(good.speed, 4) if good.tokens else None,
-                "of best": round(good.of_best, 4) if good.tokens else None,
-                "speed of others": round(bad.speed, 4) if bad.tokens else None,
-            }
-
-
-def conversing(curve: Curve, device: Device) -> Adaptive:
-    return Adaptive(curve.costs(device.plain), 1, device.clock)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One text."""
-
-    fixed: list[float]  # speed by length
-    speed: float
-    deficit: float
-    idle: float  # share of rounds without a verified draft token
-    selective: float  # share of rounds that read confidence
-
-
-def one(setting: Setting, name: str, workload: str, settings: argparse.Namespace, text: int) -> Run:
-    curve, tokens = CURVES[name], settings.tokens
-    words = Text.make(workload, tokens + SLACK, 100 * settings.seed + text, noise=setting.noise)
-    device = Device(curve, PLAIN)
-    policy = Adaptive(believed(setting, curve), 1, device.clock)
-    drafter = VirtualDrafter(device, words, tells=setting.tells)
-    outcome = virtual.run(policy, device, [drafter], tokens)
-    fixed = [virtual.fixed(curve, words, k, tokens) for k in LENGTHS]
-    selective = sum(bool(r.confidence) for r in outcome.rounds) / len(outcome.rounds)
-    return Run(fixed, outcome.speed, outcome.worst, outcome.share(0), selective)
-
-
-def believed(setting: Setting, curve: Curve) -> Costs:
-    if setting.believed is None:
-        return Costs(("drafter",))
-    return (CURVES[setting.believed] if setting.believed else curve).costs(PLAIN)
-
-
-def together(runs: list[Run]) -> dict[str, Any]:
-    """Texts of equal length: speeds combine as their harmonic mean."""
-    by_length = [statistics.harmonic_mean([run.fixed[k] for run in runs]) for k in LENGTHS]
-    length = max(LENGTHS, key=by_length.__getitem__)
-    speed = statistics.harmonic_mean([run.speed for run in runs])
-    return {
-        "fixed": [round(s, 4) for s in by_length],
-        "best length": length,
-        "adaptive": round(speed, 4),
-        "of best": round(speed / by_length[length], 4),
-        "worst text": round(min(run.speed / max(run.fixed) for run in runs), 4),
-        "deficit": round(max(run.deficit for run in runs), 2),
-        "no drafts": round(statistics.mean(run.idle for run in runs), 4),
-        "selective": round(statistics.mean(run.selective for run in runs), 4),
-    }
-
-
-def report(found: list[dict[str, Any]]) -> None:
-    head = "curve,workload,best fixed,adaptive,of best,worst text,deficit,no drafts,confidence read".split(
-        ","
-    )
-    rows = [
-        [
-            *(
-                r["curve"],
-                r["workload"],
-                f"{max(r['fixed']):.2f} at {r['best length']}",
-                f"{r['adaptive']:.2f}",
-            ),
-            *(f"{r['of best']:.3f}", f"{r['worst text']:.3f}", f"{r['deficit']:.1f}"),
-            *(f"{100 * r['no drafts']:.0f} %", f"{100 * r['selective']:.0f} %"),
-        ]
-        for r in found
-    ]
-    table(head, rows)
-
-
-class Timed:
-    """A policy and what it takes, in real seconds."""
-
-    def __init__(self, policy: DraftLengthPolicy) -> None:
-        self._policy = policy
-        self.spent: dict[str, list[float]] = {"decide": [], "cut": [], "observe": []}
-
-    def begin(self) -> None:
-        self._policy.begin()
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        start = time.perf_counter()
-        decision = self._policy.decide(history)
-        self.spent["decide"].append(time.perf_counter() - start)
-        return decision
-
-    def cut(self, drafter: int, confidence: Sequence[float]) -> int:
-        start = time.perf_counter()
-        count = self._policy.cut(drafter, confidence)
-        self.spent["cut"].append(time.perf_counter() - start)
-        return count
-
-    def observe(self, round: Round) -> None:
-        start = time.perf_counter()
-        self._policy.observe(round)
-        self.spent["observe"].append(time.perf_counter() - start)
-
-
-def cost_of_deciding(settings: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Microseconds a round, by part: median and mean."""
+def read_recorded() -> dict[Cell, dict[str, list[float]]]:
+    """Return the steps of the recorded policy and of the best fixed length, by cell and seed."""
     found = {}
-    for name, workload in (
-        ("CUDA linear", "code"),
-        ("M1 Ultra", "mixed"),
-        ("M5 Max", "code"),
-        ("flat", "code"),
-    ):
-        words = Text.make(workload, settings.tokens + SLACK, settings.seed)
-        device = Device(CURVES[name], PLAIN)
-        timed = Timed(Adaptive(CURVES[name].costs(PLAIN), 1, device.clock))
-        virtual.run(timed, device, [VirtualDrafter(device, words)], settings.tokens)
-        rounds = len(timed.spent["decide"])
-        found[f"{name}, {workload}"] = {
-            part: [round(1e6 * float(np.median(s or 0)), 1), round(1e6 * sum(s) / rounds, 1)]
-            for part, s in timed.spent.items()
-        }
+    with gzip.open(RECORDED, "rt") as file:
+        for line in file:
+            row = json.loads(line)
+            cell = Cell(row["curve"], row["text"], row["length"], row["mode"])
+            found[cell] = {"steps": row["steps"], "best fixed": row["best_fixed"]}
     return found
 
 
-def shown(values: list[float]) -> str:
-    return f"{values[0]:.1f}, {values[1]:.1f}"
+def run_session(cell: Cell, seed: int) -> Session:
+    """Simulate one session of answers with a new pair."""
+    curve = CURVES[cell.curve]
+    device = Device(curve, NOISE, [seed, 99])
+    names = DRAFTERS.get(cell.text, ("mtp",))
+    policies = AdaptivePolicies(names, copying=["lookup"])
+    believed = CURVES[WRONG_TABLE[cell.curve]] if cell.mode == "wrong" else curve
+    policies.use(believed.table([0.0 if name == "lookup" else 1.0 for name in names]))
+    warm = -(-WARM_TOKENS // cell.length) if cell.mode in ("warm", "throttle") else 0
+    count = COLD_ANSWERS[cell.length] if cell.mode == "cold" else SESSION_TOKENS // cell.length
+    policy = policies.policy(device.clock)
+    steps = plain = lost = deficit = 0.0
+    worst = math.inf
+    for index in range(warm + count):
+        throttled = cell.mode == "throttle" and index >= warm + count // 2
+        device.slowdown = SLOWDOWN if throttled else 1.0
+        if index == warm:
+            policy = policies.policy(device.clock)
+        answer = decode(policy, device, make_text(cell.text, cell.length, [seed, index]), cell.length)
+        if index < warm:
+            continue
+        took = answer.seconds / PLAIN_SECONDS
+        base = device.slowdown * (cell.length + curve.host)
+        steps, plain, lost = steps + took, plain + base, lost + took - base
+        worst, deficit = min(worst, base / took), max(deficit, lost)
+    return Session(cell, seed, steps, plain, worst, deficit)
+
+
+def compare(sessions: Sequence[Session], recorded: dict[Cell, dict[str, list[float]]]) -> dict[str, Any]:
+    """Print the tables of all sessions. Return the figures."""
+    old = {(s.cell, s.seed): recorded[s.cell]["steps"][s.seed] for s in sessions}
+    best = {(s.cell, s.seed): recorded[s.cell]["best fixed"][s.seed] for s in sessions}
+
+    def figures(chosen: Sequence[Session]) -> dict[str, float]:
+        over_old = [math.log(old[s.cell, s.seed] / s.steps) for s in chosen]
+        return {
+            "over recorded": math.exp(mean(over_old)),
+            "over plain": math.exp(mean(math.log(s.plain / s.steps) for s in chosen)),
+            "of best fixed": math.exp(mean(math.log(best[s.cell, s.seed] / s.steps) for s in chosen)),
+            "recorded over plain": math.exp(mean(math.log(s.plain / old[s.cell, s.seed]) for s in chosen)),
+            "worst session": min(s.plain / s.steps for s in chosen),
+            "worst answer": min(s.worst_answer for s in chosen),
+            "deficit": max(s.deficit for s in chosen),
+        }
+
+    groups: dict[str, dict[str, dict[str, float]]] = {"all": {"all": figures(sessions)}}
+    of: dict[str, Callable[[Cell], Any]] = {
+        "mode": lambda cell: cell.mode,
+        "curve": lambda cell: cell.curve,
+        "text": lambda cell: cell.text,
+        "tokens an answer": lambda cell: cell.length,
+    }
+    for axis, key in of.items():
+        values = dict.fromkeys(key(s.cell) for s in sessions)
+        groups[axis] = {str(v): figures([s for s in sessions if key(s.cell) == v]) for v in values}
+    for axis, rows in groups.items():
+        head = [axis, *next(iter(rows.values()))]
+        table(head, [[name, *(f"{value:.3f}" for value in row.values())] for name, row in rows.items()])
+    everything = groups["all"]["all"]
+    floors = {
+        "geometric mean": everything["over recorded"],
+        "every curve": min(row["over recorded"] for row in groups["curve"].values()),
+        "every mode": min(row["over recorded"] for row in groups["mode"].values()),
+        "wrong table": groups["mode"]["wrong"]["over recorded"],
+        "worst session": everything["worst session"],
+    }
+    return {"simulated": True, "sessions": len(sessions), "floors": floors, **groups}
+
+
+# Batches
+
+
+def batch_cells(quick: bool) -> list[tuple[str, str, int]]:
+    cells = [(curve, texts, count) for curve in BATCH_CURVES for texts in BATCH_TEXTS for count in BATCHES]
+    return [cell for cell in cells if cell[0] in ("M3 Max", "flat") and cell[2] < 16] if quick else cells
+
+
+def batch_passes(name: str, rows: int) -> float:
+    """Return the steps of a pass. Beyond 17 rows the curves are assumed.
+
+    A row costs what it costs at 17 rows, or half of that on devices with kernels for many rows. "flat" is
+    flat up to 64 rows.
+    """
+    if name == "flat":
+        return max(1.0, rows / 64)
+    if name == "CUDA linear":
+        return float(rows)
+    last = CURVES[name].rows(17)
+    share = 1.0 if name == "M1 Ultra" else 0.5
+    return CURVES[name].rows(min(rows, 17)) + share * last / 17 * max(rows - 17, 0)
+
+
+class Batch:
+    """Sequences that are decoded together, each in its own text, without noise."""
+
+    def __init__(self, curve: str, texts: str, count: int, seed: int) -> None:
+        self.name, self.curve, self.count = curve, CURVES[curve], count
+        kinds = BATCH_TEXTS[texts]
+        length = 40 * BATCH_TOKENS
+        self.texts: list[ModelDrafter] = []
+        for index in range(count):
+            (drafter,) = make_text(kinds[index % len(kinds)], length, [seed, index])
+            assert isinstance(drafter, ModelDrafter)
+            self.texts.append(drafter)
+        self.places = [1] * count
+        self.plain = batch_passes(curve, count)
+        self.tokens = self.drafted = self.rounds = 0
+        self.steps = 0.0
+
+    def round(self, depths: Sequence[int]) -> list[int]:
+        """Decode one round. Return the accepted tokens of every sequence."""
+        total = sum(depths)
+        waits = self.curve.host + max(depths) * self.curve.drafted if total else 0.0
+        self.steps += batch_passes(self.name, self.count + total) + waits
+        accepted = []
+        for index, depth in enumerate(depths):
+            text, place, number = self.texts[index], self.places[index], 0
+            while number < depth and text.draws[place + number] < text.rates[place + number]:
+                number += 1
+            accepted.append(number)
+            self.places[index] = place + number + 1
+        self.tokens += sum(accepted) + self.count
+        self.drafted, self.rounds = self.drafted + total, self.rounds + 1
+        return accepted
+
+    @property
+    def done(self) -> bool:
+        return self.tokens >= BATCH_TOKENS * self.count
+
+    @property
+    def speed(self) -> float:
+        """Return the speed over the plain batch."""
+        return self.tokens / self.count / self.steps * self.plain
+
+
+def run_planned(batch: Batch) -> Batch:
+    """Share the rows of every pass out by the planner; probe the most promising sequence now and then."""
+    shared = Acceptance()
+    beliefs = [Belief(shared) for _ in range(batch.count)]
+    host, drafted = batch.curve.host, batch.curve.drafted
+    since = 0  # plain rounds since the last draft
+    while not batch.done:
+        reach = [np.diff(belief.expected_tokens()[: BATCH_LIMIT + 1]).tolist() for belief in beliefs]
+        depths = lengths(
+            reach, batch.plain, lambda n: batch_passes(batch.name, n) + host, lambda k: k * drafted
+        )
+        since = 0 if any(depths) else since + 1
+        first = [row[0] for row in reach]
+        one_row = batch_passes(batch.name, batch.count + 1) + drafted + host
+        loss = one_row - batch.plain * (1 + max(first) / batch.count)
+        if since * batch.plain * PROBE_SHARE >= max(loss, 0.01):
+            depths[first.index(max(first))], since = 1, 0
+        for belief, depth, accepted in zip(beliefs, depths, batch.round(depths), strict=True):
+            if depth:
+                belief.update(accepted, accepted < depth)
+            belief.advance(accepted + 1)
+    return batch
+
+
+def run_batches(curve: str, texts: str, count: int, seeds: int) -> dict[str, Any]:
+    """Return how the planner does against the best fixed length for all sequences."""
+    planned = [run_planned(Batch(curve, texts, count, seed)) for seed in range(seeds)]
+    fixed = []
+    for depth in BATCH_DEPTHS:
+        runs = [Batch(curve, texts, count, seed) for seed in range(seeds)]
+        for batch in runs:
+            while not batch.done:
+                batch.round([depth] * count)
+        fixed.append(mean(batch.speed for batch in runs))
+    speed = mean(batch.speed for batch in planned)
+    return {
+        "curve": curve,
+        "texts": texts,
+        "sequences": count,
+        "speed": round(speed, 4),
+        "mean length": round(mean(b.drafted / b.rounds / count for b in planned), 3),
+        "best fixed length": fixed.index(max(fixed)),
+        "of best fixed": round(speed / max(fixed), 4),
+    }
+
+
+def show_batches(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print one row per curve and texts, one column per number of sequences."""
+    counts = list(dict.fromkeys(b["sequences"] for b in batches))
+    rows: dict[tuple[str, str], list[str]] = {}
+    for b in batches:
+        cell = f"{b['speed']:.3f} / {b['mean length']:.2f} / {b['of best fixed']:.3f}"
+        rows.setdefault((b["curve"], b["texts"]), []).append(cell)
+    table(["curve, texts", *(f"B = {n}" for n in counts)], [[", ".join(k), *v] for k, v in rows.items()])
+    return batches
+
+
+# Time of a decision
+
+
+class Timed:
+    """A policy that is timed with the real clock."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy, self.begin = policy, policy.begin
+        self.seconds: list[float] = []
+
+    def decide(self, history: Sequence[int]) -> Any:
+        start = time.perf_counter()
+        decision = self._policy.decide(history)
+        self._decided = time.perf_counter() - start
+        return decision
+
+    def observe(self, round: Any) -> None:
+        start = time.perf_counter()
+        self._policy.observe(round)
+        self.seconds.append(self._decided + time.perf_counter() - start)
+
+
+def decision_time() -> dict[str, float]:
+    """Return real microseconds a round, for rounds that draft and rounds that do not."""
+    found = {}
+    for name, text in (("CUDA linear", "code"), ("M1 Ultra", "mixed"), ("M5 Max", "code"), ("flat", "code")):
+        device = Device(CURVES[name], NOISE, [0])
+        policies = AdaptivePolicies(["mtp"])
+        policies.use(CURVES[name].table())
+        timed = Timed(policies.policy(device.clock))
+        for index in range(5):
+            decode(timed, device, make_text(text, 400, [0, index]), 400)
+        found[f"{name}, {text}"] = round(1e6 * float(np.median(timed.seconds)), 1)
+    return found
 
 
 if __name__ == "__main__":

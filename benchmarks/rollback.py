@@ -34,11 +34,11 @@ from mlx_lm.models.cache import (
 from timing import finish, parser, table
 from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
-from mlx_spec.policy import Fixed
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 WRITTEN, KEPT = 8, 3
@@ -236,7 +236,7 @@ def speculative(K: int, make: Callable[[LMTarget], Drafter], needs: FeatureSpec)
         target = LMTarget(Toy(LAYERS), needs)
         sampler = Sampling().sampler(context, VOCAB)
         room = (K + 1) * (rounds + 8)
-        return generate(target, [make(target)], Fixed(K), sampler, text(0, context), max_tokens=room)
+        return generate(target, [make(target)], FixedPolicy(K), sampler, text(0, context), max_tokens=room)
 
     return steps
 

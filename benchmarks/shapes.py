@@ -16,10 +16,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text, llama
 
 from mlx_spec.device import device_memory
-from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant
-from mlx_spec.drafters.gemma4_network import FULL, SLIDING, AssistantConfig, AssistantNetwork, HeadShape
+from mlx_spec.drafters.gemma4 import (
+    FULL,
+    SLIDING,
+    AssistantConfig,
+    AssistantNetwork,
+    Gemma4Assistant,
+    HeadShape,
+)
 from mlx_spec.hub.weights import WeightFormat
-from mlx_spec.tuning.bandwidth import device_memory
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
 GROUP = 64

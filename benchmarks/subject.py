@@ -13,11 +13,10 @@ from shapes import SHAPES
 
 from mlx_spec import load
 from mlx_spec.engine import PREFILL_STEP, generate
-from mlx_spec.policy import Fixed
+from mlx_spec.hub.weights import WeightFormat, decode_sizes
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
-from mlx_spec.tuning.roofline import Format
-from mlx_spec.tuning.sizes import model_of
 from mlx_spec.types import Draft, Drafter, Round, Sampler
 
 RUN = 8  # plain tokens, one in flight behind the other
@@ -57,7 +56,7 @@ class Subject:
         """Rounds of the engine, with K draft tokens each."""
         target, drafters = self.parts()
         sampler = Sampling().sampler(context, self.vocab)
-        return generate(target, drafters, Fixed(K), sampler, self.prompt(context), max_tokens=2**20)
+        return generate(target, drafters, FixedPolicy(K), sampler, self.prompt(context), max_tokens=2**20)
 
 
 @dataclass

@@ -24,8 +24,8 @@ from mlx_spec.hub.checkpoint import read_config, text_config
 from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import load
-from mlx_spec.sampling import Greedy, Law, Sampling
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling
 from mlx_spec.text import read_text
 
 from .measure import (
@@ -166,7 +166,7 @@ def _figures(before: Walk | None, after: Walk) -> dict[str, Any]:
 class _LoggingSampler(Greedy):
     """Draw greedily and keep the logits of the first draft token."""
 
-    def __init__(self, law: Law) -> None:
+    def __init__(self, law: LogitsProcessor) -> None:
         super().__init__(law)
         self.first: mx.array | None = None
 
@@ -211,7 +211,7 @@ def _walk_one(
 ) -> _Path:
     target = LMTarget(model, sources[0].needs if sources else None)
     drafters = [source.make(target.parts) for source in sources]
-    samplers = [_LoggingSampler(Law(GREEDY, len(prompt), vocab)) for _ in sources]
+    samplers = [_LoggingSampler(LogitsProcessor(GREEDY, len(prompt), vocab)) for _ in sources]
     path = _Path([], [[] for _ in sources], [0.0 for _ in sources])
     history = list(prompt)
     if len(history) > 1:

@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: Options) -> int:
     require_backend()
-    from mlx_spec.convert.conversion import Request, convert  # these need MLX
-    from mlx_spec.convert.progress import Progress
+    from mlx_spec.convert.convert import Request, convert
+    from mlx_spec.hub.progress import StageProgress
 
     request = Request(
         options.target,
@@ -89,7 +89,7 @@ def _run(options: Options) -> int:
         options.dtype,
         not options.no_self_test,
     )
-    progress = Progress(sys.stderr)
+    progress = StageProgress(sys.stderr)
     try:
         manifest = convert(request, progress)
     finally:

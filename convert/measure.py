@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_spec import drafters
-from mlx_spec.drafters.recorded import KEY
+from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.template import special_tokens
 from mlx_spec.text import Text, read_text
+from mlx_spec.text.chat_template import special_tokens
 
 from .families import Family
 from .source import DTYPES, Quantization, Source

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.weights import read_tensors
+from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.hub.files import shortened

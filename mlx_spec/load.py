@@ -22,7 +22,6 @@ from mlx_spec.hub.catalog import (
     MANIFEST,
     NONE,
     drafter_kind,
-    made_for,
     repair_config,
 )
 from mlx_spec.hub.checkpoint import check_weights, read_config, read_published
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from mlx_spec.drafters import DrafterSource
     from mlx_spec.pair import Pair
-    from mlx_spec.policy import AdaptivePolicies, Fixed
     from mlx_spec.text import Text
 
 KV_BITS = (4, 8)
@@ -135,9 +133,9 @@ def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
     if kv_bits is not None and kv_bits not in KV_BITS:
         raise InvalidValue(f"kv_bits is {kv_bits}, it must be 4 or 8, or left out for K/V as computed")
     if num_draft_tokens is not None:
-        from mlx_spec.policy import Fixed
+        from mlx_spec.policy import FixedPolicy
 
-        Fixed(num_draft_tokens)
+        FixedPolicy(num_draft_tokens)
 
 
 def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
@@ -211,7 +209,7 @@ def _source(
 
 def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
-    from mlx_spec.drafters.lookup import LookupSource
+    from mlx_spec.drafters.model_free import LookupSource
 
     if found is None:
         return []

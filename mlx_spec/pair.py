@@ -12,8 +12,8 @@ from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.per_request import for_request
-from mlx_spec.recorder import Recorder
-from mlx_spec.sampling import Law, Sampling
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.sequence import SequenceParts
 from mlx_spec.session import Session
 from mlx_spec.text import Text
@@ -114,8 +114,8 @@ class Pair:
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None
         if top_logprobs is not None:
-            law = Law(sampling, len(prompt), self.info.vocab_size)
-            sampler = recorder = Recorder(sampler, law, self.text, top_logprobs)
+            law = LogitsProcessor(sampling, len(prompt), self.info.vocab_size)
+            sampler = recorder = LogprobRecorder(sampler, law, self.text, top_logprobs)
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
@@ -152,7 +152,9 @@ class Pair:
         return min(max_tokens, length - len(prompt))
 
 
-def _recorded(rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int) -> Iterator[Round]:
+def _recorded(
+    rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int
+) -> Iterator[Round]:
     """Rounds with the log-probabilities of their tokens, of which the first is at `position`."""
     with closing(rounds):
         for round in rounds:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_spec.constraint import Grammar
 from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction
+from mlx_spec.grammar import Grammar
 from mlx_spec.types import Drafter, RequestDrafter
 
 FORCED_PRIOR = 0.99  # probability; a grammar forces these tokens, only a stop token may come before them

@@ -12,7 +12,8 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence
 from mlx_spec.sequence import SequenceParts as Decoding
-from mlx_spec.text import Kind, Text
+from mlx_spec.text import Text
+from mlx_spec.text.stream import TextKind
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from mlx_spec.apps.chat import read_prompt
 from mlx_spec.apps.chat.arguments import Options, parse, refuse
 from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.prompt import read_prompt
 from mlx_spec.apps.chat.terminal import ReaderLeft, Terminal, checked
 from mlx_spec.apps.command import ERROR
 from mlx_spec.device import require_backend
@@ -40,20 +40,19 @@ def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     if options.system is not None:
         checked(options.system, "--system")
     require_backend()
-    from mlx_spec.apps.chat.answer import Answerer  # these need MLX
-    from mlx_spec.apps.chat.models import choice_of
-    from mlx_spec.apps.chat.once import answer_once
-    from mlx_spec.apps.chat.repl import converse
-    from mlx_spec.apps.chat.settings import settings_of
-    from mlx_spec.apps.chat.trace import Trace
+    from mlx_spec.apps.chat.answer import ChatState
+    from mlx_spec.apps.chat.models import choose
+    from mlx_spec.apps.chat.repl import answer_once, converse
+    from mlx_spec.apps.chat.report import Trace
+    from mlx_spec.apps.chat.settings import from_options
 
     try:
-        settings = settings_of(options)
+        settings = from_options(options)
     except InvalidValue as error:
         refuse(str(error))
     with nullcontext() if options.trace is None else Trace(options.trace) as trace:
-        answerer = Answerer(terminal, interrupts, trace, options.highlight, shows=not options.json)
-        choice = choice_of(options)
+        answerer = ChatState(terminal, interrupts, trace, options.highlight, shows=not options.json)
+        choice = choose(options)
         if prompt is None:
             converse(answerer, options, settings, choice)
             return 0

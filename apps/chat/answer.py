@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlx_spec.apps.chat.input import hidden_typing
 from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.origin import BORDER, DIM, Origins
-from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.apps.chat.trace import Trace
-from mlx_spec.apps.chat.unseen import unseen
+from mlx_spec.apps.chat.report import Trace
+from mlx_spec.apps.chat.terminal import BORDER, DIM, Origins, Terminal
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
 
@@ -67,7 +66,7 @@ class Answerer:
         """Stream one answer. Ctrl-C ends it early. Raises SpecError."""
         mx.reset_peak_memory()
         before, seen = session.statistics, _Seen()
-        keys = unseen() if self.talks else nullcontext()
+        keys = hidden_typing() if self.talks else nullcontext()
         with keys, self.interrupts.answering(), suppress(KeyboardInterrupt):
             self._stream(session, asked, seen)
         if self.shows:

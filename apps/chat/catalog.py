@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mlx_spec import hub
-from mlx_spec.apps.chat.models import Choice, is_local
-from mlx_spec.apps.chat.storage import typed
+from mlx_spec.apps.chat.models import PairChoice, is_local
+from mlx_spec.apps.chat.settings import typed_path
 from mlx_spec.apps.command import table
 from mlx_spec.apps.models import summary
-from mlx_spec.apps.server.memory import machine_bytes
+from mlx_spec.apps.server.models import machine_bytes
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, aliases, made_for, resolve
 from mlx_spec.hub.files import human_bytes
@@ -29,7 +29,7 @@ class Wanted:
     """A model to be loaded, and the repositories of it that are not here."""
 
     name: str  # as the user gave it
-    choice: Choice
+    choice: PairChoice
     missing: tuple[str, ...]
 
 
@@ -39,18 +39,18 @@ def names() -> list[str]:
     return [*here, *(name for name in aliases() if name not in here)]
 
 
-def wanted(name: str, before: Choice) -> Wanted:
+def wanted(name: str, before: PairChoice) -> Wanted:
     """What a name stands for. Raises NotFound."""
-    own = default_folder() / typed(name)
-    if name == DEMO or typed(name).is_dir():
-        return Wanted(name, Choice(name, kv_bits=before.kv_bits), ())
+    own = default_folder() / typed_path(name)
+    if name == DEMO or typed_path(name).is_dir():
+        return Wanted(name, PairChoice(name, kv_bits=before.kv_bits), ())
     if own.is_dir():
-        return Wanted(name, Choice(str(own), kv_bits=before.kv_bits), ())
+        return Wanted(name, PairChoice(str(own), kv_bits=before.kv_bits), ())
     ready = resolve(name)
     drafter = None if ready.drafter == made_for(ready.target) else ready.drafter
     parts = [ready.target, *([ready.drafter] if ready.drafter else [])]
     missing = tuple(part for part in parts if not is_local(part))
-    return Wanted(name, Choice(ready.target, drafter, kv_bits=before.kv_bits), missing)
+    return Wanted(name, PairChoice(ready.target, drafter, kv_bits=before.kv_bits), missing)
 
 
 def listing(present: str) -> list[str]:

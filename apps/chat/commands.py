@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_spec.apps.chat import saved
-from mlx_spec.apps.chat.answer import Outcome
+from mlx_spec.apps.chat import conversation
+from mlx_spec.apps.chat.answer import ChatState, Outcome
 from mlx_spec.apps.chat.clipboard import copy
-from mlx_spec.apps.chat.completing import Completions
-from mlx_spec.apps.chat.desk import Desk
-from mlx_spec.apps.chat.origin import legend
-from mlx_spec.apps.chat.settings import NAMES, changed, shown, values
-from mlx_spec.apps.chat.storage import typed
+from mlx_spec.apps.chat.input import CommandCompleter
+from mlx_spec.apps.chat.settings import NAMES, changed, shown, typed_path, values
+from mlx_spec.apps.chat.terminal import legend
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 
 
@@ -28,7 +26,7 @@ class Command(NamedTuple):
 class Commands:
     """All of them, by name."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ChatState) -> None:
         self._desk = desk
         self._terminal = desk.terminal
         self.table: Mapping[str, Command] = {
@@ -58,10 +56,10 @@ class Commands:
             raise InvalidValue(f"there is no command /{name}: /help lists them")
         self.table[name].run(argument.strip())
 
-    def completions(self) -> Completions:
+    def completions(self) -> CommandCompleter:
         """What the Tab key completes."""
         switch = ("on", "off")
-        return Completions(
+        return CommandCompleter(
             sorted(self.table),
             {
                 "model": self._models,
@@ -75,9 +73,9 @@ class Commands:
         )
 
     def _models(self) -> list[str]:
-        from mlx_spec.apps.chat import catalog
+        from mlx_spec.apps.chat import models
 
-        return catalog.names()
+        return models.names()
 
     def _help(self, _: str) -> None:
         for name, command in self.table.items():
@@ -102,25 +100,25 @@ class Commands:
         self._terminal.note(f"{'no' if text == 'off' else 'new'} system prompt, new conversation")
 
     def _model(self, name: str) -> None:
-        from mlx_spec.apps.chat import catalog
+        from mlx_spec.apps.chat import models
 
         conversation = self._desk.conversation
         if not name:
             with self._desk.interrupts.waiting():
-                lines = catalog.listing(conversation.model.choice.target)
+                lines = models.listing(conversation.model.choice.target)
             for line in lines:
                 self._terminal.note(line)
             return
         with self._desk.interrupts.waiting():
-            wanted = catalog.wanted(name, conversation.model.choice)
-            lines = catalog.offer(wanted) if wanted.missing else []
+            wanted = models.find_model(name, conversation.model.choice)
+            lines = models.describe_download(wanted) if wanted.missing else []
         if wanted.missing:
             for line in lines:
                 self._terminal.note(line)
             if not self._desk.agrees("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
                 return
-            if not catalog.fetch(wanted):
+            if not models.download(wanted):
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
         self._terminal.note(f"loading {wanted.choice.target}")
         conversation.switch(wanted.choice, self._desk.interrupts.loading)
@@ -151,16 +149,16 @@ class Commands:
         self._desk.report(self._desk.last_outcome(), full=True)
 
     def _save(self, name: str) -> None:
-        file = saved.place(name)
+        file = conversation.file_named(name)
         conversation = self._desk.conversation
         with self._desk.interrupts.waiting():
-            saved.write(file, conversation.saved())
+            conversation.write(file, conversation.saved())
         self._terminal.note(f"{_turns(len(conversation.turns) // 2)} saved in {file}")
 
     def _load(self, name: str) -> None:
         conversation = self._desk.conversation
         with self._desk.interrupts.waiting():
-            found = saved.read(saved.place(name))
+            found = conversation.read(conversation.file_named(name))
         conversation.load(found)
         self._desk.last = None
         self._terminal.note(f"{_turns(len(conversation.turns) // 2)} loaded")
@@ -206,7 +204,7 @@ class Commands:
             conversation.require(None)
         elif name:
             with self._desk.interrupts.waiting():
-                source = _text(typed(name))
+                source = _text(typed_path(name))
             conversation.require(name, source)
         schema = conversation.schema
         self._terminal.note(f"answers match {schema.name}" if schema else "answers are free")

@@ -9,10 +9,17 @@ from typing import Any, TypeAlias
 
 from mlx_spec import grammar
 from mlx_spec.apps.chat.answer import Asked
-from mlx_spec.apps.chat.models import Choice, Model, check_thinking, drafting, opened, redrafted
-from mlx_spec.apps.chat.origin import Origins
-from mlx_spec.apps.chat.saved import Saved
-from mlx_spec.apps.chat.settings import Settings, from_values, values
+from mlx_spec.apps.chat.conversation import SavedConversation
+from mlx_spec.apps.chat.models import (
+    LoadedPair,
+    PairChoice,
+    check_thinking,
+    open_pair,
+    reuse_weights,
+    with_drafts,
+)
+from mlx_spec.apps.chat.settings import AnswerSettings, from_values, values
+from mlx_spec.apps.chat.terminal import Origins
 from mlx_spec.errors import SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.pair import Pair
@@ -39,7 +46,7 @@ class Lost(SpecError):
 class Conversation:
     """A session and everything that is set about it."""
 
-    def __init__(self, model: Model, settings: Settings, system: str | None) -> None:
+    def __init__(self, model: LoadedPair, settings: AnswerSettings, system: str | None) -> None:
         self.model = model
         self.settings = settings
         self.system = system
@@ -64,7 +71,7 @@ class Conversation:
         origins = Origins(self.pair.drafter_names)
         return Asked(message, sampling, settings.max_tokens, settings.think, origins)
 
-    def set(self, settings: Settings) -> None:
+    def set(self, settings: AnswerSettings) -> None:
         """Answer like that from now on. Raises InvalidValue for a target that cannot think."""
         if settings.think:
             check_thinking(self.pair)
@@ -80,9 +87,9 @@ class Conversation:
 
     def draft(self, word: str, loading: Loading = nullcontext) -> None:
         """Change what drafts, and go on. Raises SpecError."""
-        self.switch(drafting(self.model.choice, word), loading)
+        self.switch(with_drafts(self.model.choice, word), loading)
 
-    def switch(self, choice: Choice, loading: Loading = nullcontext) -> None:
+    def switch(self, choice: PairChoice, loading: Loading = nullcontext) -> None:
         """Load another model, or the same one with other drafts, and go on. Raises SpecError.
 
         Within `loading` a KeyboardInterrupt counts as a model that cannot be loaded.
@@ -90,7 +97,7 @@ class Conversation:
         There may be no memory for two: the old one goes first, and is loaded again if the new one cannot be.
         """
         before, turns = self.model, self.turns
-        found = redrafted(before, choice)
+        found = reuse_weights(before, choice)
         if found is None:
             self.session.clear()
             del self.session, self.model
@@ -103,12 +110,14 @@ class Conversation:
                 raise
         self._continue(found, turns)
 
-    def saved(self) -> Saved:
+    def saved(self) -> SavedConversation:
         """What to keep of it."""
         choice = self.model.choice
-        return Saved(choice.target, choice.drafter, self.system, self.turns, values(self.settings))
+        return SavedConversation(
+            choice.target, choice.drafter, self.system, self.turns, values(self.settings)
+        )
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: SavedConversation) -> None:
         """Go on from what was kept, with the present model. Raises InvalidValue, and then nothing changed."""
         settings = from_values(saved.settings)
         if settings.think and not self.pair.text.thinks:
@@ -117,16 +126,16 @@ class Conversation:
         session.resume([_message(turn) for turn in saved.turns])
         self.session, self.system, self.settings = session, saved.system, settings
 
-    def _opened(self, choice: Choice, loading: Loading) -> Model:
+    def _opened(self, choice: PairChoice, loading: Loading) -> LoadedPair:
         try:
             with loading():
-                found = opened(choice, think=self.settings.think)
+                found = open_pair(choice, think=self.settings.think)
                 found.pair.session(self.system)  # which refuses a target that does not chat
                 return found
         except KeyboardInterrupt:
             raise SpecError(f"{choice.target} is not loaded: the conversation goes on as before") from None
 
-    def _continue(self, model: Model, turns: Sequence[Mapping[str, Any]]) -> None:
+    def _continue(self, model: LoadedPair, turns: Sequence[Mapping[str, Any]]) -> None:
         self.model = model
         self.session = model.pair.session(self.system)
         self.session.resume(turns)
@@ -136,10 +145,10 @@ class Conversation:
             self.schema = _schema(model.pair, schema.name, schema.source)
 
 
-def _again(old: Choice, reason: SpecError) -> Model:
+def _again(old: PairChoice, reason: SpecError) -> LoadedPair:
     """Raises Lost."""
     try:
-        return opened(old)
+        return open_pair(old)
     except SpecError as error:
         raise Lost(
             f"{reason}; and {old.target}, which was loaded before, cannot be either: {error}"

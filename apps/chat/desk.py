@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_spec.apps.chat.answer import Answerer, Outcome
+from mlx_spec.apps.chat.answer import ChatState, Outcome
 from mlx_spec.apps.chat.conversation import Conversation
+from mlx_spec.apps.chat.input import Lines
 from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.lines import Lines
-from mlx_spec.apps.chat.settings import Settings, shown, values
-from mlx_spec.apps.chat.status import details, status_line
+from mlx_spec.apps.chat.report import details, status_line
+from mlx_spec.apps.chat.settings import AnswerSettings, shown, values
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import human_bytes
@@ -20,7 +20,7 @@ class Desk:
     """One conversation on one terminal."""
 
     conversation: Conversation
-    answerer: Answerer
+    answerer: ChatState
     terminal: Terminal
     interrupts: Interrupts
     lines: Lines = field(init=False)  # they complete what the commands take, so they come after those
@@ -81,7 +81,7 @@ class Desk:
         if choice.kv_bits is not None:
             lines.append(f"KV cache: {choice.kv_bits} bits")
         lines.append(f"system prompt: {conversation.system or 'none'}")
-        usual = values(Settings())
+        usual = values(AnswerSettings())
         settings = [
             f"{name} {shown(value)}"
             for name, value in values(conversation.settings).items()

@@ -22,11 +22,9 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
-from mlx_spec.apps.chat.completing import Completions
+from mlx_spec.apps.chat.input import MORE, PROMPT, CommandCompleter, hidden_typing, is_open
 from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.multiline import MORE, PROMPT, is_open
 from mlx_spec.apps.chat.terminal import checked
-from mlx_spec.apps.chat.unseen import unseen
 
 
 def is_dumb() -> bool:
@@ -37,7 +35,7 @@ def is_dumb() -> bool:
 class Editor:
     """Reads messages. Enter sends, Alt-Enter begins a new line; with `blocks` it is the other way round."""
 
-    def __init__(self, interrupts: Interrupts, completions: Completions, history: Path | None) -> None:
+    def __init__(self, interrupts: Interrupts, completions: CommandCompleter, history: Path | None) -> None:
         self.blocks = False
         self._interrupts = interrupts
         self._input = create_input(sys.stdin)
@@ -62,7 +60,7 @@ class Editor:
         # those that come while its application starts or ends.
         with self._interrupts.editing(self._leave_soon):
             text = self._session.prompt(handle_sigint=False, pre_run=self._leave_if_pressed)
-        with unseen():  # Ctrl-C is a signal again; as a key it may still be among what was not read
+        with hidden_typing():  # Ctrl-C is a signal again; as a key it may still be among what was not read
             behind = self._input.read_keys()
         if _pressed_ahead(self._input, behind):
             self._interrupts.press()
@@ -102,7 +100,7 @@ class Editor:
 
 
 class _Completer(Completer):
-    def __init__(self, completions: Completions) -> None:
+    def __init__(self, completions: CommandCompleter) -> None:
         self._completions = completions
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:

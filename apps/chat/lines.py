@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from mlx_spec.apps.chat.completing import Completions
+from mlx_spec.apps.chat.input import MORE, PROMPT, CommandCompleter, is_open
 from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.multiline import MORE, PROMPT, is_open
-from mlx_spec.apps.chat.storage import history_file, make_private
+from mlx_spec.apps.chat.settings import history_file, make_private
 from mlx_spec.apps.chat.terminal import Terminal
 
 
@@ -43,18 +42,18 @@ class Plain:
 
 
 def open_lines(
-    terminal: Terminal, interrupts: Interrupts, completions: Completions, *, history: bool
+    terminal: Terminal, interrupts: Interrupts, completions: CommandCompleter, *, history: bool
 ) -> Lines:
     """An editor on the terminal, or what there is without."""
     if not (sys.stdin and sys.stdin.isatty() and terminal.has_screen):
         return Plain(terminal)
     try:
-        from mlx_spec.apps.chat.editor import Editor, is_dumb
+        from mlx_spec.apps.chat.input import LineEditor, is_dumb
     except ImportError:
         return Plain(terminal)
     if is_dumb():
         return Plain(terminal)
-    return Editor(interrupts, completions, _history(terminal) if history else None)
+    return LineEditor(interrupts, completions, _history(terminal) if history else None)
 
 
 def _history(terminal: Terminal) -> Path | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx_spec import load
 from mlx_spec.apps.chat.arguments import Options
-from mlx_spec.apps.chat.storage import last_used_file
+from mlx_spec.apps.chat.settings import last_used_file
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, made_for
 from mlx_spec.hub.files import write_atomically

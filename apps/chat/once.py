@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 
-from mlx_spec.apps.chat.answer import Answerer, Outcome
+from mlx_spec.apps.chat.answer import ChatState, Outcome
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.conversation import Conversation
-from mlx_spec.apps.chat.desk import Desk
-from mlx_spec.apps.chat.models import Choice, opened
-from mlx_spec.apps.chat.settings import Settings
-from mlx_spec.apps.chat.trace import as_json
+from mlx_spec.apps.chat.models import PairChoice, open_pair
+from mlx_spec.apps.chat.report import as_json
+from mlx_spec.apps.chat.settings import AnswerSettings
 from mlx_spec.apps.command import INTERRUPTED
 
 
-def answer_once(answerer: Answerer, options: Options, settings: Settings, choice: Choice, prompt: str) -> int:
+def answer_once(
+    answerer: ChatState, options: Options, settings: AnswerSettings, choice: PairChoice, prompt: str
+) -> int:
     """Answer, report, and return the exit status: 0, or INTERRUPTED. Raises SpecError."""
-    conversation = Conversation(opened(choice, think=settings.think), settings, options.system)
-    desk = Desk(conversation, answerer, answerer.terminal, answerer.interrupts, full_reports=options.stats)
+    conversation = Conversation(open_pair(choice, think=settings.think), settings, options.system)
+    desk = ChatState(
+        conversation, answerer, answerer.terminal, answerer.interrupts, full_reports=options.stats
+    )
     if options.json:
         outcome = answerer.answer(conversation.session, conversation.asked(prompt))
         text = json.dumps(_result(conversation, outcome), ensure_ascii=False)

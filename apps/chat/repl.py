@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 
-from mlx_spec.apps.chat.answer import Answerer
+from mlx_spec.apps.chat.answer import ChatState
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.commands import Commands
-from mlx_spec.apps.chat.conversation import Conversation, Lost
-from mlx_spec.apps.chat.desk import Desk
-from mlx_spec.apps.chat.lines import open_lines
-from mlx_spec.apps.chat.models import Choice, opened
-from mlx_spec.apps.chat.multiline import unquoted
-from mlx_spec.apps.chat.settings import Settings
+from mlx_spec.apps.chat.conversation import Conversation, NoModelLeft
+from mlx_spec.apps.chat.input import open_input, unquoted
+from mlx_spec.apps.chat.models import PairChoice, open_pair
+from mlx_spec.apps.chat.settings import AnswerSettings
 from mlx_spec.apps.chat.terminal import OutputClosed
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import DEMO
@@ -25,15 +23,15 @@ ABOUT_DEMO = (
 )
 
 
-def converse(answerer: Answerer, options: Options, settings: Settings, choice: Choice) -> None:
+def converse(answerer: ChatState, options: Options, settings: AnswerSettings, choice: PairChoice) -> None:
     """Load the pair and talk until the user leaves. Raises SpecError."""
     terminal, interrupts = answerer.terminal, answerer.interrupts
     terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{_why(options)}")
-    conversation = Conversation(opened(choice, think=settings.think), settings, options.system)
-    desk = Desk(conversation, answerer, terminal, interrupts, full_reports=options.stats)
+    conversation = Conversation(open_pair(choice, think=settings.think), settings, options.system)
+    desk = ChatState(conversation, answerer, terminal, interrupts, full_reports=options.stats)
     commands = Commands(desk)
     answerer.talks = True
-    desk.lines = open_lines(terminal, interrupts, commands.completions(), history=options.history)
+    desk.lines = open_input(terminal, interrupts, commands.completions(), history=options.history)
     terminal.note(HELLO)
     while True:
         try:
@@ -43,7 +41,7 @@ def converse(answerer: Answerer, options: Options, settings: Settings, choice: C
         except KeyboardInterrupt:  # a command that waited for something
             terminal.newline()
             terminal.note("interrupted")
-        except (OutputClosed, Lost):
+        except (OutputClosed, NoModelLeft):
             raise
         except SpecError as error:  # it does not end the conversation
             terminal.error(error)
@@ -53,7 +51,7 @@ def _why(options: Options) -> str:
     return ", the pair used last" if options.target is None else ""
 
 
-def _read(desk: Desk) -> str:
+def _read(desk: ChatState) -> str:
     try:
         with desk.interrupts.prompting():
             return desk.lines.read()
@@ -61,7 +59,7 @@ def _read(desk: Desk) -> str:
         return ""
 
 
-def _take(text: str, desk: Desk, commands: Commands) -> None:
+def _take(text: str, desk: ChatState, commands: Commands) -> None:
     if command := COMMAND.fullmatch(text.strip()):
         commands.run(command[1], command[2] or "")
     elif message := unquoted(text):

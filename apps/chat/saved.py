@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.chat.storage import typed
+from mlx_spec.apps.chat.settings import typed_path
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.hub.files import write_atomically
 
@@ -34,7 +34,7 @@ def place(name: str) -> Path:
     """The file that a name typed by the user means. Raises InvalidValue for none."""
     if not name:
         raise InvalidValue("give the name of a file, such as /save talk.json")
-    path = typed(name)
+    path = typed_path(name)
     return path if path.suffix else path.with_name(path.name + SUFFIX)
 
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from mlx_spec.apps.chat.origin import Origins
-from mlx_spec.apps.chat.status import is_on
+from mlx_spec.apps.chat.report import is_on
+from mlx_spec.apps.chat.terminal import Origins
 from mlx_spec.errors import InvalidValue
 from mlx_spec.session import Piece, Statistics
 

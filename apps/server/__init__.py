@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_spec.apps.command import guarded
 from mlx_spec.apps.server.arguments import parse
-from mlx_spec.backend import require_backend
+from mlx_spec.device import require_backend
 from mlx_spec.errors import NotFound
 
 from .settings import Settings

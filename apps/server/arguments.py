@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from mlx_spec.apps.server.settings import GB, Limits, Served, Settings, is_loopback
+from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, is_loopback
 
 from .. import command
 from ..command import MODEL, BadOptions, Version, above_zero, option
@@ -145,7 +145,7 @@ class Options:
             log_file=self.log_file,
         )
 
-    def _models(self) -> tuple[Served, ...]:
+    def _models(self) -> tuple[ServedModel, ...]:
         named = [_split("--model", text, NAMED) for text in self.model or []]
         if named and self.drafter is not None and self.target is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
@@ -164,7 +164,7 @@ class Options:
         for name in pinned:
             _check_known("--pin", name, names)
         return tuple(
-            Served(name, target, drafter, self.num_draft_tokens, self.kv_bits, pinned=name in pinned)
+            ServedModel(name, target, drafter, self.num_draft_tokens, self.kv_bits, pinned=name in pinned)
             for name, target, drafter in found
         )
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_spec.rehearsal import REHEARSAL
+from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import queue_full, to_failure, unavailable
 from .events import Event, Failed
@@ -357,7 +357,7 @@ class EngineThread:
     def _end_all(self) -> None:
         """Fail all requests without an answer, and give all memory back."""
         self._preparers.shutdown(wait=False, cancel_futures=True)
-        REHEARSAL.close()
+        SANDBOX.close()
         failed = Failed(unavailable("the server is shutting down", "shutting_down"))
         for job in tuple(self._running):
             job.send(failed)

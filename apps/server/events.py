@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.session import Statistics
+from mlx_spec.types import Alternative, TokenLogprob
 
 from .errors import Failure
 
@@ -46,33 +46,6 @@ class TextDelta:
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that end in this text, if requested
     spans: tuple[SourceSpan, ...] = ()  # their texts make up `text`
-
-
-@dataclass(frozen=True)
-class ToolCallStarted:
-    """A tool call begins. The parsers of tool calls send this event, clients get `ToolCall`."""
-
-    index: int
-    call: int  # 0, 1, ... within the choice
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """More of the JSON text of the arguments of the call that was started last."""
-
-    index: int
-    call: int
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCallDropped:
-    """The call that was started last is malformed or was cut off. Its text follows as part of the answer."""
-
-    index: int
-    call: int
 
 
 @dataclass(frozen=True)
@@ -140,18 +113,7 @@ class Failed:
     failure: Failure
 
 
-Event = (
-    PromptRead
-    | TextDelta
-    | ToolCallStarted
-    | ToolCallDelta
-    | ToolCallDropped
-    | ToolCall
-    | RoundDone
-    | ChoiceEnded
-    | Finished
-    | Failed
-)
+Event = PromptRead | TextDelta | ToolCall | RoundDone | ChoiceEnded | Finished | Failed
 
 
 # --- as JSON

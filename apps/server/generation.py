@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mlx_spec import engine
-from mlx_spec.answer import Answer, Part
-from mlx_spec.apps.server.tools import Calls, Dialect, banned, dialect_of, lark, prompt_of, widened_text
-from mlx_spec.drafters.prediction import prediction_counts
+from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
+from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
-from mlx_spec.logprobs import TokenLogprob
-from mlx_spec.reuse import Held
-from mlx_spec.sampling import Law, Sampling
-from mlx_spec.scoring import score
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import score_prompt
+from mlx_spec.sequence import CachedSequence
 from mlx_spec.session import Statistics, added
 from mlx_spec.text import Text
-from mlx_spec.types import Round
+from mlx_spec.text.stream import AnswerStream, TextPart
+from mlx_spec.types import Round, TokenLogprob
 
 from .errors import invalid
 from .events import (
@@ -37,10 +37,6 @@ from .events import (
     SourceSpan,
     TextDelta,
     Timings,
-    ToolCall,
-    ToolCallDelta,
-    ToolCallDropped,
-    ToolCallStarted,
     Usage,
 )
 from .models import GrammarCache, LoadedModel
@@ -61,7 +57,7 @@ class PreparedRequest:
 
     prompts: tuple[list[int], ...]
     sampling: Sampling
-    dialect: Dialect | None  # the format of the tool calls to read; None if there are none to read
+    dialect: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
     prediction: tuple[int, ...] = ()
 
 
@@ -75,10 +71,10 @@ def prepare(
     prompts = prompt_tokens(request, text)
     prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
-    dialect = None if use is None else dialect_of(text)
+    dialect = None if use is None else find_tool_format(text)
     sampling = request.sampling
     if use is not None and dialect is not None:
-        bias = {**(sampling.logit_bias or {}), **banned(dialect, use)}
+        bias = {**(sampling.logit_bias or {}), **tool_call_ban(dialect, use)}
         sampling = replace(sampling, logit_bias=bias or None)
     format = _output_format(request, dialect, use)
     if format is not None:
@@ -90,7 +86,7 @@ def prepare(
 def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
     """Return the tokens of each prompt; raise what `prepare` raises."""
     if isinstance(request.prompt, Chat):
-        return (prompt_of(request.prompt, text, request.model),)
+        return (chat_prompt(request.prompt, text, request.model),)
     return tuple(
         text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in request.prompt.prompts
@@ -98,12 +94,12 @@ def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ..
 
 
 def _output_format(
-    request: GenerationRequest, dialect: Dialect | None, use: ToolUse | None
+    request: GenerationRequest, dialect: ToolFormat | None, use: ToolUse | None
 ) -> OutputFormat | None:
     """Return the form of the answer: what the request asks for, combined with what its tools need."""
     if use is None or dialect is None:
         return request.format
-    source = lark(dialect, use, request.format)
+    source = answer_grammar(dialect, use, request.format)
     if source is None:
         return request.format
     return OutputFormat("lark", source, "tools" if request.format is None else request.format.param)
@@ -113,7 +109,7 @@ def _compile(
     format: OutputFormat, request: GenerationRequest, grammars: GrammarCache, limits: Limits
 ) -> Grammar:
     thinks = isinstance(request.prompt, Chat) and request.prompt.thinking
-    source = widened_text(format.text) if format.kind == "json_schema" else format.text
+    source = coerce_one_of(format.text) if format.kind == "json_schema" else format.text
     try:
         return grammars.compile(format.kind, source, seconds=limits.grammar_seconds).thinking(thinks)
     except InvalidValue as error:
@@ -154,48 +150,50 @@ class Generation:
 
     def _check_prompt(self, prompt: list[int]) -> None:
         try:
-            self._pair.room(prompt, NO_LIMIT)
+            self._pair.token_limit(prompt, NO_LIMIT)
         except PromptTooLong as error:
             raise invalid(str(error), self._request.prompt_param, "context_length_exceeded") from error
         except InvalidValue as error:
             param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
             raise invalid(str(error), param) from error
 
-    def _generate_choice(self, prepared: PreparedRequest, sequence: Held, number: int, i: int) -> Steps:
+    def _generate_choice(
+        self, prepared: PreparedRequest, sequence: CachedSequence, number: int, i: int
+    ) -> Steps:
         """Generate choice i of a prompt. All but the first find nearly all of the prompt in the cache."""
         prompt, index = prepared.prompts[number], number * self._request.n + i
         echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
         rounds = self._rounds(prepared, sequence, prompt, i)
         scores: list[TokenLogprob] = []
         if echo and self._request.top_logprobs is not None:
-            cached = sequence.align(())
+            cached = sequence.rewind_to_prefix(())
             seconds = yield from _timed(self._score_prompt(sequence, prompt, scores))
         else:
-            cached = sequence.align(prompt)
-            parts = sequence.decoding
+            cached = sequence.rewind_to_prefix(prompt)
+            parts = sequence.parts
             seconds = yield from _timed(engine.prefill(parts.target, parts.drafters, prompt))
         self._model.prefix_cache.shrink()
         statistics = Statistics()
         if i == 0:
             self._send(PromptRead(len(prompt), cached))
-            statistics = Statistics(len(prompt), reused_tokens=cached, drafter_cold=sequence.cold)
+            statistics = Statistics(len(prompt), reused_tokens=cached, drafter_cold=sequence.drafter_missing)
         choice = self._new_choice(prepared, index, prompt, statistics)
         if echo:
             self._send(self._echo(index, number, prompt, scores))
         if self._request.max_tokens != 0:
             yield from self._decode(choice, sequence, rounds, seconds)
-        sequence.cut(len(prompt) + len(choice.tokens))
+        sequence.truncate(len(prompt) + len(choice.tokens))
         for event in choice.end():
             self._send(event)
 
     def _rounds(
-        self, prepared: PreparedRequest, sequence: Held, prompt: list[int], i: int
+        self, prepared: PreparedRequest, sequence: CachedSequence, prompt: list[int], i: int
     ) -> Iterator[Round]:
         sampling, limit = prepared.sampling, self._request.max_tokens
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + i)  # else all choices would be the same
         return self._pair.run(
-            sequence.decoding,
+            sequence.parts,
             prompt,
             sampling=sampling,
             max_tokens=NO_LIMIT if limit is None else max(limit, 1),
@@ -203,16 +201,18 @@ class Generation:
             prediction=prepared.prediction,
         )
 
-    def _score_prompt(self, sequence: Held, prompt: list[int], scores: list[TokenLogprob]) -> Iterator[None]:
+    def _score_prompt(
+        self, sequence: CachedSequence, prompt: list[int], scores: list[TokenLogprob]
+    ) -> Iterator[None]:
         """Process a prompt and add the logprobs of its tokens to `scores`; the first token has none."""
         pair, top = self._pair, self._request.top_logprobs or 0
-        law = Law(replace(self._request.sampling, grammar=None), 0, pair.facts.vocab_size)
-        scores.append(TokenLogprob(prompt[0], pair.text.written(prompt[0]), math.nan))
-        parts = sequence.decoding
-        for more in score(parts.target, parts.drafters, law, prompt, pair.text, top):
+        law = LogitsProcessor(replace(self._request.sampling, grammar=None), 0, pair.info.vocab_size)
+        scores.append(TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan))
+        parts = sequence.parts
+        for more in score_prompt(parts.target, parts.drafters, law, prompt, pair.text, top):
             scores.extend(more)
             yield
-        sequence.note(prompt)
+        sequence.append(prompt)
 
     def _new_choice(
         self, prepared: PreparedRequest, index: int, prompt: list[int], statistics: Statistics
@@ -220,10 +220,10 @@ class Generation:
         request = self._request
         calls, markers = None, None
         if prepared.dialect is not None and isinstance(request.prompt, Chat) and request.prompt.tools:
-            markers = prepared.dialect.format.marks
-            calls = Calls(index, prepared.dialect.format, request.prompt.tools.tools)
+            markers = prepared.dialect.syntax.marks
+            calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
         chat_prompt = prompt if isinstance(request.prompt, Chat) else None
-        answer = Answer(self._pair.text, chat_prompt, stop=request.stop, calls=markers)
+        answer = AnswerStream(self._pair.text, chat_prompt, stop=request.stop, calls=markers)
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         sources = (*self._pair.drafter_names, *grammar, *prediction)
@@ -238,7 +238,7 @@ class Generation:
         return TextDelta(index, "answer", text, tuple(scores), (SourceSpan(text, None, 0),))
 
     def _decode(
-        self, choice: ChoiceStream, sequence: Held, rounds: Iterator[Round], prefill_seconds: float
+        self, choice: ChoiceStream, sequence: CachedSequence, rounds: Iterator[Round], prefill_seconds: float
     ) -> Steps:
         with _closing(rounds):
             while not choice.is_stopped:
@@ -249,7 +249,7 @@ class Generation:
                 now = time.perf_counter()
                 if self._first_token_seconds is None:
                     self._first_token_seconds = now - self._submitted
-                sequence.note(round.tokens)
+                sequence.append(round.tokens)
                 for event in choice.read(round, now - start + prefill_seconds):
                     self._send(event)
                 prefill_seconds = 0.0
@@ -282,8 +282,8 @@ class ChoiceStream:
     def __init__(
         self,
         index: int,
-        answer: Answer,
-        calls: Calls | None,
+        answer: AnswerStream,
+        calls: ToolCallReader | None,
         sources: Sequence[str],  # names of the drafters, by the index that rounds hold
         statistics: Statistics,
     ) -> None:
@@ -292,8 +292,6 @@ class ChoiceStream:
         self._calls = calls
         self._sources = sources
         self._tokens: list[int] = []
-        self._open_call: ToolCallStarted | None = None
-        self._arguments: list[str] = []  # of the open call
         self.statistics = statistics  # so far
         self.drafted: dict[str, None] = {}  # names of the drafters that drafted, in that order
 
@@ -325,43 +323,16 @@ class ChoiceStream:
         """Yield the text that was held back, and the reason of the end."""
         yield from self._events(self._answer.end())
         if self._calls is not None:
-            yield from self._complete_calls(self._calls.end())
-            yield from self._take_call()
+            yield from self._calls.end()
         yield ChoiceEnded(self._index, self._finish_reason(), self._answer.finished)
 
-    def _events(self, parts: Iterable[Part]) -> Iterator[Event]:
+    def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
             if part.kind != "call":
-                yield from self._take_call()
                 spans = tuple(SourceSpan(s.text, self._source(s.drafter), s.position) for s in part.spans)
                 yield TextDelta(self._index, part.kind, part.text, part.logprobs, spans)
             elif self._calls is not None:
-                yield from self._complete_calls(self._calls.read(part))
-                if part.closed:
-                    yield from self._take_call()
-
-    def _complete_calls(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Buffer each tool call until it is complete; discard malformed ones.
-
-        Clients run a call as soon as they have it, and no protocol can take one back.
-        """
-        for event in events:
-            match event:
-                case ToolCallDelta(text=text):
-                    self._arguments.append(text)
-                case ToolCallDropped():
-                    self._open_call = None
-                case ToolCallStarted():
-                    yield from self._take_call()
-                    self._open_call, self._arguments = event, []
-                case _:
-                    yield from self._take_call()
-                    yield event
-
-    def _take_call(self) -> Iterator[Event]:
-        call, self._open_call = self._open_call, None
-        if call is not None:
-            yield ToolCall(call.index, call.call, call.id, call.name, "".join(self._arguments))
+                yield from self._calls.read(part)
 
     def _source(self, drafter: int | None) -> str | None:
         return None if drafter is None else self._sources[drafter]

@@ -15,16 +15,17 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec import grammar, load
-from mlx_spec.apps.server.tools import dialect_of
-from mlx_spec.checkpoint import one_line, read_config
+from mlx_spec.apps.server.tool_formats import find_tool_format
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
-from mlx_spec.grammar import Grammar, Kind
+from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.hub import cached
-from mlx_spec.known import mended
+from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.hub.files import one_line
+from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
 from mlx_spec.text import Text, read_text
-from mlx_spec.tuning.sizes import model_of
 
 from .errors import Failure, unavailable, unknown_model
 from .log import LOG
@@ -65,7 +66,7 @@ class LoadedModel:
     @property
     def weights(self) -> int:
         """Return the bytes of the weights."""
-        return self.pair.facts.target_bytes + self.pair.facts.drafter_bytes
+        return self.pair.info.target_bytes + self.pair.info.drafter_bytes
 
 
 class GrammarCache:
@@ -76,9 +77,9 @@ class GrammarCache:
         self._vocab_size = vocab_size
         self._count = count
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[GrammarKind, str], Grammar] = OrderedDict()
 
-    def compile(self, kind: Kind, source: str, *, seconds: float) -> Grammar:
+    def compile(self, kind: GrammarKind, source: str, *, seconds: float) -> Grammar:
         """Return a compiled grammar; raise what `grammar.compile` raises."""
         key = kind, source
         with self._lock:
@@ -153,7 +154,7 @@ class Models:
             try:
                 if name not in self._texts:
                     folder = _checkpoints(self._served[name])[0]
-                    self._texts[name] = read_text(folder, mended(read_config(folder)))
+                    self._texts[name] = read_text(folder, repair_config(read_config(folder)))
             except SpecError as error:
                 LOG.error("%s cannot be read: %s", name, error)
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
@@ -237,14 +238,14 @@ class Models:
             raise
         name, text = served.name, pair.text
         prefix_cache = PrefixCache(pair.open, self._settings.conversations, partial(self._cache_budget, name))
-        grammars = GrammarCache(text, pair.facts.vocab_size)
+        grammars = GrammarCache(text, pair.info.vocab_size)
         self._loaded[name] = LoadedModel(name, pair, prefix_cache, grammars, time.monotonic())
         self._cards[name] = replace(
             self._cards[name],
             loaded=True,
-            context_length=pair.facts.context_length,
+            context_length=pair.info.context_length,
             thinks=text.thinks,
-            tools=dialect_of(text) is not None,
+            tools=find_tool_format(text) is not None,
         )
         LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 
@@ -294,7 +295,7 @@ def memory_need(served: ServedModel) -> MemoryNeed:
     config = read_config(checkpoints[0])
     longest = (config.get("text_config") or config).get("max_position_embeddings")
     context = min(longest, MAX_RESERVED_TOKENS) if isinstance(longest, int) else MAX_RESERVED_TOKENS
-    sizes = [model_of(folder, context) for folder in checkpoints]
+    sizes = [decode_sizes(folder, context) for folder in checkpoints]
     return MemoryNeed(
         sum(int(size.held) for size in sizes), sum(int(size.kv_held) for size in sizes), context
     )

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_spec.logprobs import TokenLogprob
+from mlx_spec.types import TokenLogprob
 
 from . import parsing
 from .errors import invalid, unsupported

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mlx_spec.reuse import Decoding, Held
+from mlx_spec.sequence import CachedSequence, SequenceParts
 
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
@@ -17,12 +17,12 @@ class PrefixCache:
     use stays in any case. Only the engine thread may use this class.
     """
 
-    def __init__(self, open: Callable[[], Decoding], count: int, max_bytes: Callable[[], int]) -> None:
+    def __init__(self, open: Callable[[], SequenceParts], count: int, max_bytes: Callable[[], int]) -> None:
         self._open = open
         self._count = count
         self._max_bytes = max_bytes
-        self._free: list[Held] = []
-        self._used: list[Held] = []
+        self._free: list[CachedSequence] = []
+        self._used: list[CachedSequence] = []
 
     def __len__(self) -> int:
         return len(self._free) + len(self._used)
@@ -33,7 +33,7 @@ class PrefixCache:
         return sum(sequence.nbytes for sequence in (*self._free, *self._used))
 
     @contextmanager
-    def borrow(self, prompt: Sequence[int]) -> Iterator[Held]:
+    def borrow(self, prompt: Sequence[int]) -> Iterator[CachedSequence]:
         """Lend a sequence for a prompt; keep it afterwards unless there was an error."""
         sequence = self._take(prompt)
         try:
@@ -52,17 +52,17 @@ class PrefixCache:
         while self._free and self.nbytes + reserved > self._max_bytes():
             del self._free[0]
 
-    def _take(self, prompt: Sequence[int]) -> Held:
+    def _take(self, prompt: Sequence[int]) -> CachedSequence:
         sequence = self._best_match(prompt) or self._replaceable(prompt)
         if sequence is None:
             self._forget(len(self) + 1 - self._count)
-            sequence = Held(self._open())
+            sequence = CachedSequence(self._open())
         else:
             self._free.remove(sequence)
         self._used.append(sequence)
         return sequence
 
-    def _give_back(self, sequence: Held) -> None:
+    def _give_back(self, sequence: CachedSequence) -> None:
         self._used.remove(sequence)
         if sequence.tokens:
             self._free.append(sequence)
@@ -71,7 +71,7 @@ class PrefixCache:
     def _forget(self, count: int) -> None:
         del self._free[: max(count, 0)]
 
-    def _best_match(self, prompt: Sequence[int]) -> Held | None:
+    def _best_match(self, prompt: Sequence[int]) -> CachedSequence | None:
         """Return the free sequence with the longest common prefix, if that is most of what it holds.
 
         A prefix of the whole prompt is enough: the client repeats a request and does not need the old answer.
@@ -82,7 +82,7 @@ class PrefixCache:
         repeats = best.tokens[: len(prompt)] == list(prompt)
         return best if repeats or best.shared(prompt) >= MIN_SHARED * len(best.tokens) else None
 
-    def _replaceable(self, prompt: Sequence[int]) -> Held | None:
+    def _replaceable(self, prompt: Sequence[int]) -> CachedSequence | None:
         """Return the sequence that a new one would displace, if it shares anything with the prompt."""
         if len(self) < self._count or not self._free:
             return None

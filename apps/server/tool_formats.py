@@ -16,13 +16,14 @@ from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlx_spec.answer import Part
-from mlx_spec.apps.server.ask import CallArguments, CallOpened, Chat, Event, Piece, Span, Tool
-from mlx_spec.apps.server.failures import unsupported
+from mlx_spec.apps.server.errors import unsupported
+from mlx_spec.apps.server.events import Event, SourceSpan, TextDelta, ToolCall
+from mlx_spec.apps.server.request import Chat, Tool
 from mlx_spec.errors import InvalidValue
-from mlx_spec.logprobs import TokenLogprob
-from mlx_spec.reading import Marks
 from mlx_spec.text import Text
+from mlx_spec.text.stream import TextPart
+from mlx_spec.text.tokenizer import Markers
+from mlx_spec.types import TokenLogprob
 
 # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: mistral, minicpm5 and kimi_k3 have other
 # markers, kimi_k2 needs call ids of its own, laguna is the same as glm47; json_tools, gemma4 and qwen3_coder
@@ -45,7 +46,7 @@ class Syntax:
     """How calls are written between two markers. `read` raises ValueError or RecursionError for no call."""
 
     name: str
-    marks: Marks
+    marks: Markers
     read: ReadCalls
     separator: str = ""  # between two calls
     needs_close: bool = False  # a body without its closing marker may be half a call that `read` accepts
@@ -91,7 +92,7 @@ class ToolCallReader:
         self._logprobs: list[TokenLogprob] = []  # of the tokens of the body
         self.complete = 0  # calls so far
 
-    def read(self, part: Part) -> list[Event]:
+    def read(self, part: TextPart) -> list[Event]:
         """Return the events that a part of kind "call" completes."""
         self._is_open = True
         self._body.append(part.text)
@@ -108,13 +109,13 @@ class ToolCallReader:
         calls, rest = self._syntax.parse(body, self._tools, closed=closed)
         events: list[Event] = []
         for name, arguments in calls:
-            events.append(CallOpened(self._index, self.complete, f"call_{secrets.token_hex(12)}", name))
-            events.append(CallArguments(self._index, self.complete, arguments))
+            call_id = f"call_{secrets.token_hex(12)}"
+            events.append(ToolCall(self._index, self.complete, call_id, name, arguments))
             self.complete += 1
         if rest or not calls:  # markers with nothing between them are text as well
             text = self._syntax.marks.open + rest + (self._syntax.marks.close if closed else "")
-            spans = (Span(text, None, 0),)
-            events.append(Piece(self._index, "answer", text, () if calls else logprobs, spans))
+            spans = (SourceSpan(text, None, 0),)
+            events.append(TextDelta(self._index, "answer", text, () if calls else logprobs, spans))
         return events
 
 
@@ -211,7 +212,7 @@ def _syntaxes() -> list[Syntax]:
     found = list(SYNTAXES)
     for name in LIBRARY_PARSERS:
         module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX
-        marks = Marks(module.tool_call_start, module.tool_call_end)
+        marks = Markers(module.tool_call_start, module.tool_call_end)
         found.append(Syntax(name, marks, _library_reader(module.parse_tool_call), needs_close=True))
     return found
 
@@ -339,9 +340,9 @@ def _parameter_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 SYNTAXES = (
-    Syntax("gemma4", Marks("<|tool_call>", "<tool_call|>"), _read_gemma),
-    Syntax("hermes", Marks("<tool_call>", "</tool_call>"), _read_hermes, "\n"),
-    Syntax("qwen3-coder", Marks("<tool_call>", "</tool_call>"), _read_coder, "\n"),
+    Syntax("gemma4", Markers("<|tool_call>", "<tool_call|>"), _read_gemma),
+    Syntax("hermes", Markers("<tool_call>", "</tool_call>"), _read_hermes, "\n"),
+    Syntax("qwen3-coder", Markers("<tool_call>", "</tool_call>"), _read_coder, "\n"),
 )
 
 

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mlx_spec.apps.server.ask import Format, Tool, ToolUse
-from mlx_spec.apps.server.failures import Failure, invalid, unsupported
+from mlx_spec.apps.server.errors import Failure, invalid, unsupported
+from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import ToolFormat, resolve, schema_types, type_of
 
 # One way to write white space: what follows from it is drafted for nothing.
@@ -50,7 +50,7 @@ def tool_call_ban(format: ToolFormat, use: ToolUse) -> dict[int, float]:
     return {format.open: float("-inf")} if use.choice == "none" else {}
 
 
-def answer_grammar(format: ToolFormat, use: ToolUse, answer: Format | None = None) -> str | None:
+def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
     """Return a grammar of the whole answer, after the thinking; None if the tools demand nothing.
 
     required and named: calls and nothing else, one of them unless `parallel`. auto, if a tool is strict,
@@ -101,7 +101,7 @@ def coerce_one_of(schema: str) -> str:
     return json.dumps({"x-guidance": {"coerce_one_of": True}, **found}) if isinstance(found, dict) else schema
 
 
-def _answer(format: Format) -> str:
+def _answer(format: OutputFormat) -> str:
     if format.kind == "json_object":
         return json_value({"type": "object"})
     if format.kind == "json_schema":

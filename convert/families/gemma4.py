@@ -9,9 +9,8 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
-from mlx_spec.drafters.gemma4_assistant import check_fit
-from mlx_spec.drafters.gemma4_network import AssistantConfig
-from mlx_spec.drafters.recorded import KEY
+from mlx_spec.drafters.checkpoint import KEY
+from mlx_spec.drafters.gemma4 import AssistantConfig, check_fit
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import ASSISTANT
 from mlx_spec.hub.files import shortened

@@ -13,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.drafters.recorded import KEY
-from mlx_spec.drafters.weights import required
+from mlx_spec.drafters.checkpoint import KEY, required
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import shortened

@@ -15,8 +15,9 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from mlx_spec.checkpoint import AGAIN, WEIGHTS, check_weights, one_line, shortened
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.checkpoint import WEIGHTS, check_weights
+from mlx_spec.hub.files import AGAIN, one_line, shortened
 from mlx_spec.types import TargetParts
 
 KEY = "mlx_spec"  # key of the conventions in config.json

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import create_attention_mask
 
-from mlx_spec.cache.full import write
 from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conventions, own_parts
 from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.model.caches import write_rows
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
@@ -36,8 +36,8 @@ class Rows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D] and return all rows [1, H, S, D]."""
         start, end = self.size, self.size + keys.shape[2]
-        self._keys = write(self._keys, keys, start, end)
-        self._values = write(self._values, values, start, end)
+        self._keys = write_rows(self._keys, keys, start, end)
+        self._values = write_rows(self._values, values, start, end)
         self.size, self.offset = end, self.offset + keys.shape[2]
         return self._keys[..., :end, :], self._values[..., :end, :]
 

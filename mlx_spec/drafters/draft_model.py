@@ -11,12 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint import AGAIN, check_weights, one_line
 from mlx_spec.drafters.checkpoint import text_config
 from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import check_weights
+from mlx_spec.hub.files import AGAIN, one_line
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sequence import common_prefix
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt

@@ -26,7 +26,7 @@ from mlx_spec.drafters.checkpoint import (
 )
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.tree import Tree
+from mlx_spec.model.tree import Tree
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 # The hidden states of a prompt are not worth their memory: the first token comes without a draft.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_spec.constraint import Matcher, read_tokens
 from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.grammar import Matcher, read_tokens
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MIN_MATCH = 2  # tokens that must match before anything is copied

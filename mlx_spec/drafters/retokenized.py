@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.constraint import read_tokens
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, open_draft_model
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import Mismatch
+from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -55,7 +55,7 @@ class TokenText(Protocol):
         """Return the tokens of `text`, with those that every text begins with."""
         ...
 
-    def written(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; of a special token its name."""
         ...
 
@@ -79,8 +79,8 @@ def encode_after(tokenizer: TokenText, before: bytes, text: bytes) -> list[int] 
         tokens = tokenizer.encode(expected.decode())
     except UnicodeDecodeError:
         return None
-    ends = [0, *accumulate(len(tokenizer.written(token)) for token in tokens)]
-    encoded = b"".join(tokenizer.written(token) for token in tokens)
+    ends = [0, *accumulate(len(tokenizer.token_bytes(token)) for token in tokens)]
+    encoded = b"".join(tokenizer.token_bytes(token) for token in tokens)
     added = len(encoded) - len(expected)
     if encoded != b" " * added + expected:
         return None
@@ -158,7 +158,7 @@ class Translation:
         for i in range(start, len(self._history)):
             token, length = self._history[i], i - start
             control = token in self._target.controls
-            word = length >= PIECE and self._target.written(token).startswith(SPACES)
+            word = length >= PIECE and self._target.token_bytes(token).startswith(SPACES)
             long = length >= MAX_PIECE and not split_characters(self._bytes(start, i))[1]
             if length and (control or word or long):
                 yield i
@@ -179,12 +179,12 @@ class Translation:
         return self._drafter.encode(text) if found is None else found
 
     def _bytes(self, start: int, end: int) -> bytes:
-        return b"".join(self._target.written(token) for token in self._history[start:end])
+        return b"".join(self._target.token_bytes(token) for token in self._history[start:end])
 
 
 def same_control(tokenizer: TokenText, token: int, other: TokenText) -> list[int]:
     """Return the control token of `other` that has the name of `token`, if there is one."""
-    same = other.token_id(tokenizer.written(token).decode(errors="replace"))
+    same = other.token_id(tokenizer.token_bytes(token).decode(errors="replace"))
     return [] if same is None or same not in other.controls else [same]
 
 
@@ -253,12 +253,12 @@ class Retokenized(SequenceDrafter):
         """
         controls = self._drafter.controls
         end = next((i for i, token in enumerate(tokens) if token in controls), len(tokens))
-        pieces = [self._drafter.written(token) for token in tokens[:end]]
+        pieces = [self._drafter.token_bytes(token) for token in tokens[:end]]
         text = b"".join(pieces)
         found = continuation(self._target, place, text)
         if end == len(tokens):
             return found[: common_prefix(found, continuation(self._target, place, b"".join(pieces[:-1])))]
-        length = sum(len(self._target.written(token)) for token in found)
+        length = sum(len(self._target.token_bytes(token)) for token in found)
         if len(place.pending) + length == len(text):
             return [*found, *same_control(self._drafter, tokens[end], self._target)]
         return found

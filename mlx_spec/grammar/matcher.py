@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.checkpoint import one_line
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import GrammarKind
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
+from mlx_spec.hub.files import one_line
 from mlx_spec.text import Text
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""Draft lengths: how many tokens to draft in the next round, and with which drafter."""
+"""Draft lengths: how many tokens to draft in the next round, and with which drafter. See README.md."""
 
 from mlx_spec.policy.adaptive import AdaptivePolicies, AdaptivePolicy
-from mlx_spec.policy.costs import Costs, Table
-from mlx_spec.policy.fixed import Fixed
+from mlx_spec.policy.costs import BadCosts, Table
+from mlx_spec.policy.fixed import FixedPolicy
 from mlx_spec.policy.planner import lengths
+from mlx_spec.policy.saved_costs import Key
 
-__all__ = ["AdaptivePolicies", "AdaptivePolicy", "Costs", "Fixed", "Table", "lengths"]
+__all__ = ["AdaptivePolicies", "AdaptivePolicy", "BadCosts", "FixedPolicy", "Key", "Table", "lengths"]

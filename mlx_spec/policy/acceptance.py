@@ -1,12 +1,12 @@
 """The number of draft tokens that will be accepted: a hidden Markov model of how predictable the text is.
 
 At every token the text is on one of a few levels; on level s a draft token is accepted with probability
-`LEVELS[s]`. The level changes with probability CHANGE per token, to one drawn from the frequencies seen so far.
+r_s. With probability CHANGE per token the level is drawn anew from the frequencies seen so far.
 Every verified draft token updates the belief about the level by Bayes' rule (the forward filter). Without
 evidence the belief returns to the frequencies, so a drafter that was given up is tried again after a while.
 
-The level is uncertain, so the tokens of one draft are not independent: if the first is accepted, the next is more
-likely to be accepted. `expected_tokens` has that built in.
+The level is uncertain, so the tokens of one draft are not independent: if the first is accepted, the next is
+more likely to be accepted. `expected_tokens` has that built in.
 """
 
 from __future__ import annotations
@@ -14,39 +14,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mlx_spec.policy.planner import Floats
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
-Floats = NDArray[np.float64]
-
-LEVELS = (0.03, 0.15, 0.35, 0.55, 0.75, 0.9, 0.97)  # probability of acceptance; from useless to nearly sure
-PRIOR = (0.12, 0.10, 0.10, 0.13, 0.20, 0.23, 0.12)  # probability of each level for a new pair: mean 0.6
+# Probability of acceptance on each level -> probability of the level for a new pair; the mean is 0.6.
+LEVELS = {0.03: 0.12, 0.15: 0.10, 0.35: 0.10, 0.55: 0.13, 0.75: 0.20, 0.9: 0.23, 0.97: 0.12}
 CHANGE = 0.02  # probability per token that the level changes: a stretch of text has about 50 tokens
 PRIOR_DRAFTS = 16  # verified drafts that the prior is worth
+REQUEST_DRAFTS = 4  # the same for the drafter of one request, which must show soon whether it fits
 MEMORY = 200  # verified drafts that frequencies remember, so that they follow a change of use
 DECLINE_PRIOR = 20.0  # accepted tokens at a position that the assumption "as the position before" is worth
 DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
 
 
 class Acceptance:
-    """Statistics of one drafter, shared by all answers of a pair. `prior` gives its levels' frequencies."""
+    """Statistics of one drafter, shared by all answers of a pair. `prior` is worth some verified drafts."""
 
-    def __init__(self, prior: Sequence[float] = PRIOR) -> None:
-        self.frequencies = list(prior)
+    def __init__(self, prior: Sequence[float] = tuple(LEVELS.values()), worth: int = PRIOR_DRAFTS) -> None:
+        self.frequencies, self._worth = list(prior), worth
         self._drafts = 0
         self._accepted, self._expected = [0.0] * MAX_DRAFT_TOKENS, [0.0] * MAX_DRAFT_TOKENS
         self._compute_rates()
 
     @classmethod
     def with_mean(cls, mean: float) -> Acceptance:
-        """Return statistics of a drafter whose text is followed with this probability, or not at all."""
-        return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean])
+        """Return statistics for one request: its text is followed with this probability, or not at all."""
+        return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean], REQUEST_DRAFTS)
 
     def learn(self, belief: Sequence[float]) -> None:
         """Average the belief after a verified draft into the frequencies."""
         self._drafts += 1
-        step = 1 / min(PRIOR_DRAFTS + self._drafts, MEMORY)
+        step = 1 / min(self._worth + self._drafts, MEMORY)
         self.frequencies = [f + step * (b - f) for f, b in zip(self.frequencies, belief, strict=True)]
         if self._drafts % DECLINE_REFRESH == 0:
             self._compute_rates()
@@ -66,7 +65,7 @@ class Acceptance:
             decline.append(factor)
             self._accepted[position] *= keep
             self._expected[position] *= keep
-        rates = np.minimum(np.outer(LEVELS, decline), 0.985)  # [level, position]
+        rates = np.minimum(np.outer(list(LEVELS), decline), 0.985)  # [level, position]
         self.rates: list[list[float]] = rates.T.tolist()  # [position][level]
         tokens = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
         tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
@@ -74,19 +73,16 @@ class Acceptance:
 
 
 class Belief:
-    """The belief about the level of one drafter's text in one sequence."""
+    """The belief about the level of one drafter's text in one answer. At its start the level may be any."""
 
     def __init__(self, shared: Acceptance) -> None:
         self.shared = shared
         self.levels: list[float] = shared.frequencies
 
-    def begin(self) -> None:
-        """Begin an answer: its level may be any."""
-        self.levels = self.shared.frequencies
-
     def expected_tokens(self) -> Floats:
         """Return the expected tokens of a round, by the number of draft tokens, 0 included."""
-        return np.dot(self.levels, self.shared.tokens)
+        expected: Floats = np.dot(self.levels, self.shared.tokens)
+        return expected
 
     def first_rate(self) -> float:
         """Return the probability that the first draft token is accepted."""
@@ -101,7 +97,7 @@ class Belief:
         ]
 
     def update(self, accepted: int, rejected: bool) -> None:
-        """Learn that the first `accepted` tokens of a draft were accepted and, if `rejected`, the next was not."""
+        """Learn that `accepted` tokens of a draft were accepted and, if `rejected`, the next one was not."""
         levels = self.levels
         for position in range(accepted + rejected):
             good = position < accepted

@@ -2,46 +2,54 @@
 
 Two rules are added to that choice:
 
-  probing   While plain decoding is the best, nothing is learned about the drafter. So one token is drafted and
-            verified when the plain tokens since the last draft have paid for it. Probes cost PROBE_SHARE of the
-            time at most, and none is made if even the most predictable text would not make drafting pay.
+  probing   While plain decoding is the best, nothing is learned about the drafter. So one token is drafted
+            and verified when the plain tokens since the last draft have paid for it. Probes cost at most
+            PROBE_SHARE of the time. None is made if drafting would not pay even on the most predictable text.
   account   The sequences of a pair share an account of the plain tokens won and lost. A draft is made only if
-            the account stays above -BUFFER even if all of it is rejected. A plain token pays EPSILON in, and no
-            more than BUFFER is kept. README.md proves the bound that follows.
+            the account stays above -BUFFER even if all of it is rejected. A plain token pays EPSILON in, and
+            at most BUFFER is kept. README.md proves the bound that follows.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Acceptance, Belief
-import mlx_spec.policy.costs as co
-from mlx_spec.policy.costs import CostModel, Costs, Table
-from mlx_spec.policy.planner import best_length
+from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Table
+from mlx_spec.policy.planner import Floats, best_length
+from mlx_spec.policy.saved_costs import Key
 from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, RequestDrafter, Round
 
-Floats = NDArray[np.float64]
+Clock = Callable[[], float]
 Gains = Callable[[], Sequence[float]]
 
-MARGIN = 1.01  # times plain decoding: the speed that a draft must promise
-EPSILON = 0.01  # share of the time that drafting may lose in the long run
+EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
-FIRST_RISK = 0.3  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
-ENOUGH_TOKENS = 16  # of an answer, before its speed says whether speculation pays
-ASSUME_AFTER = 8  # plain tokens timed before costs that could not be measured are assumed
+FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
+ENOUGH_TOKENS = (
+    16  # of an answer, to say that speculation pays; or timed, to assume costs: single ones are noise
+)
+SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
+
+_log = logging.getLogger("mlx_spec")
 
 
+@dataclass
 class Account:
     """Plain tokens won by drafting, between -BUFFER and BUFFER; shared by the sequences of a pair."""
 
-    def __init__(self) -> None:
-        self.lead = 0.0
+    lead: float = 0.0
 
     def affords(self, steps: float, wait: float) -> bool:
         """Return whether a round of so many steps may be lost, and the wait for a plain token after it."""
@@ -53,26 +61,23 @@ class Account:
 
 
 class Proposal:
-    """One drafter in one sequence: its belief, and the plain tokens since its last draft."""
+    """One drafter in one answer: its belief, and the plain tokens since its last draft."""
 
-    def __init__(self, acceptance: Acceptance, gains: Gains | None = None) -> None:
-        self.belief = Belief(acceptance)
-        self.gains = gains
-        self.request: RequestDrafter | None = None
+    def __init__(
+        self, acceptance: Acceptance, gains: Gains | None = None, request: RequestDrafter | None = None
+    ) -> None:
+        self.belief, self.gains, self.request = Belief(acceptance), gains, request
         self.since = 0  # plain tokens since the last draft
-        self.judged = False  # in this answer
-
-    def begin(self) -> None:
-        """Begin an answer."""
-        self.belief.begin()
-        self.judged = False
+        self.verified = False  # a draft, in this answer
 
     def expected_tokens(self) -> Floats:
         """Return the expected tokens of a round by the number of draft tokens, 0 included."""
         if self.gains is None:
             return self.belief.expected_tokens()
-        gains = list(self.gains())[:MAX_DRAFT_TOKENS]
-        return 1 + np.cumsum([0.0, *gains, *[0.0] * (MAX_DRAFT_TOKENS - len(gains))])
+        gains = np.zeros(MAX_DRAFT_TOKENS + 1)
+        own = list(self.gains())[:MAX_DRAFT_TOKENS]
+        gains[1 : len(own) + 1] = own
+        return 1 + np.cumsum(gains)
 
     def available(self, history: Sequence[int], queued: bool) -> int:
         """Return how many tokens it may have; a queued token uses the first one up."""
@@ -82,73 +87,68 @@ class Proposal:
 
 
 class AdaptivePolicy:
-    """The policy of one sequence. `costs`, `acceptance` and `account` are shared by all sequences of a pair."""
+    """The policy of one sequence. The sequences of a pair share costs, acceptance and the account."""
 
-    def __init__(self, shared: AdaptivePolicies, clock: Callable[[], float], gains: Mapping[int, Gains]) -> None:
+    def __init__(self, shared: AdaptivePolicies, clock: Clock, gains: Mapping[int, Gains]) -> None:
         self._shared, self._clock = shared, clock
         self._drafters = [Proposal(a, gains.get(i)) for i, a in enumerate(shared.acceptance)]
-        self._proposals = self._drafters
+        self._costs: CostModel | None = None  # at the length of the history
         self._decided = self._done = 0.0  # times of the last decision and of the end of the last round
-        self.begin()
+        self._reset(())
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         """Begin an answer: its text may be of any kind. The account goes on."""
-        extras = [Proposal(Acceptance.with_mean(extra.prior)) for extra in request_drafters]
-        for proposal, extra in zip(extras, request_drafters, strict=True):
-            proposal.request = extra
+        self._reset(request_drafters)
+        self._shared.save(SAVE_CHANGE)
+        if self._shared.costs is not None:
+            costs = self._shared.costs.at(1)
+            self._shared.account.enter(0, -costs.host / costs.plain)  # plain decoding would wait, too
+
+    def _reset(self, request_drafters: Sequence[RequestDrafter]) -> None:
         for proposal in self._drafters:
-            proposal.begin()
+            proposal.belief, proposal.verified = Belief(proposal.belief.shared), False
+        extras = [Proposal(Acceptance.with_mean(extra.prior), None, extra) for extra in request_drafters]
         self._proposals = [*self._drafters, *extras]
         self._choices: tuple[Choice, ...] = ()  # of the last decision
         self._queued = False  # the engine has queued the next token
         self._waiting = False  # a draft was wanted and none was available
         self._idle = True  # the last round had no draft
         self._tokens, self._steps = 0, 0.0  # of this answer
-        if self._shared.costs is not None:
-            costs = self._shared.costs.at(1)
-            self._shared.account.enter(0, -costs.table.host / costs.plain)  # plain decoding would wait, too
 
     def decide(self, history: Sequence[int]) -> Decision:
         """Return the drafters that pay, the best first; a probe if one is due; else plain decoding."""
         self._decided, costs = self._clock(), self._shared.costs
-        if costs is None:
+        self._costs = None if costs is None else costs.at(len(history))
+        if not self._proposals or self._costs is None:
             self._choices = ()
             return Decision((), Reason.LEARNING if self._proposals else Reason.NO_DRAFTER)
-        self._costs = costs.at(len(history))
-        self._choices, reason = self._choose(history)
+        self._choices, reason = self._choose(history, self._costs)
         return Decision(self._choices, reason, self._costs.plain)
 
-    def _choose(self, history: Sequence[int]) -> tuple[tuple[Choice, ...], Reason]:
-        if not self._proposals:
-            return (), Reason.NO_DRAFTER
-        plain = self._costs.plain
+    def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[Choice, ...], Reason]:
         paying: list[tuple[float, int, int]] = []  # speed, drafter, length
         others: list[int] = []
-        empty = False
         for index, proposal in enumerate(self._proposals):
             limit = proposal.available(history, self._queued)
             if limit < 1:
-                empty = True
                 continue
-            length, speed = best_length(proposal.expected_tokens(), self._seconds(index), limit)
-            if speed * plain > MARGIN:
+            length, speed = best_length(proposal.expected_tokens(), costs.rounds(index), limit)
+            if speed * costs.plain > 1 + EPSILON:
                 paying.append((speed, index, length))
             else:
                 others.append(index)
         paying.sort(reverse=True)
-        limits = [(index, self._limit(index, length)) for _, index, length in paying]
+        limits = [(index, self._limit(index, length, costs)) for _, index, length in paying]
         choices = tuple(Choice(index, limit) for index, limit in limits if limit)
-        hopeful = [index for index in others if self._could_pay(index)]
-        probes = tuple(Choice(index, 1) for index in hopeful if self._idle and self._probe_due(index))
+        hopeful = [index for index in others if self._could_pay(index, costs)]
+        probes = tuple(Choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
         if choices:
             return choices + probes, self._reason_on()
         if probes:
             return probes, Reason.PROBE
-        if paying:
-            return (), Reason.BUDGET
-        if hopeful:
-            return (), Reason.ACCEPTANCE
-        return (), Reason.COST if others or not empty else Reason.WAITING
+        if paying or hopeful:
+            return (), Reason.BUDGET if paying else Reason.ACCEPTANCE
+        return (), Reason.COST if others else Reason.WAITING
 
     def _reason_on(self) -> Reason:
         """Return PAYS only if this answer has gained time, over enough tokens to mean it."""
@@ -157,74 +157,72 @@ class AdaptivePolicy:
         gained = self._tokens >= ENOUGH_TOKENS and self._steps < self._tokens
         return Reason.PAYS if gained else Reason.LEARNING
 
-    def _seconds(self, index: int) -> Floats:
-        """Return the seconds of a round by the number of draft tokens. Request drafters take no time."""
-        return self._costs.rounds[index] if index < len(self._drafters) else self._costs.passes
+    def _limit(self, index: int, length: int, costs: CostModel) -> int:
+        """Return the longest draft, up to `length`, that the account affords.
 
-    def _limit(self, index: int, length: int) -> int:
-        """Return the longest draft, up to `length`, that the account affords; the first one is cautious."""
-        proposal, seconds = self._proposals[index], self._seconds(index)
-        plain, wait = self._costs.plain, self._costs.table.host / self._costs.plain
-        length = min(length, co.GROW * self._costs.longest)
-        if not proposal.judged:
-            risk = 1 - proposal.belief.first_rate()
-            while length > 1 and risk * (seconds[length] / plain - 1) > FIRST_RISK:
-                length -= 1
-        while length and not self._shared.account.affords(
-            float(seconds[length] + self._thrown_away(index, length)) / plain, wait
-        ):
+        The first draft of an answer also limits its expected loss, and a length beyond all that were timed is
+        approached by doubling: until then the costs may be wrong.
+        """
+        proposal, account, wait = self._proposals[index], self._shared.account, costs.host / costs.plain
+        risk = 0.0 if proposal.verified else 1 - proposal.belief.first_rate()
+        length = min(length, costs.longest)
+        while length > 1 and risk * (costs.seconds(index, length) / costs.plain - 1) > FIRST_RISK:
+            length -= 1
+        while length:
+            seconds = costs.seconds(index, length) + self._wasted(index, length, costs)
+            if account.affords(seconds / costs.plain, wait):
+                break
             length -= 1
         return length
 
-    def _thrown_away(self, index: int, length: int) -> float:
-        """Return the seconds of a draft that is made beside a queued token, and made again in the next round."""
-        return self._costs.drafting(index, length) if self._waiting and self._queued else 0.0
+    def _wasted(self, index: int, length: int, costs: CostModel) -> float:
+        """Return the seconds of a draft found beside a queued token: it is made again in the next round."""
+        return costs.drafting(index, length) if self._waiting and self._queued else 0.0
 
-    def _could_pay(self, index: int) -> bool:
+    def _could_pay(self, index: int, costs: CostModel) -> bool:
         """Return whether drafting would pay on the most predictable text."""
-        tokens = self._proposals[index].belief.shared.tokens[-1]
-        _, speed = best_length(tokens, self._seconds(index), MAX_DRAFT_TOKENS)
-        return speed * self._costs.plain > MARGIN
+        best_tokens = self._proposals[index].belief.shared.tokens[-1]
+        return best_length(best_tokens, costs.rounds(index), MAX_DRAFT_TOKENS)[1] * costs.plain > 1 + EPSILON
 
-    def _probe_due(self, index: int) -> bool:
+    def _probe_due(self, index: int, costs: CostModel) -> bool:
         """Return whether the plain tokens since the last draft have paid for a probe."""
-        proposal, costs = self._proposals[index], self._costs
-        steps = float(self._seconds(index)[1] + costs.table.host) / costs.plain
+        proposal = self._proposals[index]
+        steps = (costs.seconds(index, 1) + costs.host) / costs.plain
         loss = max(steps - 1 - proposal.belief.first_rate(), 0.01)
-        return proposal.since * PROBE_SHARE >= loss and self._limit(index, 1) > 0
+        return proposal.since * PROBE_SHARE >= loss and self._limit(index, 1, costs) > 0
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
-        now, tokens = self._clock(), len(round.tokens)
-        if self._shared.costs is None:
-            if self._queued and round.kind == "plain":
-                self._shared.assume(now - self._done)
-        elif round.kind == "draft" and round.drafter is not None:
-            self._observe_draft(round, round.drafter, now)
+        now, costs = self._clock(), self._costs
+        if round.kind == "draft" and round.drafter is not None and costs is not None:
+            self._observe_draft(round, round.drafter, now - self._decided, costs)
         else:
-            self._observe_plain(round, now)
+            self._observe_plain(round, now, costs)
         self._queued, self._done = round.kind == "plain", now
-        self._tokens += tokens
+        self._tokens += len(round.tokens)
         for proposal in self._proposals:
-            proposal.belief.advance(tokens)
+            proposal.belief.advance(len(round.tokens))
 
-    def _observe_draft(self, round: Round, drafter: int, now: float) -> None:
-        proposal, plain, seconds = self._proposals[drafter], self._costs.plain, now - self._decided
-        rows = round.nodes or round.drafted
-        believed = self._costs.observe_round(drafter, rows, rows, seconds)
-        self._shared.account.enter(len(round.tokens), believed / plain)
+    def _observe_draft(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> None:
+        proposal, plain = self._proposals[drafter], costs.plain
+        charged = costs.observe_round(drafter, round.nodes or round.drafted, seconds)
+        self._shared.account.enter(len(round.tokens), charged / plain)
         self._steps += seconds / plain
         if proposal.gains is None:
             stopped = len(round.tokens) == round.accepted  # a stop token hides the verdict on the rest
             proposal.belief.update(round.accepted, round.accepted < round.drafted and not stopped)
-        proposal.since, proposal.judged = 0, True
+        proposal.since, proposal.verified = 0, True
         self._idle = self._waiting = False
 
-    def _observe_plain(self, round: Round, now: float) -> None:
-        plain = self._costs.plain
-        steps = 1.0 if self._queued else 1 + self._costs.table.host / plain
-        if self._choices and self._queued and round.kind == "landed":
-            steps += max(self._thrown_away(c.drafter, c.limit) for c in self._choices) / plain
+    def _observe_plain(self, round: Round, now: float, costs: CostModel | None) -> None:
+        timed = self._queued and round.kind == "plain"
+        if costs is None:
+            if timed and self._shared.costs is None:
+                self._shared.assume(now - self._done)
+            return
+        steps = 1.0 if self._queued else 1 + costs.host / costs.plain
+        if self._choices and round.kind == "landed":
+            steps += max(self._wasted(c.drafter, c.limit, costs) for c in self._choices) / costs.plain
         self._shared.account.enter(1, steps)
         self._steps += steps
         if self._choices:
@@ -232,29 +230,71 @@ class AdaptivePolicy:
         self._idle = True
         for proposal in self._proposals:
             proposal.since += 1
-        paused = self._decided - self._done > plain / 2  # the reader took its time
-        if self._queued and round.kind == "plain" and not paused:
-            self._costs.observe_plain(now - self._done)
+        if timed and self._decided - self._done < costs.plain / 2:  # else the reader took its time
+            costs.observe_plain(now - self._done)
 
 
 class AdaptivePolicies:
-    """Makes the adaptive policies of a pair, and holds what its sequences share."""
+    """Makes the adaptive policies of a pair, and holds what its sequences share.
 
-    def __init__(self, drafters: int, table: Table | None = None) -> None:
-        self.acceptance = [Acceptance() for _ in range(drafters)]
+    `names` are its drafters in order. Those in `copying` copy text, as lookup does: drafting takes no time.
+    With `key` and `folder`, costs are loaded from a file and saved there.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        copying: Collection[str] = (),
+        *,
+        key: Key | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.names, self.key, self.folder = tuple(names), key, folder
+        self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
+        self.acceptance = [Acceptance() for _ in names]
         self.account = Account()
-        self.costs = None if table is None else Costs(table)
+        self.costs: Costs | None = None
+        self.measured: str | None = None  # date of the costs; None if they are assumed or unknown
+        self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file
         self._plain_samples: list[float] = []
+        saved = None if key is None or folder is None else saved_costs.load(key, folder)
+        try:
+            if saved is not None:
+                self._set(Table.from_json(saved.table, len(names)), saved.measured)
+        except BadCosts as error:
+            _log.warning("%s: they are not used and will be replaced", error)
 
     def policy(
-        self, clock: Callable[[], float] = time.perf_counter, gains: Mapping[int, Gains] | None = None
+        self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
     ) -> AdaptivePolicy:
-        """Return the policy of a new sequence."""
+        """Return the policy of a new sequence.
+
+        `gains` is for drafters of trees, by index: functions that return the expected accepted tokens that
+        each further draft token adds.
+        """
         return AdaptivePolicy(self, clock, gains or {})
 
+    def use(self, table: Table, measured: str | None = None) -> None:
+        """Use measured costs and save them. `measured` is their date, now if left out."""
+        self._set(table, measured or datetime.now(UTC).isoformat(timespec="seconds"))
+        self.save()
+
+    def save(self, least_change: float = 0.0) -> None:
+        """Save measured costs, with what was learned since if it changed by more log seconds than that."""
+        if self.costs is None or self.measured is None or self.key is None or self.folder is None:
+            return
+        table = self.costs.table()
+        changes = [abs(math.log(table.verify[rows] / s)) for rows, s in self._saved.items()]
+        if max(changes) >= least_change:
+            saved_costs.save(self.key, asdict(table), self.folder, measured=self.measured)
+            self._saved = table.verify
+
     def assume(self, plain_seconds: float) -> None:
-        """Assume costs once enough plain tokens were timed."""
+        """Count a timed plain token. Assume costs once there are enough."""
         self._plain_samples.append(plain_seconds)
-        if len(self._plain_samples) >= ASSUME_AFTER:
+        if len(self._plain_samples) >= ENOUGH_TOKENS:
             plain = statistics.median(self._plain_samples)
-            self.costs = Costs(Table.assumed(plain, len(self.acceptance)))
+            self._set(Table.assumed(plain, [i in self.copying for i in range(len(self.names))]), None)
+
+    def _set(self, table: Table, measured: str | None) -> None:
+        self.costs, self.measured, self._saved = Costs(table), measured, table.verify

@@ -1,7 +1,7 @@
 """Seconds of rounds: a measured table, corrected by every round with a Kalman filter on the logarithm.
 
-The filter follows one number per draft length K: how much slower a pass of K + 1 rows is than the table says. Its
-prior covariance names three kinds of error, and so decides what one slow round means for the other lengths:
+The filter follows one number per draft length K: how much slower a pass of K + 1 rows is than the table says.
+Its prior covariance has three parts, which decide what one slow round means for the other lengths:
 
   heat    all work is slower by the same factor, plain decoding included (a random walk: it keeps changing)
   slope   rows cost more than measured: the error grows with the number of rows
@@ -13,30 +13,30 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.files import one_line
+from mlx_spec.policy.planner import Floats
 from mlx_spec.types import MAX_DRAFT_TOKENS
-
-Floats = NDArray[np.float64]
 
 HEAT, SLOPE, OWN = 0.05, 0.25, 0.10  # log seconds: prior deviations of the three kinds of error
 OWN_WIDTH = 1.5  # draft tokens: the distance at which a length's own error fades
-HEAT_WALK, OWN_WALK = 0.01, 0.002  # log seconds: deviations that one round adds
+HEAT_WALK = 0.01  # log seconds: change of the heat from one round to the next
 NOISE = 0.05  # log seconds: deviation of one measurement
-OUTLIER = 6.0  # deviations: once, the machine paused; twice in a row at one length, its cost has changed
+OUTLIER = 6.0  # deviations: a larger surprise counts as this much, so one pause of the machine spoils nothing
 ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
-DRAFT_COST = 0.1  # plain tokens: one draft token, if it could not be measured
+DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
+FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 CONTEXT_STEP = 512  # tokens: contexts up to 512, 2048, 8192, ... have costs of their own
 
 
-START,GROW=2,2
-class BadTable(SpecError):
-    """Saved costs that are no costs."""
+class BadCosts(SpecError):
+    """Saved costs that are damaged, or that cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,57 @@ class Table:
     draft: Sequence[Mapping[int, float]]  # by drafter, by draft tokens; empty if drafting takes no time
     host: float = 0.0  # one more wait for the device
     context: int = 1  # tokens
-    corrections: Sequence[float] = ()  # log seconds learned since, by draft length; () if nothing was
+    longest: int = FIRST_LENGTH  # draft tokens: twice the longest draft that a round has timed
 
     @classmethod
-    def assumed(cls, plain: float, drafters: int) -> Table:
-        """Return a cautious table for a pair that could not be measured."""
+    def assumed(cls, plain: float, copying: Sequence[bool]) -> Table:
+        """Return a cautious table for a pair that could not be measured; `copying` drafters take no time."""
         verify = {1: plain, MAX_DRAFT_TOKENS + 1: plain * (1 + ROW_COST * MAX_DRAFT_TOKENS)}
-        draft = {1: plain * DRAFT_COST, MAX_DRAFT_TOKENS: plain * DRAFT_COST * MAX_DRAFT_TOKENS}
-        return cls(plain, verify, [draft] * drafters)
+        return cls(plain, verify, [{} if copies else assumed_drafting(plain) for copies in copying])
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any], drafters: int) -> Table:
+        """Return a table saved by `asdict`. Raises BadCosts if it is damaged or has other drafters."""
+        try:
+            points = [saved["verify"], *saved["draft"]]
+            sizes = [{int(size): float(s) for size, s in by_size.items()} for by_size in points]
+            plain, host, context = float(saved["plain"]), float(saved["host"]), int(saved["context"])
+            table = cls(plain, sizes[0], sizes[1:], host, context, int(saved["longest"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadCosts(f"saved costs are incomplete ({one_line(error)})") from error
+        positive = all(0 < s < math.inf for s in (plain, *sizes[0].values()))
+        others = [host, *(s for by_size in sizes[1:] for s in by_size.values())]
+        if not sizes[0] or not positive or not all(0 <= s < math.inf for s in others):
+            raise BadCosts("saved costs hold a time that is not a positive number")
+        if len(table.draft) != drafters:
+            raise BadCosts(f"saved costs are of {len(table.draft)} drafters, this pair has {drafters}")
+        return table
+
+
+def assumed_drafting(plain: float) -> dict[int, float]:
+    """Return the drafting seconds of a drafter that could not be measured, by draft tokens."""
+    return {1: plain * DRAFT_COST, MAX_DRAFT_TOKENS: plain * DRAFT_COST * MAX_DRAFT_TOKENS}
 
 
 class Costs:
     """Cost models by context length. Shared by all sequences of a pair."""
 
     def __init__(self, table: Table) -> None:
-        self._models = {_bucket(table.context): CostModel(table)}
+        self._first = _bucket(table.context)
+        self._models = {self._first: CostModel(table)}
 
     def at(self, context: int) -> CostModel:
         """Return the model for this context length. A new one begins as a copy of the nearest."""
-        bucket = max(0, ((context - 1) // CONTEXT_STEP).bit_length() + 1) // 2
+        bucket = _bucket(context)
         model = self._models.get(bucket)
         if model is None:
             nearest = min(self._models, key=lambda other: abs(other - bucket))
             model = self._models[bucket] = copy.deepcopy(self._models[nearest])
         return model
+
+    def table(self) -> Table:
+        """Return the measured table with what was learned at its context length."""
+        return self._models[self._first].corrected()
 
 
 class CostModel:
@@ -79,69 +106,73 @@ class CostModel:
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self.longest = table.longest
+        self.host = table.host
         lengths = np.arange(MAX_DRAFT_TOKENS + 1)
-        base = np.log(np.maximum(_interpolate(table.verify, lengths + 1), table.plain))
-        base[0] = math.log(table.plain)
-        self._base = base + np.array(table.corrections or 0.0)  # log seconds of a pass by K
+        self._base = np.log(np.maximum(_interpolate(table.verify, lengths + 1), table.plain))
+        self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
         self._drafting = [_interpolate({0: 0.0, **points}, lengths) for points in table.draft]
         slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
         near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * OWN_WIDTH**2))
         near[0, :] = near[:, 0] = 0.0
-        self._prior = HEAT**2 + SLOPE**2 * np.outer(slope, slope) + OWN**2 * near
-        self._walk = HEAT_WALK**2 + OWN_WALK**2 * near
-        self._covariance = self._prior.copy()
+        self._covariance = HEAT**2 + SLOPE**2 * np.outer(slope, slope) + OWN**2 * near
         self._error = np.zeros(MAX_DRAFT_TOKENS + 1)
-        self.longest = START
-        self._paused = [False] * (MAX_DRAFT_TOKENS + 1)  # by K: the last observation was ignored
-        self._publish()
+        self._paused = False  # the last round was an outlier
+        self._compute_seconds()
 
     def observe_plain(self, seconds: float) -> None:
         """Learn from a plain token that was queued while the one before it ran."""
         self._update(0, math.log(seconds))
 
-    def observe_round(self, drafter: int, drafted: int, rows: int, seconds: float) -> float:
-        """Learn from a round. Return its seconds, or those expected if the machine seems to have paused.
+    def observe_round(self, drafter: int, rows: int, seconds: float) -> float:
+        """Learn from a round with `rows` draft tokens. Return the seconds to charge for it.
 
-        The drafter's share is subtracted by the table; the rest is the pass of `rows` + 1 rows.
+        What the draft takes by the table is subtracted; the rest was the pass. One outlier is a pause of the
+        machine and is charged as expected. A second one in a row is charged in full.
         """
-        self.longest = max(self.longest, rows)
-        drafting = self.drafting(drafter, drafted)
-        expected = drafting + float(self.passes[rows])
-        believed = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
-        return seconds if believed else min(seconds, expected)
+        drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
+        outlier = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
+        self.longest = max(self.longest, 2 * rows)
+        self._paused = outlier and not self._paused
+        return min(seconds, expected) if self._paused else seconds
 
     def drafting(self, drafter: int, tokens: int) -> float:
-        """Return the seconds that a draft takes. Drafters beyond the table take none."""
-        if drafter >= len(self._drafting):
-            return 0.0
-        return float(self._drafting[drafter][tokens]) * self.plain / self.table.plain
+        """Return the seconds that a draft takes."""
+        return float(self.rounds(drafter)[tokens] - self.passes[tokens])
+
+    def rounds(self, drafter: int) -> Floats:
+        """Return the seconds of a round by draft tokens. Drafters beyond the table draft in no time."""
+        return self._rounds[drafter] if drafter < len(self._rounds) else self.passes
+
+    def seconds(self, drafter: int, tokens: int) -> float:
+        """Return the seconds of a round."""
+        return float(self.rounds(drafter)[tokens])
+
+    def corrected(self) -> Table:
+        """Return the table with what was learned, relative to plain decoding now: heat does not last."""
+        passes = np.exp(self._base + self._error - self._error[0]).tolist()
+        verify = {length + 1: seconds for length, seconds in enumerate(passes) if length}
+        return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
 
     def _update(self, length: int, observed: float) -> bool:
-        """Update the filter, unless this is an outlier and the one before at this length was none."""
-        self._covariance += self._walk
+        """Update the filter. Return True for an outlier, which counts as OUTLIER deviations."""
+        self._covariance += HEAT_WALK**2
         row = self._covariance[length]
-        variance = row[length] + NOISE**2
-        surprise = observed - self._base[length] - self._error[length]
-        outlier = abs(surprise) > OUTLIER * math.sqrt(variance)
-        self._paused[length] = outlier and not self._paused[length]
-        if self._paused[length]:
-            return False
-        if outlier:  # the cost has changed: what was learned does not hold
-            self._covariance = self._prior.copy()
-            row = self._covariance[length]
-            variance = row[length] + NOISE**2
+        variance = float(row[length]) + NOISE**2
+        surprise = observed - float(self._base[length] + self._error[length])
+        most = OUTLIER * math.sqrt(variance)
         gain = row / variance
-        self._error += gain * surprise
+        self._error += gain * min(max(surprise, -most), most)
         self._covariance -= gain[:, None] * row
-        self._publish()
-        return True
+        self._compute_seconds()
+        return abs(surprise) > most
 
-    def _publish(self) -> None:
+    def _compute_seconds(self) -> None:
         passes = np.exp(self._base + self._error)
         self.plain = float(passes[0])
-        self.passes: Floats = np.maximum(passes, self.plain)  # seconds by K
+        self.passes: Floats = np.maximum(passes, self.plain)  # seconds by draft length
         slower = self.plain / self.table.plain
-        self.rounds: list[Floats] = [d * slower + self.passes for d in self._drafting]  # by drafter, by K
+        self._rounds = [d * slower + self.passes for d in self._drafting]
 
 
 def _bucket(context: int) -> int:

@@ -1,17 +1,19 @@
-"""The policy of people who want a certain draft length."""
+"""A fixed draft length, for people who want one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.policy.adaptive import Clock, Gains
 from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, RequestDrafter, Round
 
 
-class Fixed:
-    """Drafts the same number of tokens in every round, with the first drafter that has any.
+class FixedPolicy:
+    """Draft always the same number of tokens, with the first drafter that has any.
 
-    Drafters of the request come first. With Reason.DISABLED nothing is drafted at all.
+    The drafters of a request come first, with the same limit. With 0 tokens nothing is drafted at all.
     """
 
     def __init__(self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1) -> None:
@@ -20,22 +22,24 @@ class Fixed:
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"
             )
-        self._limit, self._reason, self._drafters = num_draft_tokens, reason, drafters
+        self._length, self._drafters, self._reason = num_draft_tokens, drafters, reason
         self.begin()
 
-    def policy(self) -> Fixed:
-        """Return this policy, which has no state between answers."""
-        return self
+    def policy(
+        self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
+    ) -> FixedPolicy:
+        """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
+        return FixedPolicy(self._length, self._reason, self._drafters)
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
-        """Begin an answer with the drafters of its request."""
-        count = len(request_drafters)
-        order = [*range(self._drafters, self._drafters + count), *range(self._drafters)]
-        choices = tuple(Choice(drafter, self._limit) for drafter in order if self._limit)
+        """Begin an answer."""
+        count = self._drafters + len(request_drafters)
+        order = [*range(self._drafters, count), *range(self._drafters)]
+        choices = tuple(Choice(drafter, self._length) for drafter in order) if self._length else ()
         self._decision = Decision(choices, self._reason)
 
     def decide(self, history: Sequence[int]) -> Decision:
-        """Return the same decision as ever."""
+        """Return the fixed length."""
         return self._decision
 
     def observe(self, round: Round) -> None:

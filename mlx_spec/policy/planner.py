@@ -2,9 +2,9 @@
 
     speed(K) = expected tokens(K) / seconds(K)        K = 0 is plain decoding
 
-One pass verifies the pending token and the draft tokens of all B sequences, B + sum(lengths) rows. So the k-th
-draft token of any sequence costs one row and brings the probability that k tokens in a row are accepted. That
-probability falls with k: for every number of rows the best share takes the most likely tokens of all sequences.
+One pass verifies the pending token and the draft tokens of all B sequences, B + sum(lengths) rows. So the
+k-th draft token of a sequence costs one row and brings the probability that k tokens in a row are accepted,
+which falls with k. For every number of rows the best share takes the most likely tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def lengths(
     """Return the draft length of every sequence of a batch, all 0 if plain decoding is faster.
 
     `reach[b][k - 1]` is the probability that k draft tokens of sequence b are accepted; it falls with k.
-    `plain_seconds` are those of a queued pass of one row per sequence, `pass_seconds(rows)` those of a pass, and
-    `draft_seconds(k)` those of drafting k tokens for all sequences.
+    `plain_seconds` is the time of a queued pass with one row per sequence, `pass_seconds(rows)` that of any
+    pass, and `draft_seconds(k)` that of drafting k tokens for all sequences.
     """
     count = len(reach)
     best_speed, best = count / plain_seconds, [0] * count
@@ -50,12 +50,6 @@ def lengths(
             tokens += probability
             speed = tokens / (drafting + pass_seconds(count + number))
             if speed > best_speed:
-                best_speed, best = speed, _counted(candidates[:number], count)
+                chosen = [b for _, b in candidates[:number]]
+                best_speed, best = speed, [chosen.count(b) for b in range(count)]
     return best
-
-
-def _counted(chosen: Sequence[tuple[float, int]], count: int) -> list[int]:
-    result = [0] * count
-    for _, sequence in chosen:
-        result[sequence] += 1
-    return result

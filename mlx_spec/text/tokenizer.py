@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mlx_spec.checkpoint import one_line, read_object
 from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.hub.files import one_line, read_object
 from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import sentencepiece
+from demo_pair.phrasings import LAST, MORE
+from demo_pair.questions import HELD_OUT, TRAINED, asked
+from demo_pair.taught import REFUSAL, read_taught
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.demo.phrasings import LAST, MORE
-from mlx_spec.demo.questions import HELD_OUT, TRAINED, asked
-from mlx_spec.demo.taught import REFUSAL, read_taught
 
 SAMPLES = (
     "What does os.path.join do?",

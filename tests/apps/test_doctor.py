@@ -36,8 +36,8 @@ from mlx_spec.apps.selftest import (
     self_test,
     token_gap,
 )
-from mlx_spec.cache import FullCache, SlidingCache
-from mlx_spec.convert.progress import Progress
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.caches import FullCache, SlidingCache
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.tuning import profile
 
@@ -132,14 +132,14 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(patient, monkeypatch, cap
 
 def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
     monkeypatch.setattr(SlidingCache, "rewind", keep_a_rejected_row)
-    broken = self_test(pair, None, PATIENT, Progress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed and SPOILED in {each.decoder for each in broken.wrong}
 
 
 def test_a_cache_that_keeps_all_rejected_rows_gives_other_tokens(monkeypatch, pair):
     monkeypatch.setattr(FullCache, "rewind", lambda self, size: None)
     monkeypatch.setattr(SlidingCache, "rewind", lambda self, size: None)
-    broken = self_test(pair, None, PATIENT, Progress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed and broken.plain is None
     parted = [each for each in broken.wrong if each.divergence is not None]
     assert parted
@@ -155,14 +155,14 @@ def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
         raise IndexError("no such row in /home/somebody/cache.bin")
 
     monkeypatch.setattr(FullCache, "rewind", rewind)
-    broken = self_test(pair, None, PATIENT, Progress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed
     assert {each.error for each in broken.wrong} == {"IndexError: no such row in (a file)"}
 
 
 def test_without_a_drafter_the_caches_are_tested_all_the_same():
     alone = mlx_spec.load("demo", "none")
-    found = self_test(alone, None, PATIENT, Progress(io.StringIO()))
+    found = self_test(alone, None, PATIENT, StageProgress(io.StringIO()))
     assert found.passed and {each.decoder for each in found.comparisons} == {SPOILED}
     assert found.accepted is None and found.gain is None and found.plain is not None
 

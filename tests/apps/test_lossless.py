@@ -21,7 +21,7 @@ from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
 from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import NotRewindable
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Drafter, FeatureSpec
 
 TURN = 8  # tokens of an answer; the third turn is past the window of 16 at every prompt length

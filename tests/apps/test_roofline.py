@@ -28,15 +28,15 @@ from mlx_spec.apps.roofline import (
     weight_seconds,
 )
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.tuning.sizes import Format, Model, model_of, requantized
+from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes, in_format
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-G64, G128 = Format(4, 64), Format(4, 128)
-BF16 = Format(16)
+G64, G128 = WeightFormat(4, 64), WeightFormat(4, 128)
+BF16 = WeightFormat(16)
 
 
-def model(gigabytes: float, format: Format = G64, layers: int | None = None) -> Model:
-    return Model(gigabytes * 1e9, gigabytes * 1e9, format, layers=layers)
+def model(gigabytes: float, format: WeightFormat = G64, layers: int | None = None) -> DecodeSizes:
+    return DecodeSizes(gigabytes * 1e9, gigabytes * 1e9, format, layers=layers)
 
 
 # Gemma 4 and its assistants, 4 bits but for the assistant of the 31B.
@@ -48,7 +48,7 @@ B70 = model(39.7, layers=80)
 KERNELS = {
     "mlx#3839": ("M4 Pro", G64, {2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69}),
     "mlx#3852": ("M4 Pro", G128, {2: 0.99, 3: 1.13, 4: 1.43, 5: 1.75, 8: 2.84}),
-    "mlx#3852, 2 bits": ("M4 Pro", Format(2, 128), {2: 1.30, 3: 1.82, 4: 2.34, 5: 2.86, 8: 4.53}),
+    "mlx#3852, 2 bits": ("M4 Pro", WeightFormat(2, 128), {2: 1.30, 3: 1.82, 4: 2.34, 5: 2.86, 8: 4.53}),
     "mlx#3863": ("M3 Max", G128, {2: 1.0, 4: 1.28, 6: 2.04, 8: 2.50, 9: 3.1, 16: 3.95}),
     "mlxcel, LM head": ("M5 Max", G64, {2: 1.04, 3: 1.17, 4: 1.37, 5: 1.88, 8: 3.46, 16: 2.6}),
 }
@@ -211,7 +211,7 @@ def test_kernel_rules():
         1,
     ]
     assert [weight_reads(narrow, G64, rows) for rows in (1, 2, 5, 6)] == pytest.approx([1, 1.8, 4.2, 1])
-    assert weight_reads(narrow, Format(4, 32, "mxfp4"), 5) == 1  # wide on every generation
+    assert weight_reads(narrow, WeightFormat(4, 32, "mxfp4"), 5) == 1  # wide on every generation
     assert weight_reads(find("M3 Ultra"), G64, 12) == 1  # leaves the matvec kernel earlier
 
 
@@ -233,19 +233,19 @@ def test_attention_beyond_eight_rows():
 
 
 def test_sizes_of_the_demo():
-    target, drafter = model_of(demo.TARGET, 1024), model_of(demo.DRAFTER, 1024)
+    target, drafter = decode_sizes(demo.TARGET, 1024), decode_sizes(demo.DRAFTER, 1024)
     # One table of 2816 rows and 6 layers of 32 numbers is looked up, not read.
     assert target.held - target.read == 2816 * 6 * 32 * 2
     assert (target.format, target.layers, drafter.layers) == (BF16, 6, 4)
     # K and V of one head, 2 bytes: 4 sliding layers of size 64 with a window of 64, 2 full ones of size 128.
     assert target.kv_read == 2 * 2 * (4 * 64 * 64 + 2 * 1024 * 128)
     assert target.kv_held < target.kv_read  # two layers share
-    assert model_of(demo.TARGET, 0).kv_read == 0
+    assert decode_sizes(demo.TARGET, 0).kv_read == 0
 
 
 def test_sizes_of_experts():
     """2 of 4 are read."""
-    found = model_of(GOLDEN / "26b" / "target", 0)
+    found = decode_sizes(GOLDEN / "26b" / "target", 0)
     assert found.experts == 4 * 2 * (64 * 64 + 128 * 64) * 2
     assert found.held - found.read == found.experts
 
@@ -254,7 +254,7 @@ def test_sizes_of_a_head_with_clusters():
     folder = GOLDEN / "e2b" / "assistant"
     config = json.loads((folder / "config.json").read_text())
     share = config["centroid_intermediate_top_k"] / config["num_centroids"]
-    found = model_of(folder, 0)
+    found = decode_sizes(folder, 0)
     assert found.held - found.read == pytest.approx(512 * 64 * 2 * (1 - share))
 
 
@@ -262,25 +262,25 @@ def test_an_untied_embedding_is_not_read(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     weights = {"model.embed_tokens.weight": mx.zeros((64, 8)), "lm_head.weight": mx.zeros((64, 8))}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    found = model_of(tmp_path, 1024)
+    found = decode_sizes(tmp_path, 1024)
     assert (found.read, found.held, found.layers) == (64 * 8 * 4, 2 * 64 * 8 * 4, None)
-    assert found.format == Format(32)
+    assert found.format == WeightFormat(32)
 
 
 def test_requantized():
-    found = requantized(model(8, BF16), G64)
+    found = in_format(model(8, BF16), G64)
     assert found.read == found.held == pytest.approx(8e9 * (0.5 + 4 / 64) / 2)
-    assert Format(4, 32, "mxfp4").bytes_per_weight == 0.5 + 1 / 32
+    assert WeightFormat(4, 32, "mxfp4").bytes_per_weight == 0.5 + 1 / 32
 
 
 def test_a_damaged_header_is_refused(tmp_path):
     folder = Path(shutil.copytree(GOLDEN / "12b" / "target", tmp_path / "target"))
     (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
-        model_of(folder, 0)
+        decode_sizes(folder, 0)
 
 
-@pytest.mark.parametrize("format", [BF16, Format(4, 64), Format(4, 32, "mxfp4")])
+@pytest.mark.parametrize("format", [BF16, WeightFormat(4, 64), WeightFormat(4, 32, "mxfp4")])
 def test_bandwidth_is_measured(format):
     found = measure(format, size=2**22, seconds=0.01)
     assert 0.01 < found.read < 1e5 and 0.001 < found.row < 1e5

@@ -24,13 +24,13 @@ import pytest
 from screen import COMMAND, GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen, run
 
 from mlx_spec.apps.chat import main
-from mlx_spec.apps.chat.answer import Answerer
+from mlx_spec.apps.chat.answer import ChatState
 from mlx_spec.apps.chat.arguments import parse
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.models import choice_of, opened
-from mlx_spec.apps.chat.settings import settings_of
-from mlx_spec.apps.chat.status import details, status_line
+from mlx_spec.apps.chat.models import choose, open_pair
+from mlx_spec.apps.chat.report import details, status_line
+from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.session import Statistics
 from mlx_spec.types import Reason
@@ -466,10 +466,10 @@ class PressedSoon(Interrupts):
 
 def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
     options = parse([*endless, "--max-tokens=8"])
-    settings = settings_of(options)
-    model = opened(choice_of(options))
+    settings = from_options(options)
+    model = open_pair(choose(options))
     with PressedSoon() as interrupts:
-        answerer = Answerer(Terminal(), interrupts)
+        answerer = ChatState(Terminal(), interrupts)
         talk, fresh = (Conversation(model, settings, None) for _ in range(2))
 
         def say(conversation: Conversation, message: str) -> bool:

@@ -23,17 +23,14 @@ from pathlib import Path
 import pytest
 from screen import GOLDEN, LIMIT
 
-from mlx_spec.apps.chat import saved
-from mlx_spec.apps.chat.completing import Completions
-from mlx_spec.apps.chat.conversation import Conversation
+from mlx_spec.apps.chat import conversation
+from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
+from mlx_spec.apps.chat.input import CommandCompleter, is_open, unquoted
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered, rows
-from mlx_spec.apps.chat.models import Choice, Model, drafting, opened, redrafted
-from mlx_spec.apps.chat.multiline import is_open, unquoted
-from mlx_spec.apps.chat.origin import COPIED, DRAFTED, FORCED, Origins, legend
-from mlx_spec.apps.chat.saved import Saved
-from mlx_spec.apps.chat.settings import NAMES, Settings, changed, from_values, shown, values
-from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
+from mlx_spec.apps.chat.settings import NAMES, AnswerSettings, changed, from_values, shown, values
+from mlx_spec.apps.chat.terminal import COPIED, DRAFTED, FORCED, Origins, Terminal, legend
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.hub.files import write_atomically
 from mlx_spec.session import Session
@@ -47,8 +44,8 @@ TURNS = [
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return opened(Choice(TARGET, str(GOLDEN / "assistant")))
+def model() -> LoadedPair:
+    return open_pair(PairChoice(TARGET, str(GOLDEN / "assistant")))
 
 
 def texts(session: Session, message: str, max_tokens: int = 12) -> str:
@@ -73,11 +70,13 @@ def test_help_is_quick():
 
 def test_saved_and_read(tmp_path):
     file = tmp_path / "talk.json"
-    talk = Saved("demo", "lookup", "Be brief.", TURNS, values(Settings(max_tokens=7, think=True)))
-    saved.write(file, talk)
-    assert saved.read(file) == talk
-    saved.write(file, replace(talk, system=None))  # over one of ours
-    assert saved.read(file).system is None
+    talk = SavedConversation(
+        "demo", "lookup", "Be brief.", TURNS, values(AnswerSettings(max_tokens=7, think=True))
+    )
+    conversation.write(file, talk)
+    assert conversation.read(file) == talk
+    conversation.write(file, replace(talk, system=None))  # over one of ours
+    assert conversation.read(file).system is None
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
@@ -91,7 +90,7 @@ def test_file_of_the_first_release(tmp_path):
         '"colours": true}'
     )
     (tmp_path / "old.json").write_text(text)
-    found = saved.read(tmp_path / "old.json")
+    found = conversation.read(tmp_path / "old.json")
     assert (found.target, found.drafter, found.system, len(found.turns)) == ("demo", None, "Be brief.", 2)
     settings = from_values(found.settings)
     assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
@@ -113,26 +112,28 @@ def test_files_that_are_no_conversation(text, said, tmp_path):
     file = tmp_path / "talk.json"
     file.write_text(text)
     with pytest.raises(BadCheckpoint, match=said):
-        saved.read(file)
+        conversation.read(file)
     if '"mlx_spec conversation"' not in text:
         with pytest.raises(InvalidValue, match="take another name"):
-            saved.write(file, Saved("demo", None, None, []))
+            conversation.write(file, SavedConversation("demo", None, None, []))
         assert file.read_text() == text
 
 
 def test_names_of_files(tmp_path):
-    assert saved.place("talk") == Path("talk.json") and saved.place("a/b.txt") == Path("a/b.txt")
+    assert conversation.file_named("talk") == Path("talk.json") and conversation.file_named(
+        "a/b.txt"
+    ) == Path("a/b.txt")
     with pytest.raises(NotFound, match="there is no file"):
-        saved.read(tmp_path / "none.json")
+        conversation.read(tmp_path / "none.json")
     for name, said in (
         ("~nobody-of-that-name/talk", "home of nobody"),
         ("a\0b", "NUL"),
         ("", "give the name"),
     ):
         with pytest.raises(InvalidValue, match=said):
-            saved.place(name)
+            conversation.file_named(name)
     with pytest.raises(InvalidValue, match="cannot be written"):
-        saved.write(tmp_path / "none" / "talk.json", Saved("demo", None, None, []))
+        conversation.write(tmp_path / "none" / "talk.json", SavedConversation("demo", None, None, []))
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -150,7 +151,7 @@ def test_what_is_written_is_whole(failure, tmp_path, monkeypatch):
 
 
 def test_loading_is_all_or_nothing(model):
-    talk = Conversation(model, Settings(max_tokens=5), "Be brief.")
+    talk = Conversation(model, AnswerSettings(max_tokens=5), "Be brief.")
     talk.session.resume(TURNS)
     for turns, settings in (
         (TURNS[::-1], {}),
@@ -161,10 +162,10 @@ def test_loading_is_all_or_nothing(model):
         (TURNS, {"think": "on"}),
     ):
         with pytest.raises(InvalidValue):
-            talk.load(Saved("demo", None, None, turns, settings))
+            talk.load(SavedConversation("demo", None, None, turns, settings))
         assert (talk.turns, talk.system, talk.settings.max_tokens) == (TURNS, "Be brief.", 5)
-    talk.load(Saved("demo", None, None, [], {}))
-    assert (talk.turns, talk.system, talk.settings) == ([], None, Settings())
+    talk.load(SavedConversation("demo", None, None, [], {}))
+    assert (talk.turns, talk.system, talk.settings) == ([], None, AnswerSettings())
 
 
 # --- sessions
@@ -203,7 +204,7 @@ def test_spans_make_up_the_text(model):
 
 
 def test_settings():
-    settings = changed(Settings(), "temperature", "0.5")
+    settings = changed(AnswerSettings(), "temperature", "0.5")
     settings = changed(changed(changed(settings, "seed", "-3"), "think", "on"), "max_tokens", "9")
     assert (settings.sampling.temperature, settings.sampling.seed) == (0.5, -3)
     assert (settings.think, settings.max_tokens) == (True, 9)
@@ -226,7 +227,7 @@ def test_settings():
 )
 def test_settings_that_make_no_sense(name, text, said):
     with pytest.raises(InvalidValue, match=said):
-        changed(Settings(), name, text)
+        changed(AnswerSettings(), name, text)
 
 
 # --- drafts
@@ -235,17 +236,17 @@ def test_settings_that_make_no_sense(name, text, said):
 @pytest.mark.parametrize(
     ("before", "word", "after"),
     [
-        (Choice("t"), "off", Choice("t", None, 0)),
-        (Choice("t", None, 0), "auto", Choice("t")),
-        (Choice("t", "d", 3, 8), "auto", Choice("t", "d", None, 8)),
-        (Choice("t", "lookup"), "auto", Choice("t")),
-        (Choice("t", "d"), "lookup", Choice("t", "lookup")),
-        (Choice("t", "lookup"), "4", Choice("t", "lookup", 4)),
-        (Choice("t", "none"), "4", Choice("t", None, 4)),
+        (PairChoice("t"), "off", PairChoice("t", None, 0)),
+        (PairChoice("t", None, 0), "auto", PairChoice("t")),
+        (PairChoice("t", "d", 3, 8), "auto", PairChoice("t", "d", None, 8)),
+        (PairChoice("t", "lookup"), "auto", PairChoice("t")),
+        (PairChoice("t", "d"), "lookup", PairChoice("t", "lookup")),
+        (PairChoice("t", "lookup"), "4", PairChoice("t", "lookup", 4)),
+        (PairChoice("t", "none"), "4", PairChoice("t", None, 4)),
     ],
 )
 def test_drafting(before, word, after):
-    assert drafting(before, word) == after
+    assert with_drafts(before, word) == after
 
 
 def test_drafts_without_loading_again(model):
@@ -253,16 +254,16 @@ def test_drafts_without_loading_again(model):
     pair, own = model.pair, model.pair.policies
     reasons = {}
     for word in ("off", "2", "auto"):
-        found = redrafted(model, drafting(model.choice, word))
+        found = reuse_weights(model, with_drafts(model.choice, word))
         assert found is not None and found.pair is pair
         session = pair.session()
         reasons[word] = (texts(session, "hello", 6), session.statistics.reason.value)
     assert len({text for text, _ in reasons.values()}) == 1
     assert reasons["off"][1] == "disabled by user" and reasons["2"][1] == "fixed by user"
     assert pair.policies is own
-    assert redrafted(model, drafting(model.choice, "lookup")) is None
+    assert reuse_weights(model, with_drafts(model.choice, "lookup")) is None
     fixed = replace(model, choice=replace(model.choice, num_draft_tokens=2), free=None)
-    assert redrafted(fixed, drafting(fixed.choice, "auto")) is None
+    assert reuse_weights(fixed, with_drafts(fixed.choice, "auto")) is None
 
 
 # --- what is typed
@@ -289,7 +290,7 @@ def test_completions(tmp_path):
     for name in ("talk.json", "tall.json", ".hidden"):
         (tmp_path / name).touch()
     (tmp_path / "tales").mkdir()
-    found = Completions(["draft", "load", "lull"], {"draft": lambda: ("auto", "off")}, ["load"])
+    found = CommandCompleter(["draft", "load", "lull"], {"draft": lambda: ("auto", "off")}, ["load"])
 
     def of(text: str) -> list[tuple[str, int]]:
         return list(found.of(text))

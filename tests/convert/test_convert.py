@@ -30,7 +30,7 @@ from mlx_spec.drafters.gemma4 import AssistantSource, visible_rows
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")
@@ -239,7 +239,7 @@ def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
 def test_without_a_drafter(tmp_path: Path) -> None:
     manifest = converted("12b", tmp_path / "out", drafter="none")
     assert manifest["drafter"] is None and not (tmp_path / "out" / "drafter").exists()
-    assert mlx_spec.load(tmp_path / "out").facts.drafter is None
+    assert mlx_spec.load(tmp_path / "out").info.drafter is None
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])

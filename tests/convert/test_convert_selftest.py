@@ -97,7 +97,7 @@ def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = 100 * (1 - acceptance["first"] / acceptance["first_before"])
     assert acceptance["loss_percent"] == pytest.approx(expected)
     assert {path.name for path in out.iterdir()} == {"target", "drafter", "pair.json"}
-    assert mlx_spec.load(out).facts.drafter_bytes > 0
+    assert mlx_spec.load(out).info.drafter_bytes > 0
     shown = capsys.readouterr()
     assert f"loss {expected:.1f} %" in shown.out and "the target's own on 2 prompts" in shown.out
     assert "self-test: passed; perplexity" in shown.out

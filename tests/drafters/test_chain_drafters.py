@@ -15,23 +15,23 @@ import mlx.nn as nn
 import pytest
 import random_sources
 from drafting import K, drafted, rows
+from exact_distribution import FILTERED, seeded
 from fitted import largest
 from lossless import GREEDY, emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from one_pass_law import control_excess, drafted_excess, seeded_texts
-from test_law import FILTERED, seeded
 
 from mlx_spec.convert.source import open_source
-from mlx_spec.convert.target import open_model
+from mlx_spec.convert.target import convert_model
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.conditioned import MAX_WAITING, NetworkSource, Rows
 from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.policy import Fixed
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Features
 
 ROOT = Path(__file__).parents[1] / "golden"
@@ -71,7 +71,7 @@ class Golden:
     @cached_property
     def model(self) -> nn.Module:
         """The target, without a head in its checkpoint, in float32."""
-        found = open_model(open_source(str(self.target_folder)), None, "float32")
+        found = convert_model(open_source(str(self.target_folder)), None, "float32")
         with tempfile.TemporaryDirectory() as folder:
             mx.save_safetensors(str(Path(folder) / "model.safetensors"), found.tensors)
             (Path(folder) / "config.json").write_text(json.dumps(found.config))
@@ -370,7 +370,7 @@ def test_seeded_text_is_the_same_with_and_without_a_head(name):
     for limit in (0, 1, 4):
         target, sampler = g.target(source), sampling.sampler(len(prompt), g.vocab)
         drafters = [source.make(target.parts)]
-        done = list(generate(target, drafters, Fixed(limit), sampler, prompt, max_tokens=40))
+        done = list(generate(target, drafters, FixedPolicy(limit), sampler, prompt, max_tokens=40))
         texts.append(emitted(done))
         assert limit == 0 or sum(r.accepted for r in done) > 0
     assert texts[0] == texts[1] == texts[2]

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.gemma4 import AssistantSource, Gemma4Assistant, visible_rows
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, TargetParts
 
 GOLDEN = Path(__file__).parents[1] / "golden"

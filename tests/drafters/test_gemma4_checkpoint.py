@@ -14,7 +14,7 @@ import pytest
 from mlx_spec.drafters import FAMILIES, open_drafter
 from mlx_spec.drafters.gemma4 import AssistantConfig, HeadShape, check_fit
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.known import mended
+from mlx_spec.hub.catalog import repair_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -154,7 +154,7 @@ def test_mended_target_config_fits_too():
     own = {"head_dim": target["text_config"].pop("global_head_dim"), "num_key_value_heads": heads}
     layers = target["text_config"]["layer_types"]
     target["text_config"]["per_layer_config"] = {str(i): own for i, kind in enumerate(layers) if kind == FULL}
-    for written in (target, mended(copy.deepcopy(target))):
+    for written in (target, repair_config(copy.deepcopy(target))):
         check_fit(AssistantConfig.from_dict(config_of("12b", "assistant")), written)
 
 

@@ -14,7 +14,7 @@ from synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.medusa import Medusa
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features
 
 TOLERANCE = 1e-5

@@ -22,7 +22,7 @@ from mlx_spec.drafters.model_free import (
     Prediction,
     prediction_counts,
 )
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features
 
 NOTHING = Features()

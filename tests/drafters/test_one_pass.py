@@ -19,26 +19,26 @@ import numpy as np
 import pytest
 import tiny
 from drafting import emitted
+from exact_distribution import Liar
 from fitted import Checkpoint, largest, logits_of, opened, random_rows
 from mlx.utils import tree_flatten
 from one_pass_law import control_excess, drafted_excess, excess, law_target, seeded_texts
-from test_law import Liar
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec.apps.chat.status import details
-from mlx_spec.convert.conversion import Request, convert
-from mlx_spec.convert.progress import Progress
+from mlx_spec.apps.chat.report import details
+from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
-from mlx_spec.policy import Fixed
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence
-from mlx_spec.target import LMTarget
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.types import Draft, Features
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -211,7 +211,7 @@ def converted(family: str, folder: Path, bits: tuple[str, str] = ("none", "none"
     model, _, _, published = fit(family, "full")
     target, drafter = write_target(folder / "target", model), published.write(folder / "drafter")
     asked = Request(str(target), str(drafter), folder / "out", bits[0], 32, bits[1], None, False)
-    return convert(asked, Progress(io.StringIO()))
+    return convert(asked, StageProgress(io.StringIO()))
 
 
 @pytest.mark.parametrize("bits", ["none", "8"])
@@ -268,7 +268,7 @@ def pair_of(family: str, folder: Path) -> Pair:
         return mlx_spec.load(trained / "llama", published, num_draft_tokens=2)
     text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
     info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
-    return Pair(info, text, tiny.full(), [opened(MADE[family](3), folder)], Fixed(2))
+    return Pair(info, text, tiny.full(), [opened(MADE[family](3), folder)], FixedPolicy(2))
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])

@@ -17,8 +17,8 @@ from mlx_lm.utils import load_model
 import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, VocabularySizes
 from mlx_spec.drafters.pard import Pard
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Features
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pard"

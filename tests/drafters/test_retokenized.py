@@ -22,8 +22,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
-from mlx_spec.apps.described import as_json, description
-from mlx_spec.convert.inspect import inspect
+from mlx_spec.apps.models import as_json, description
 from mlx_spec.demo import DRAFTER, TARGET
 from mlx_spec.drafters.retokenized import (
     MAX_PIECE,
@@ -37,11 +36,12 @@ from mlx_spec.drafters.retokenized import (
     whole_characters,
 )
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.inspect import inspect
 from mlx_spec.load import load
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
-from mlx_spec.policy import Fixed
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.text import Text
 from mlx_spec.types import Features, Round
 
@@ -94,7 +94,7 @@ def rounds(kind: str, K: int, sampling: Sampling = GREEDY, count: int = 80) -> l
     tokens = prompt_of(kind)
     drafters = [drafter_for(kind)] if K else []
     sampler = sampling.sampler(len(tokens), size_of(kind))
-    policy, target = Fixed(K), LMTarget(target_of(kind))
+    policy, target = FixedPolicy(K), LMTarget(target_of(kind))
     return list(engine.generate(target, drafters, policy, sampler, tokens, max_tokens=count))
 
 
@@ -124,8 +124,8 @@ def test_lossless_past_the_window(kind: str, sampling: Sampling) -> None:
 def test_emoji_cut_in_the_middle(kind: str) -> None:
     """A history that ends in half a character, from which both have to go on."""
     text, tokens = text_of(kind), recited(kind)
-    first = next(i for i, token in enumerate(tokens) if text.written(token) == b"\xf0")
-    assert [text.written(token) for token in tokens[first + 1 : first + 4]] == [b"\x9f", b"\x98", b"\x80"]
+    first = next(i for i, token in enumerate(tokens) if text.token_bytes(token) == b"\xf0")
+    assert [text.token_bytes(token) for token in tokens[first + 1 : first + 4]] == [b"\x9f", b"\x98", b"\x80"]
     for cut in (1, 2, 3):
         history = [*prompt_of(kind, 0), *tokens[: first + cut]]
         draft = drafter_for(kind).draft(history, 6, GREEDY.sampler(0, size_of(kind)))
@@ -171,7 +171,7 @@ def pair_of(kind: str, K: int) -> Pair:
     other = KINDS[1 - KINDS.index(kind)]
     source = RetokenizedSource(model_of(other), size_of(other), text_of(kind), text_of(other), "other")
     facts = PairInfo(kind, "other", size_of(kind), None, 0, 0)
-    return Pair(facts, text_of(kind), target_of(kind), [source], Fixed(K))
+    return Pair(facts, text_of(kind), target_of(kind), [source], FixedPolicy(K))
 
 
 def test_a_conversation_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_control_tokens_go_by_their_names() -> None:
     assert turn is not None and close is not None and syllables.token_id("<turn|>") is None
     history = [*prompt_of("words", 0), turn, *words.encode("user\n"), close, turn]
     tokens = Translation(words, syllables).read(history).tokens
-    names = [syllables.written(token) for token in tokens]
+    names = [syllables.token_bytes(token) for token in tokens]
     assert [names[0], names[1], names[-1]] == [b"<bos>", b"<|turn>", b"<|turn>"]
     assert b"".join(names[2:-1]) == b"user\n"
 

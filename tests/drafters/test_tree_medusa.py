@@ -24,17 +24,17 @@ from test_tree_policy import FLAT, PLAIN, STEEP
 from virtual import Curve
 
 from mlx_spec import load
-from mlx_spec.convert.conversion import Request, convert
-from mlx_spec.convert.progress import Progress
+from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.medusa import MedusaTree
 from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.engine import generate
-from mlx_spec.policy import Fixed
-from mlx_spec.recorder import Recorder
-from mlx_spec.sampling import Law, Sampling
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import Tree, tree_template
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Statistics
-from mlx_spec.target import LMTarget
-from mlx_spec.tree import Tree, grown
 from mlx_spec.tuning.costs import Costs, Table
 from mlx_spec.tuning.policy import Adaptive
 from mlx_spec.tuning.tuner import Tuner
@@ -48,7 +48,7 @@ PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=
 
 
 def small(nodes: int, height: int = HEADS) -> Tree:
-    return grown(nodes, RATES[:height]).tree(nodes)
+    return tree_template(nodes, RATES[:height]).tree(nodes)
 
 
 @cache
@@ -120,7 +120,7 @@ def text(
     """Tokens and rounds; K is the most tokens of a tree."""
     target = LMTarget(model, drafter.needs, kv_bits=TARGETS[kind])
     sampler = sampling.sampler(len(prompt), 256)
-    done = list(generate(target, [drafter], Fixed(K), sampler, prompt, max_tokens=count, stop=stop))
+    done = list(generate(target, [drafter], FixedPolicy(K), sampler, prompt, max_tokens=count, stop=stop))
     return lossless.emitted(done), done
 
 
@@ -230,14 +230,14 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
     sampler = lossless.GREEDY.sampler(len(prompt), 256)
     drafter = Scripted([*prompt, *truth])
     rounds = list(
-        generate(target, [drafter], Fixed(14), sampler, prompt, max_tokens=COUNT, stop=[truth[place]])
+        generate(target, [drafter], FixedPolicy(14), sampler, prompt, max_tokens=COUNT, stop=[truth[place]])
     )
     emitted = lossless.emitted(rounds)
     assert emitted == truth[: place + 1] and rounds[-1].finish_reason == "stop"
     assert rounds[-1].accepted <= len(rounds[-1].tokens)
     assert target.size == len(prompt) + place and target.uncommitted == 0
     history = [*prompt, *emitted]
-    again = list(generate(target, [drafter], Fixed(14), sampler, history, max_tokens=COUNT - place - 1))
+    again = list(generate(target, [drafter], FixedPolicy(14), sampler, history, max_tokens=COUNT - place - 1))
     assert lossless.emitted(again) == truth[place + 1 :]
 
 
@@ -256,7 +256,7 @@ def test_no_more_tokens_than_asked_for(count: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
     target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", False), Progress(io.StringIO()))
+    convert(Request(target, heads, out, "none", None, "none", "float32", False), StageProgress(io.StringIO()))
     return out
 
 
@@ -335,10 +335,10 @@ def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
     found = []
     truth: list[int] = []
     for K in (0, 14):
-        recorder = Recorder(sampling.sampler(25, 256), Law(sampling, 25, 256), TEXT, TOP)
+        recorder = LogprobRecorder(sampling.sampler(25, 256), LogitsProcessor(sampling, 25, 256), TEXT, TOP)
         drafter, position = Scripted([*prompt, *truth]), len(prompt)
         rounds, said = [], []
-        for round in generate(LMTarget(model), [drafter], Fixed(K), recorder, prompt, max_tokens=40):
+        for round in generate(LMTarget(model), [drafter], FixedPolicy(K), recorder, prompt, max_tokens=40):
             rounds.append(round)
             said += recorder.of(position, round.tokens)
             position += len(round.tokens)

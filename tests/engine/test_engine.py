@@ -12,9 +12,9 @@ from lossless import GREEDY, Scripted, emitted, first_difference, mlx_lm_greedy,
 
 from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
-from mlx_spec.policy import Fixed
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, RequestDrafter, Round, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
@@ -99,7 +99,7 @@ def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K:
     target, drafter = LMTarget(model), Scripted(prompt + truth)
     done = list(
         engine.generate(
-            target, [drafter], Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30, stop=[stop]
+            target, [drafter], FixedPolicy(K), GREEDY.sampler(17, 256), prompt, max_tokens=30, stop=[stop]
         )
     )
     assert emitted(done) == truth[:end]
@@ -117,7 +117,7 @@ def test_closing_between_rounds_leaves_cache_and_text_equal(kind: str, K: int) -
     truth = said(kind, 17)[:30]
     target = LMTarget(model)
     stream = engine.generate(
-        target, [Scripted(prompt + truth, 2)], Fixed(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
+        target, [Scripted(prompt + truth, 2)], FixedPolicy(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
     )
     got = [t for _ in range(3) for t in next(stream).tokens]
     stream.close()
@@ -144,7 +144,7 @@ def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
         engine.generate(
             LMTarget(model, needs),
             [Scripted(p + t, 2, needs)],
-            Fixed(K),
+            FixedPolicy(K),
             GREEDY.sampler(len(p), 256),
             p,
             max_tokens=30,
@@ -205,7 +205,7 @@ def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch
     sampler = sampling.sampler(17, 256)
     done = list(
         engine.generate(
-            LMTarget(MODELS["full"]), [Scripted([5] * 90)], Fixed(K), sampler, prompt, max_tokens=40
+            LMTarget(MODELS["full"]), [Scripted([5] * 90)], FixedPolicy(K), sampler, prompt, max_tokens=40
         )
     )
     assert len(copies) == len(done)

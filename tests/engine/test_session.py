@@ -16,7 +16,7 @@ from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
 from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.pair import Pair, PairInfo
-from mlx_spec.policy import Fixed
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
 from mlx_spec.text import Text
@@ -68,7 +68,7 @@ def make_pair(
     facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
     kv_bits = 8 if kind == "quantized" else None
     drafters = sources(drafter, model)
-    return Pair(facts, text, model, drafters, Fixed(K if drafters else 0), kv_bits)
+    return Pair(facts, text, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
 
 
 def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
@@ -86,7 +86,9 @@ def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampli
     """What plain decoding with fresh caches says."""
     target = LMTarget(MODELS[kind], kv_bits=8 if kind == "quantized" else None)
     sampler = sampling.sampler(len(prompt), tiny.VOCAB)
-    rounds = engine.generate(target, [], Fixed(0), sampler, prompt, max_tokens=count, stop=pair.text.eos)
+    rounds = engine.generate(
+        target, [], FixedPolicy(0), sampler, prompt, max_tokens=count, stop=pair.text.eos
+    )
     return [token for round in rounds for token in round.tokens]
 
 
@@ -321,7 +323,7 @@ def test_prompt_too_long_leaves_the_conversation_alone() -> None:
 
 def test_no_template_no_session() -> None:
     pair = make_pair("full")
-    bare = Pair(pair.info, Text(TOKENIZER, None, ()), MODELS["full"], [], Fixed(0))
+    bare = Pair(pair.info, Text(TOKENIZER, None, ()), MODELS["full"], [], FixedPolicy(0))
     with pytest.raises(InvalidValue, match="no chat template"):
         bare.session()
 

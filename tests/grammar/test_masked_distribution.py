@@ -19,13 +19,12 @@ from exact_distribution import PROMPT, Nothing, V, draft_model, model
 from grammars import byte_text
 from lossless import emitted
 
-from mlx_spec.drafters.legal import Legal
-from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.model_free import GrammarFilter, Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Matcher, compile
 from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
-from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 COUNT = 3  # tokens of a generation
@@ -97,7 +96,9 @@ def excess(
     target, counts = LMTarget(model()), np.zeros((V,) * COUNT)
     for i in range(generations):
         target.rewind(len(PROMPT) - 1)
-        rounds = generate(target, [drafter], Fixed(2), sampler(i), PROMPT, max_tokens=COUNT, stop=TEXT.eos)
+        rounds = generate(
+            target, [drafter], FixedPolicy(2), sampler(i), PROMPT, max_tokens=COUNT, stop=TEXT.eos
+        )
         counts[tuple([*emitted(list(rounds)), 6, 6][:COUNT])] += 1
     return chi_square.excess(counts, expected)
 
@@ -112,7 +113,7 @@ def matcher() -> Matcher:
 
 
 def legal(drafter: Drafter) -> Drafter:
-    return Legal(drafter, matcher(), len(PROMPT))
+    return GrammarFilter(drafter, matcher(), len(PROMPT))
 
 
 class CutDrawn:

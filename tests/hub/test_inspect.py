@@ -15,7 +15,7 @@ import sparse
 from commands import run
 from hub_stand_in import ROOT, serving
 
-from mlx_spec.apps import described
+from mlx_spec.apps import models
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
@@ -27,8 +27,8 @@ def one(folder: Path) -> CheckpointInfo:
     """The description of a folder, which must also make lines and JSON."""
     found = inspect(str(folder))
     assert isinstance(found, CheckpointInfo)
-    assert json.loads(json.dumps(described.as_json(found)))["name"] == str(folder)
-    assert all("\n" not in line for line in described.description(found))
+    assert json.loads(json.dumps(models.as_json(found)))["name"] == str(folder)
+    assert all("\n" not in line for line in models.description(found))
     return found
 
 

@@ -17,7 +17,6 @@ from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.menu import Selection
 from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds until a process counts as hung

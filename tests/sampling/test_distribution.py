@@ -24,11 +24,11 @@ from exact_distribution import (
 )
 from lossless import Scripted, emitted, first_difference
 
-from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling, verify
-from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import Drafter
 
 RULES = [verify.block, verify.token]
@@ -67,7 +67,7 @@ def test_missing_filters_are_caught() -> None:
 
 def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
     sampler = sampling.sampler(len(PROMPT), V)
-    rounds = list(generate(LMTarget(model()), [drafter], Fixed(K), sampler, PROMPT, max_tokens=count))
+    rounds = list(generate(LMTarget(model()), [drafter], FixedPolicy(K), sampler, PROMPT, max_tokens=count))
     if not isinstance(drafter, Nothing):
         assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
     return emitted(rounds)

@@ -18,9 +18,9 @@ import mlx_spec
 from mlx_spec import engine
 from mlx_spec.model.caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder, score_prompt
-from mlx_spec.tuning.fixed import Fixed
 from mlx_spec.types import (
     Choice,
     Decision,
@@ -85,7 +85,7 @@ class Mixed:
         self.rounds += 1
 
 
-POLICIES = {"plain": lambda: Fixed(0), "speculative": lambda: Fixed(4), "mixed": Mixed}
+POLICIES = {"plain": lambda: FixedPolicy(0), "speculative": lambda: FixedPolicy(4), "mixed": Mixed}
 CASES = [("sliding", name, policy) for name in SAMPLINGS for policy in POLICIES]
 CASES += [("full", "unseeded", "mixed"), ("recurrent", "penalties", "mixed")]
 
@@ -109,8 +109,8 @@ def test_they_equal_those_of_one_forward_pass(kind: str, name: str, policy: str)
 @pytest.mark.parametrize("name", ["greedy", "penalties", "seeded"])
 def test_speculation_does_not_change_them(name: str) -> None:
     model, sampling, prompt = MODELS["sliding"], SAMPLINGS[name], tiny.prompt(13)
-    done, off = recorded(model, Scripted([]), Fixed(0), sampling, prompt)
-    done, on = recorded(model, Scripted(prompt + emitted(done), 2), Fixed(4), sampling, prompt)
+    done, off = recorded(model, Scripted([]), FixedPolicy(0), sampling, prompt)
+    done, on = recorded(model, Scripted(prompt + emitted(done), 2), FixedPolicy(4), sampling, prompt)
     assert sum(r.accepted for r in done) > 10
     for a, b in zip(off, on, strict=True):
         assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-5
@@ -120,7 +120,7 @@ def test_speculation_does_not_change_them(name: str) -> None:
 
 def test_temperature_and_filters_do_not_count() -> None:
     hot, prompt = SAMPLINGS["seeded"], tiny.prompt(13)
-    done, found = recorded(MODELS["full"], Scripted([]), Fixed(0), hot, prompt)
+    done, found = recorded(MODELS["full"], Scripted([]), FixedPolicy(0), hot, prompt)
     warm = log_softmax(reference(MODELS["full"], hot, prompt, emitted(done)) / 1.3)
     with pytest.raises(AssertionError):
         check(found, warm, emitted(done))
@@ -147,7 +147,7 @@ class Drawing:
 
 def test_draws_of_drafters_are_not_recorded() -> None:
     prompt, sampling, drafter = tiny.prompt(13), Sampling(temperature=2.0), Drawing()
-    done, found = recorded(MODELS["full"], drafter, Fixed(4), sampling, prompt)
+    done, found = recorded(MODELS["full"], drafter, FixedPolicy(4), sampling, prompt)
     assert sum(r.accepted for r in done)
     assert not any(isinstance(sampler, LogprobRecorder) for sampler in drafter.samplers)
     check(found, reference(MODELS["full"], sampling, prompt, emitted(done)), emitted(done))
@@ -157,7 +157,7 @@ def test_draws_of_drafters_are_not_recorded() -> None:
 def test_masked_tokens_are_no_alternatives(K: int) -> None:
     allowed = {17, 40}
     sampling = Sampling(logit_bias={i: -math.inf for i in range(256) if i not in allowed})
-    _, found = recorded(MODELS["full"], Scripted([17] * 90), Fixed(K), sampling, tiny.prompt(9))
+    _, found = recorded(MODELS["full"], Scripted([17] * 90), FixedPolicy(K), sampling, tiny.prompt(9))
     assert all({a.token for a in each.top} == allowed for each in found)
     assert all(math.isfinite(each.logprob) and each.top[0].token == each.token for each in found)
 
@@ -169,7 +169,7 @@ def test_a_grammar_counts(sampling: Sampling) -> None:
     prompt, found, truth = tiny.prompt(9), [], list[int]()
     for K in (0, 4):
         drafter = grammars.Mixed(prompt + truth, [ord("x"), ord("a"), grammars.END])
-        done, each = recorded(MODELS["full"], drafter, Fixed(K), sampling, prompt)
+        done, each = recorded(MODELS["full"], drafter, FixedPolicy(K), sampling, prompt)
         truth = emitted(done)
         found.append(each)
     assert bytes(truth[:3]).strip(b"ab") == b"" and sum(r.accepted for r in done) > 5

@@ -11,8 +11,8 @@ from endpoint import CLOSED, TEXT, TOKENS, Stub, fresh, stubbed
 from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, TextDelta
 from mlx_spec.apps.server.openai_completions import logprobs_json
 from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
-from mlx_spec.logprobs import TokenLogprob
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import TokenLogprob
 
 
 def parsed(**body: Any) -> GenerationRequest:

@@ -251,7 +251,7 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
     job = CountedEngine(engine, counted).submit(
         GenerationRequest("demo", RawPrompts(("x",)), Sampling()), seen.append
     )
-    first = replace(STATISTICS, generated_tokens=3, drafted=4, drafted_at=(2, 2), decode_seconds=0.1)
+    first = replace(STATISTICS, generated_tokens=3, drafted=4, by_drafter={}, decode_seconds=0.1)
     events = (PromptRead(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
     for event in events[:2]:
         engine.send(event)

@@ -78,7 +78,7 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     pair = load_served(ONE)
     list(pair.generate([5] * 9, max_tokens=4))
     assert NEED.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
-    assert NEED.context == pair.facts.context_length == 4096
+    assert NEED.context == pair.info.context_length == 4096
     assert memory_need(replace(ONE, drafter="none")).weights == demo_bytes(demo.TARGET)
     assert memory_need(replace(ONE, drafter="lookup")).weights == demo_bytes(demo.TARGET)
     assert machine_bytes() > 10**8

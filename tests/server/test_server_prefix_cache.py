@@ -14,8 +14,8 @@ from mlx_spec.apps.server.events import RoundDone
 from mlx_spec.apps.server.prefix_cache import PrefixCache
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.pair import Pair
-from mlx_spec.reuse import Held
 from mlx_spec.sampling import Sampling
+from mlx_spec.sequence import CachedSequence
 
 GREEDY = Sampling()
 
@@ -24,18 +24,18 @@ def prefix_cache(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
     return PrefixCache(pair.open, count, lambda: limit)
 
 
-def generate(pair: Pair, sequence: Held, prompt: Sequence[int], count: int) -> list[int]:
+def generate(pair: Pair, sequence: CachedSequence, prompt: Sequence[int], count: int) -> list[int]:
     """Continue a prompt with a sequence that was taken for it."""
-    rounds = pair.run(sequence.decoding, prompt, max_tokens=count)
-    sequence.align(prompt)
+    rounds = pair.run(sequence.parts, prompt, max_tokens=count)
+    sequence.rewind_to_prefix(prompt)
     emitted: list[int] = []
     for round in rounds:
-        sequence.note(round.tokens)
+        sequence.append(round.tokens)
         emitted += round.tokens
     return emitted
 
 
-def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> Held:
+def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> CachedSequence:
     """A prompt that was answered."""
     with cache.borrow(prompt) as sequence:
         generate(pair, sequence, prompt, count)
@@ -116,7 +116,7 @@ def test_caches_of_drafters_count(pair: Pair) -> None:
     alone = served(pair, prefix_cache(pair), A)
     drafted = make_pair("full", "same")
     sequence = served(drafted, prefix_cache(drafted), A)
-    assert sequence.nbytes == 2 * alone.nbytes == 2 * sequence.decoding.target.nbytes > 0
+    assert sequence.nbytes == 2 * alone.nbytes == 2 * sequence.parts.target.nbytes > 0
 
 
 def test_a_sequence_is_dropped_after_an_error(pair: Pair) -> None:
@@ -157,18 +157,18 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
         prompt = histories[name]
         with cache.borrow(prompt) as sequence:
             reused += sequence.shared(prompt) > 0
-            rounds = pair.run(sequence.decoding, prompt, max_tokens=6)
-            sequence.align(prompt)
+            rounds = pair.run(sequence.parts, prompt, max_tokens=6)
+            sequence.rewind_to_prefix(prompt)
             answer: list[int] = []
             for round in rounds:
-                sequence.note(round.tokens)
+                sequence.append(round.tokens)
                 answer += round.tokens
                 if rng.random() < 0.1:  # cancelled
                     break
             rounds.close()  # type: ignore[attr-defined]
             cut = rng.randrange(1, len(answer) + 1)
             if rng.random() < 0.2:  # a stop string
-                sequence.cut(len(prompt) + cut)
+                sequence.truncate(len(prompt) + cut)
                 answer = answer[:cut]
         assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
         histories[name] = edited(rng, prompt, answer)

@@ -35,7 +35,7 @@ from mlx_spec.apps.server.models import GrammarCache, Models
 from mlx_spec.apps.server.request import OutputFormat
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import InvalidValue
-from mlx_spec.rehearsal import Rehearsal
+from mlx_spec.grammar.sandbox import CompileSandbox
 
 PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
 SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
@@ -105,7 +105,7 @@ def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.Mo
     sources = []
     compile = grammar.compile
 
-    def counted(kind: grammar.Kind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
+    def counted(kind: grammar.GrammarKind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
         sources.append(source)
         return compile(kind, source, *rest, **more)
 
@@ -175,7 +175,7 @@ def test_tokens_are_counted_of_models_that_are_not_loaded(engine: EngineThread, 
 
 
 def test_a_rehearsal_can_be_closed_and_used_again() -> None:
-    rehearsal = Rehearsal()
+    rehearsal = CompileSandbox()
     request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": small()}
     for _ in range(2):
         rehearsal.compile("regular expression", request, 9)

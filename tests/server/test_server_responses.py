@@ -28,8 +28,8 @@ from mlx_spec.apps.server.events import ChoiceEnded, Failed, RoundDone, TextDelt
 from mlx_spec.apps.server.openai_responses import decode_thinking, encode_thinking
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
-from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import Alternative, TokenLogprob
 
 openai = pytest.importorskip("openai")
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402

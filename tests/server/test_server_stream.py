@@ -51,10 +51,9 @@ from mlx_spec.apps.server.openai_completions import TextWriter
 from mlx_spec.apps.server.openai_responses import ResponseWriter
 from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Settings
-from mlx_spec.logprobs import Alternative, TokenLogprob
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.types import Reason
+from mlx_spec.types import Alternative, Reason, TokenLogprob
 
 ENDLESS = {"max_tokens": 3900, "temperature": 0, "logit_bias": {"106": -100, "1": -100}}
 REQUEST = GenerationRequest("demo", Chat(()), Sampling())
@@ -87,7 +86,10 @@ def test_timings():
         "queued_ms": 10.0,
         "ttft_ms": 120.0,
     }
-    assert timings_json(Timings(replace(STATISTICS, reason=Reason.COST), None, 0, 0))["speculation"] == "off"
+    assert (
+        timings_json(Timings(replace(STATISTICS, last_reason=Reason.COST), None, 0, 0))["speculation"]
+        == "off"
+    )
 
 
 def test_timings_of_nothing():

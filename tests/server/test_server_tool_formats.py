@@ -12,13 +12,14 @@ from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.answer import Answer, Part
-from mlx_spec.apps.server.ask import CallArguments, CallOpened, Chat, Piece, Tool, ToolUse
-from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.events import TextDelta, ToolCall
+from mlx_spec.apps.server.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, find_tool_format, results_in_calls
 from mlx_spec.errors import InvalidValue
-from mlx_spec.template import ChatTemplate, read_template
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate, read_template
+from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
 
 Q = '<|"|>'
@@ -195,29 +196,29 @@ def format(text):
 
 def test_a_call_is_given_whole_when_it_closes(format):
     reader = ToolCallReader(2, format, [WEATHER])
-    assert reader.read(Part("call", 'call:get_weather{city:<|"|>Ro', call=0)) == []
+    assert reader.read(TextPart("call", 'call:get_weather{city:<|"|>Ro', call=0)) == []
     assert reader.complete == 0
-    opened, arguments = reader.read(Part("call", 'me<|"|>}', call=0, closed=True))
-    assert isinstance(opened, CallOpened)
+    (opened,) = reader.read(TextPart("call", 'me<|"|>}', call=0, closed=True))
+    assert isinstance(opened, ToolCall)
     assert (opened.index, opened.call, opened.name) == (2, 0, "get_weather")
-    assert arguments == CallArguments(2, 0, '{"city":"Rome"}')
-    again = reader.read(Part("call", "call:f{}", call=1, closed=True))
-    assert isinstance(again[0], CallOpened) and again[0].call == 1 and again[0].id != opened.id
+    assert opened.arguments == '{"city":"Rome"}'
+    again = reader.read(TextPart("call", "call:f{}", call=1, closed=True))
+    assert isinstance(again[0], ToolCall) and again[0].call == 1 and again[0].id != opened.id
     assert reader.complete == 2 and reader.end() == []
 
 
 @pytest.mark.parametrize("body", ["call:f{a:celsius}", "nothing of the kind", ""])
 def test_a_broken_call_stays_text(format, body):
     reader = ToolCallReader(0, format, [])
-    (piece,) = reader.read(Part("call", body, call=0, closed=True))
+    (piece,) = reader.read(TextPart("call", body, call=0, closed=True))
     assert piece.text == f"<|tool_call>{body}<tool_call|>" and piece.kind == "answer"
     assert reader.complete == 0
 
 
 def test_text_after_a_call_is_not_lost(format):
     reader = ToolCallReader(0, format, [])
-    events = reader.read(Part("call", "call:f{}call:g{a:", call=0, closed=True))
-    assert reader.complete == 1 and [type(event) for event in events] == [CallOpened, CallArguments, Piece]
+    events = reader.read(TextPart("call", "call:f{}call:g{a:", call=0, closed=True))
+    assert reader.complete == 1 and [type(event) for event in events] == [ToolCall, TextDelta]
     assert events[-1].text == "<|tool_call>call:g{a:<tool_call|>"
 
 
@@ -226,11 +227,11 @@ def test_cut_at_every_token(text, format):
     written = 'Sure. <|tool_call>call:f{a:<|"|>x é<|"|>,b:[1,2]}<tool_call|><|tool_call>call:g{}<tool_call|>'
     tokens = text.encode(written)
     for end in range(len(tokens) + 1):
-        answer, reader = Answer(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
+        answer, reader = AnswerStream(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
         parts = answer.read(Round(tokens[:end], 0, 0, 0.0)) + answer.end()
         events = [e for p in parts if p.kind == "call" for e in reader.read(p)] + reader.end()
-        pieces = "".join(e.text for e in events if isinstance(e, Piece))
-        assert reader.complete == sum(isinstance(e, CallOpened) for e in events)
+        pieces = "".join(e.text for e in events if isinstance(e, TextDelta))
+        assert reader.complete == sum(isinstance(e, ToolCall) for e in events)
         begun = text.decode_raw(tokens[:end]).count("<|tool_call>")
         assert begun == reader.complete + pieces.count("<|tool_call>")
         assert pieces == "" or text.decode_raw(tokens[:end]).endswith(pieces)
@@ -240,13 +241,17 @@ def test_rounds_do_not_matter(text, format):
     written = 'A <|tool_call>call:f{a:<|"|>x é<|"|>}<tool_call|>B<|tool_call>call:oops<tool_call|> C'
     tokens, rng, seen = text.encode(written), random.Random(3), set()
     for _ in range(20):
-        answer, reader, found = Answer(text, [], calls=format.syntax.marks), ToolCallReader(0, format, []), []
+        answer, reader, found = (
+            AnswerStream(text, [], calls=format.syntax.marks),
+            ToolCallReader(0, format, []),
+            [],
+        )
         for piece in call_texts.cut(tokens, rng):
             for part in answer.read(Round(piece, 0, 0, 0.0)):
                 found += reader.read(part) if part.kind == "call" else [part]
         found += reader.end()
-        arguments = "".join(e.text for e in found if isinstance(e, CallArguments))
-        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (Part, Piece)))))
+        arguments = "".join(e.arguments for e in found if isinstance(e, ToolCall))
+        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (TextPart, TextDelta)))))
     ((arguments, content),) = seen
     assert arguments == '{"a":"x é"}'
     assert content.replace(" ", "") == "AB<|tool_call>call:oops<tool_call|>C"

@@ -13,14 +13,14 @@ from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
 from mlx_spec import demo, grammar
-from mlx_spec.apps.server.ask import Chat, Format, Tool, ToolUse
-from mlx_spec.apps.server.failures import Failure
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
 from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -196,15 +196,15 @@ def test_none_is_a_ban(text):
 def test_an_answer_format_or_calls(text):
     schema = '{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}'
     for format, good, bad in (
-        (Format("json_schema", schema), '{"x": 1}', '{"x": 2}'),
-        (Format("json_object"), "{}", "[]"),
-        (Format("regex", "a+/b"), "aa/b", "b"),
-        (Format("regex", r"a\/b"), "a/b", "b"),
+        (OutputFormat("json_schema", schema), '{"x": 1}', '{"x": 2}'),
+        (OutputFormat("json_object"), "{}", "[]"),
+        (OutputFormat("regex", "a+/b"), "aa/b", "b"),
+        (OutputFormat("regex", r"a\/b"), "a/b", "b"),
     ):
         source = answer_grammar(format_of(text), ToolUse((SIMPLE,)), format)
         assert [accepts(source, text, each) for each in (good, bad, ONE, good + ONE)] == [1, 0, 1, 0]
     with pytest.raises(Failure, match="leave one of them out"):
-        answer_grammar(format_of(text), ToolUse((SIMPLE,)), Format("lark", "start: /a/"))
+        answer_grammar(format_of(text), ToolUse((SIMPLE,)), OutputFormat("lark", "start: /a/"))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
         answer_grammar(other, ToolUse((PING,))) is None
         and answer_grammar(other, ToolUse((PING,), "none")) is None
     )
-    answer = Format("json_object")
+    answer = OutputFormat("json_object")
     for use in (ToolUse((PING,), "required"), ToolUse((SIMPLE,)), ToolUse((PING,), parallel=False)):
         with pytest.raises(Failure, match=r"the calls of this model \(glm47\) cannot be enforced") as failure:
             answer_grammar(other, use)
@@ -330,7 +330,7 @@ def test_the_demo_calls_what_it_must(pair):
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
     found = find_tool_format(pair.text)
     source = answer_grammar(found, use)
-    compiled = grammar.compile("lark", source, pair.text, pair.facts.vocab_size, seconds=10)
+    compiled = grammar.compile("lark", source, pair.text, pair.info.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
     prompt = chat_prompt(chat, pair.text, "demo")
     answers = []

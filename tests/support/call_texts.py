@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.apps.server.ask import Tool
+from mlx_spec.apps.server.request import Tool
 from mlx_spec.apps.server.tool_formats import SYNTAXES
 
 LETTERS = "abZ0 \n\t\"\\'{}[]<>|,:/é日🙂\u2028"

@@ -16,14 +16,14 @@ from fitted import Recorder
 from lossless import GREEDY, emitted
 
 import mlx_spec
-from mlx_spec.convert import measure, texts, walk
-from mlx_spec.convert.conversion import Request, convert
+from mlx_spec.convert import acceptance, measure, texts
+from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.families import family_of
-from mlx_spec.convert.progress import Progress
 from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import CachedSequence
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Features, Round
 
 K = 4
@@ -111,12 +111,12 @@ OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "GENERATED", 12)
+        patch.setattr(acceptance, "GENERATED", 12)
         patch.setattr(measure, "TEXT_LENGTH", 16)
         patch.setattr(measure, "PROMPTS", texts.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
         asked = Request(str(target), drafter, out, "none", None, "none", "float32", True)
-        return convert(asked, Progress(io.StringIO()))
+        return convert(asked, StageProgress(io.StringIO()))
 
 
 def generate_with(

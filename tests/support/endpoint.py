@@ -35,9 +35,8 @@ from mlx_spec.apps.server.events import (
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
-from mlx_spec.logprobs import Alternative, TokenLogprob
-from mlx_spec.session import Statistics
-from mlx_spec.types import Reason
+from mlx_spec.session import Positions, Statistics
+from mlx_spec.types import Alternative, Reason, TokenLogprob
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -61,13 +60,13 @@ STATISTICS = Statistics(
     speculative_tokens=4,
     drafted=6,
     accepted=2,
-    drafted_at=(2, 2, 2),
-    accepted_at=(1, 1),
+    by_drafter={0: Positions((2, 2, 2), (1, 1))},
     prefill_seconds=0.1,
     decode_seconds=0.2,
-    plain_seconds=0.3,
+    compared_tokens=24,  # fewer tell no gain
     compared_seconds=0.2,
-    reason=Reason.PAYS,
+    plain_seconds=0.3,
+    last_reason=Reason.PAYS,
 )
 USAGE = Usage(5, 2, 4, 1, 3, 1)
 READ = PromptRead(5, 2)

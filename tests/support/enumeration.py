@@ -14,9 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 Array = np.ndarray
-Tree = list[
-    Array
-]  # entry j, shape [V] * (j + 1): the distributions after each prefix of j tokens
+Tree = list[Array]  # entry j, shape [V] * (j + 1): the distributions after each prefix of j tokens
 Accept = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 KINDS = ["dense", "masked p", "masked q", "both masked", "sparse q", "equal", "nearly equal", "peaked"]

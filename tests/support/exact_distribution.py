@@ -18,11 +18,11 @@ from lossless import emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from mlx_spec.drafters.draft_model import DraftModel, Vocabulary
+from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
-from mlx_spec.policy import Fixed
-from mlx_spec.sampling import Law, Sampling, Unseeded
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 
 V = 8
@@ -136,7 +136,7 @@ def excess(
     target, counts = LMTarget(weights), np.zeros((V,) * COUNT)
     for i in range(generations):
         target.rewind(len(PROMPT) - 1)
-        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
+        done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
         assert done[0].drafted == (0 if isinstance(drafter, Nothing) else COUNT - 1)
         counts[tuple(emitted(done))] += 1
     return chi_square.excess(counts, exact(weights, sampling))

@@ -21,7 +21,7 @@ from synthetic import Checkpoint, layer_shapes
 from mlx_spec.convert.drafter import convert_drafter, family_or_model
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.target import LMTarget
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Drafter, Features, TargetParts
 
 D, V = 64, 256

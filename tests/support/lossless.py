@@ -10,9 +10,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from mlx_spec.engine import generate
-from mlx_spec.policy import Fixed
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
 GREEDY = Sampling()
@@ -50,7 +50,7 @@ def rounds(
 ) -> list[Round]:
     """All rounds of a greedy generation."""
     sampler = GREEDY.sampler(len(prompt), vocab)
-    return list(generate(target, [drafter], Fixed(K), sampler, prompt, max_tokens=count))
+    return list(generate(target, [drafter], FixedPolicy(K), sampler, prompt, max_tokens=count))
 
 
 def emitted(done: list[Round]) -> list[int]:

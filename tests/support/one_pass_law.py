@@ -1,6 +1,6 @@
 """Check that the engine keeps the target's distribution when a drafter of a family drafts.
 
-As in test_law.py, tokens of a tiny model are counted over many generations and compared with its exact
+As in exact_distribution.py, tokens of a tiny model are counted over many generations and compared with its exact
 distribution. A right engine is rejected once in a million; the keys are fixed, so a pass stays a pass.
 """
 
@@ -10,21 +10,21 @@ from collections.abc import Callable
 from functools import cache
 
 import chi_square
+import exact_distribution
 import fitted
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import test_law
+from exact_distribution import COUNT, PLAIN, PROMPT, Liar, V, unseeded
 from lossless import Scripted, emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
-from test_law import COUNT, PLAIN, PROMPT, Liar, V, unseeded
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.engine import generate
-from mlx_spec.policy import Fixed
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.target import LMTarget
 from mlx_spec.types import Drafter, Sampler
 
 GENERATIONS, FEW = 300, 200  # the controls need fewer, as a rule
@@ -63,11 +63,11 @@ def excess(
     sampler = sampler or unseeded(sampling)
     for i in range(generations):
         target.rewind(0)
-        done = list(generate(target, [drafter], Fixed(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
+        done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
         drafted += sum(round.drafted for round in done)
         counts[tuple(emitted(done))] += 1
     assert drafted >= generations
-    return chi_square.excess(counts, test_law.exact(law_target(), sampling))
+    return chi_square.excess(counts, exact_distribution.exact(law_target(), sampling))
 
 
 def drafted_excess(
@@ -91,7 +91,7 @@ def seeded_texts(source: DrafterSource) -> tuple[list[int], list[int]]:
         target = LMTarget(law_target(), source.needs)
         drafter = source.make(target.parts) if K else Scripted([], needs=source.needs)
         sampler = Sampling(0.8, seed=5).sampler(len(PROMPT), V)
-        done = list(generate(target, [drafter], Fixed(K), sampler, PROMPT, max_tokens=60))
+        done = list(generate(target, [drafter], FixedPolicy(K), sampler, PROMPT, max_tokens=60))
         assert not K or 0 < sum(r.accepted for r in done) < sum(r.drafted for r in done)
         texts.append(emitted(done))
     return texts[0], texts[1]

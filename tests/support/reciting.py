@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mlx_spec.template import ChatTemplate
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 
 CONTROLS = ["<bos>", "<|turn>", "<turn|>", "<eos>"]
 TEMPLATE = (

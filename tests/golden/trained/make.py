@@ -29,7 +29,6 @@ from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.mtp import MTPNetwork
-from mlx_spec.drafters.recorded import Recorded
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import read_tokenizer
 from mlx_spec.types import Features, FeatureSpec

@@ -29,7 +29,6 @@ from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.drafters.dflash import DFlashConfig, DFlashNetwork
 from mlx_spec.drafters.eagle3 import Eagle3Config, PEagleNetwork
 from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
-from mlx_spec.drafters.peagle import PEagleNetwork
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, FeatureSpec
 

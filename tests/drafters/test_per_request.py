@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,13 +22,13 @@ from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar, compile
-from mlx_spec.offers import Offered, offered
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
-from mlx_spec.policy import Fixed
+from mlx_spec.per_request import for_request
+from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.sequence import SequenceParts
-from mlx_spec.target import LMTarget
-from mlx_spec.types import Choice, Decision, Drafter, Reason, Round
+from mlx_spec.types import Drafter, Reason, Round
 
 TEXT = byte_text()
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "uuid"])
@@ -50,15 +50,41 @@ def grammar(schema: Schema = SCHEMA, *, thinks: bool = False) -> Grammar:
 
 def bare() -> SequenceParts:
     """A target without a drafter."""
-    return SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER))
+    return SequenceParts(LMTarget(tiny.full()), (), FixedPolicy(0, Reason.NO_DRAFTER))
 
 
 def run(
-    decoding: SequenceParts, sampling: Sampling, count: int, prompt: Sequence[int] = PROMPT
+    parts: SequenceParts,
+    sampling: Sampling,
+    count: int,
+    prompt: Sequence[int] = PROMPT,
+    *,
+    prediction: Sequence[int] = (),
+    offer: bool = True,
+    stop: Collection[int] = TEXT.eos,
+    vocabulary: int = V,
 ) -> list[Round]:
-    sampler = sampling.sampler(len(prompt), V)
-    parts = (decoding.target, decoding.drafters, decoding.policy)
-    return list(generate(*parts, sampler, list(prompt), max_tokens=count, stop=TEXT.eos))
+    """All rounds, with what the request brings to draft from if that is offered."""
+    drafters, extras = parts.drafters, ()
+    if offer:
+        drafters, extras = for_request(drafters, prompt, grammar=sampling.grammar, prediction=prediction)
+    sampler = sampling.sampler(len(prompt), vocabulary)
+    rounds = generate(
+        parts.target,
+        drafters,
+        parts.policy,
+        sampler,
+        list(prompt),
+        max_tokens=count,
+        stop=stop,
+        request_drafters=extras,
+    )
+    return list(rounds)
+
+
+def adaptive() -> AdaptivePolicy:
+    """A policy without drafters of its own, on a device where rows cost nothing."""
+    return AdaptivePolicies(0, Table(0.03, {1: 0.03, 17: 0.03}, [])).policy()
 
 
 def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
@@ -103,7 +129,7 @@ LENGTH = 60
 def plainly(number: int) -> list[int]:
     """The tokens of plain decoding."""
     sampling = replace(SAMPLINGS[number], grammar=grammar())
-    return emitted(run(SequenceParts(LMTarget(tiny.sliding()), (), Fixed(0)), sampling, LENGTH))
+    return emitted(run(SequenceParts(LMTarget(tiny.sliding()), (), FixedPolicy(0)), sampling, LENGTH))
 
 
 @pytest.mark.parametrize("kind", ["lookup", "draft model", "mixed"])
@@ -112,15 +138,13 @@ def test_the_text_is_that_of_plain_decoding(kind: str, sampling: Sampling) -> No
     """Past the sliding window of 16, with drafts that are right, illegal and end too early."""
     plain = plainly(SAMPLINGS.index(sampling))
     sampling = replace(sampling, grammar=grammar())
-    for K, extra in [(4, False), (7, True)]:
-        decoding = SequenceParts(LMTarget(tiny.sliding()), (with_drafter(kind, plain),), Fixed(K))
-        if extra:
-            decoding = offered(decoding, PROMPT, grammar=sampling.grammar, prediction=plain[10:40])
-        rounds = run(decoding, sampling, LENGTH)
+    for K, offer in [(4, False), (7, True)]:
+        parts = SequenceParts(LMTarget(tiny.sliding()), (with_drafter(kind, plain),), FixedPolicy(K))
+        rounds = run(parts, sampling, LENGTH, prediction=plain[10:40], offer=offer)
         found = emitted(rounds)
         assert found == plain, first_difference(found, plain)
         drafters = {round.drafter for round in rounds if round.accepted}
-        assert not extra or {1, 2} & drafters
+        assert not offer or {1, 2} & drafters
     assert len(plain) > 40
 
 
@@ -139,10 +163,8 @@ def test_thoughts_come_first(seed: int | None) -> None:
     answer = plain[plain.index(CLOSE) + 1 :]
     for wrong in ([0], WRONG):
         drafter = Mixed([*PROMPT, *plain], wrong)
-        decoding = offered(
-            SequenceParts(LMTarget(tiny.full()), (drafter,), Fixed(5)), PROMPT, grammar=sampling.grammar
-        )
-        assert emitted(run(decoding, sampling, 120)) == plain
+        parts = SequenceParts(LMTarget(tiny.full()), (drafter,), FixedPolicy(5))
+        assert emitted(run(parts, sampling, 120)) == plain
     assert answer[-1] in TEXT.eos
     jsonschema.validate(json.loads(bytes(answer[:-1])), SCHEMA)
 
@@ -151,10 +173,8 @@ def test_an_answer_may_be_cut_short() -> None:
     sampling = Sampling(grammar=grammar())
     whole = emitted(run(bare(), sampling, 100))
     for count in (1, 2, 5, 11, 30):
-        decoding = offered(
-            SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(3)), PROMPT, grammar=sampling.grammar
-        )
-        rounds = run(decoding, sampling, count)
+        parts = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), FixedPolicy(3))
+        rounds = run(parts, sampling, count)
         assert emitted(rounds) == whole[:count]
         assert rounds[-1].finish_reason == "length"
 
@@ -162,116 +182,67 @@ def test_an_answer_may_be_cut_short() -> None:
 # --- the policy
 
 
-class Counting:
-    """A policy that checks that it only hears of rounds it decided on."""
-
-    def __init__(self, K: int) -> None:
-        self._policy = Fixed(K)
-        self.cut = self._policy.cut
-        self.decided, self.observed = 0, list[Round]()
-
-    def begin(self) -> None:
-        pass
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        assert self.decided == len(self.observed)
-        self.decided += 1
-        return self._policy.decide(history)
-
-    def observe(self, round: Round) -> None:
-        self.observed.append(round)
-        assert self.decided == len(self.observed)
-
-
-def test_the_other_policy_hears_of_its_own_rounds_only() -> None:
-    policy, sampling = Counting(2), Sampling(grammar=grammar())
-    decoding = offered(
-        SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), policy), PROMPT, grammar=sampling.grammar
-    )
-    rounds = run(decoding, sampling, 100)
+def test_forced_text_is_drafted_first_and_accepted() -> None:
+    parts = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), FixedPolicy(2))
+    rounds = run(parts, Sampling(grammar=grammar()), 100)
     forced = [round for round in rounds if round.drafter == 1]
-    assert decoding.names == ("grammar",)
     assert len(forced) > 5 and all(round.accepted == round.drafted for round in forced)
-    assert all(round.drafter != 1 for round in policy.observed)
-    assert len(forced) + len(policy.observed) == len(rounds)
-    assert sum(round.accepted for round in forced) > 25
+    assert sum(round.accepted for round in forced) > 15
 
 
-def test_forced_text_fills_a_trial_and_no_more() -> None:
-    sampling = Sampling(grammar=grammar({"const": "x" * 60}))
-    decoding = offered(
-        SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)),
-        PROMPT,
-        grammar=sampling.grammar,
-    )
-    rounds = run(decoding, sampling, 100)
-    assert [round.drafted for round in rounds][:3] == [16, 16, 16]
+def test_forced_text_fills_a_pass_and_no_more() -> None:
+    parts = SequenceParts(LMTarget(tiny.full()), (), adaptive())
+    rounds = run(parts, Sampling(grammar=grammar({"const": "x" * 60})), 100)
+    assert max(round.drafted for round in rounds) == 16 and len(rounds) < 16
     assert bytes(emitted(rounds)[:-1]) == json.dumps("x" * 60).encode()
 
 
-@pytest.mark.parametrize("policy", [Fixed(0, Reason.DISABLED)])
-def test_where_nothing_is_to_be_drafted_nothing_is(policy: Fixed) -> None:
-    sampling = Sampling(grammar=grammar())
-    decoding = offered(
-        SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), policy),
-        PROMPT,
-        grammar=sampling.grammar,
-        prediction=[1],
-    )
-    assert decoding.names == () and len(decoding.drafters) == 1
-    assert not any(round.drafted for round in run(decoding, sampling, 60))
+def test_nothing_is_drafted_where_the_user_wants_none() -> None:
+    parts = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), FixedPolicy(0, Reason.DISABLED))
+    rounds = run(parts, Sampling(grammar=grammar()), 60, prediction=[1])
+    assert not any(round.drafted for round in rounds)
 
 
-def test_a_request_that_brings_nothing_is_left_alone() -> None:
-    plain = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), Fixed(2))
-    assert offered(plain, PROMPT) == Offered(plain.target, plain.drafters, plain.policy)
+def test_a_request_that_brings_nothing_changes_nothing() -> None:
+    drafters = (Lookup(1, 8),)
+    assert for_request(drafters, PROMPT) == (drafters, ())
 
 
-class Slow(Fixed):
-    """Plain decoding of known speed."""
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        return Decision((), Reason.COST, None, 1.0)
-
-
-def asked(decoding: Offered, accepted: int, seconds: float, rounds: int) -> list[int]:
-    """What is drafted when every draft fares the same; plain rounds take a second."""
-    limits = []
+def simulated(accepted: int, seconds: float, rounds: int) -> list[int]:
+    """Lengths drafted from a prediction if every draft fares the same; plain rounds take a second."""
+    table, now = Table(1.0, {1: 1.0, 17: 1.0}, []), [0.0]
+    policy = AdaptivePolicies(0, table).policy(clock=lambda: now[0])
+    _, extras = for_request((), PROMPT, prediction=[*range(40)])
+    extras = tuple(replace(extra, available=lambda history: 16) for extra in extras)
+    policy.begin(extras)
+    lengths = []
     for _ in range(rounds):
-        decision = decoding.policy.decide(PROMPT)
+        decision = policy.decide(PROMPT)
         limit = decision.choices[0].limit if decision.choices else 0
         kept = min(accepted, limit)
-        drafter = decision.choices[0].drafter if decision.choices else None
-        took = seconds if limit else 1.0
-        decoding.policy.observe(Round([1] * (kept + 1), limit, kept, took, drafter=drafter))
-        limits.append(limit)
-    return limits
+        now[0] += seconds if limit else 1.0
+        kind = "draft" if limit else "plain"
+        policy.observe(Round([1] * (kept + 1), limit, kept, kind, 0 if limit else None))
+        lengths.append(limit)
+    return lengths
 
 
-def test_what_does_not_pay_is_not_asked_again_soon() -> None:
-    def fresh() -> Offered:
-        return offered(SequenceParts(LMTarget(tiny.full()), (), Slow(0)), PROMPT, prediction=[*range(40)])
-
-    good = asked(fresh(), 16, 2.0, 60)
-    assert good.count(16) >= 56
-    useless = asked(fresh(), 0, 1.5, 400)
-    assert useless[0] == 16
+def test_a_prediction_that_does_not_pay_is_seldom_drafted() -> None:
+    good = simulated(16, 2.0, 60)
+    assert sum(length >= 8 for length in good) >= 50
+    useless = simulated(0, 1.5, 400)
     assert sum(map(bool, useless)) < 20
-    assert useless[-100:].count(0) >= 98
-    costly = asked(fresh(), 16, 40.0, 400)
-    assert sum(limit == 16 for limit in costly) < 10
+    costly = simulated(16, 40.0, 400)
+    assert sum(length > 4 for length in costly) < 10
 
 
 def test_a_good_prediction_takes_few_rounds() -> None:
-    sampling = Sampling()
-    plain = emitted(run(bare(), sampling, 100))
-    decoding = offered(
-        SequenceParts(LMTarget(tiny.full()), (), Fixed(0, Reason.NO_DRAFTER)), PROMPT, prediction=plain
-    )
-    rounds = run(decoding, sampling, 100)
+    plain = emitted(run(bare(), Sampling(), 100))
+    parts = SequenceParts(LMTarget(tiny.full()), (), adaptive())
+    rounds = run(parts, Sampling(), 100, prediction=plain)
     assert emitted(rounds) == plain
-    assert len(rounds) < 15
-    assert {round.drafter for round in rounds if round.drafted} == {0} and decoding.names == ("prediction",)
+    assert len(rounds) < 20
+    assert {round.drafter for round in rounds if round.drafted} == {0}
 
 
 # --- the bundled pair
@@ -281,12 +252,8 @@ def demo_answer(pair: Pair, schema: Schema, question: str, offer: bool, sampling
     vocabulary = pair.info.vocab_size
     form = compile("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
     prompt = pair.text.prompt([{"role": "user", "content": question}])
-    decoding = pair.open()
-    if offer:
-        decoding = offered(decoding, prompt, grammar=form)
-    sampler = replace(sampling, grammar=form).sampler(len(prompt), vocabulary)
-    parts = (decoding.target, decoding.drafters, decoding.policy)
-    return list(generate(*parts, sampler, prompt, max_tokens=30, stop=pair.text.eos))
+    sampling = replace(sampling, grammar=form)
+    return run(pair.open(), sampling, 30, prompt, offer=offer, stop=pair.text.eos, vocabulary=vocabulary)
 
 
 @pytest.fixture(scope="module")
@@ -312,14 +279,3 @@ def test_seeded_answers_of_the_demo(pairs: tuple[Pair, Pair, Pair]) -> None:
             demo_answer(pair, schema, "Who are you?", pair is not pairs[2], sampling) for pair in pairs
         ]
         assert len({tuple(emitted(answer)) for answer in answers}) == 1
-
-
-def test_choices_of_the_policy_name_drafters_that_are_there(pairs: tuple[Pair, Pair, Pair]) -> None:
-    adaptive = pairs[0]
-    prompt = adaptive.text.prompt([{"role": "user", "content": "hello"}])
-    form = compile("json_object", "", adaptive.text, adaptive.info.vocab_size, seconds=5.0)
-    decoding = offered(adaptive.open(), prompt, grammar=form, prediction=[1, 2, 3])
-    assert decoding.names == ("grammar", "prediction")
-    assert len(decoding.drafters) == len(adaptive.open().drafters) + 2
-    decision = decoding.policy.decide(prompt)
-    assert all(isinstance(choice, Choice) for choice in decision.choices)

@@ -1,1 +1,0 @@
-"""How many tokens to draft: what rounds cost, what is accepted, what pays."""

@@ -1,0 +1,214 @@
+"""The adaptive policy: its reasons, its probes, and the drafters of requests. SIMULATED."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+
+import pytest
+from virtual_clock import CURVES, PLAIN_SECONDS, Device, LookupDrafter, ModelDrafter, decode, make_text
+
+from mlx_spec.policy import AdaptivePolicies
+from mlx_spec.policy.adaptive import BUFFER, ENOUGH_TOKENS, FIRST_RISK
+from mlx_spec.types import Choice, Reason, RequestDrafter, Round
+
+
+def pair(curve, names=("mtp",)):
+    device, policies = Device(CURVES[curve]), AdaptivePolicies(names, copying=["lookup"])
+    policies.use(CURVES[curve].table([0.0 if name == "lookup" else 1.0 for name in names]))
+    return device, policies
+
+
+def model(rate, length=600):
+    draws = [(i * 0.6180339887) % 1 for i in range(length)]  # evenly spread
+    return ModelDrafter(draws, [rate] * length)
+
+
+def reasons(answer):
+    return Counter(round.reason for round in answer.rounds)
+
+
+def request_drafter(available, prior=0.75):
+    return RequestDrafter("prediction", None, available, prior)
+
+
+# Reasons
+
+
+def test_pays_is_said_only_of_an_answer_that_is_faster():
+    for curve in CURVES:
+        for text in ("code", "kinds", "useless", "switch"):
+            device, policies = pair(curve)
+            policy = policies.policy(device.clock)
+            for index in range(8):
+                tokens, seconds = 0, 0.0
+                for round in decode(policy, device, make_text(text, 96, [0, index]), 96).rounds:
+                    if round.reason is Reason.PAYS:
+                        assert tokens >= ENOUGH_TOKENS
+                        assert seconds < tokens * PLAIN_SECONDS
+                    tokens, seconds = tokens + len(round.tokens), seconds + round.seconds
+
+
+def test_a_good_drafter_is_learned_and_then_pays():
+    device, policies = pair("M5 Max")
+    answer = decode(policies.policy(device.clock), device, [model(0.9)], 200)
+    assert answer.rounds[0].reason is Reason.LEARNING
+    assert answer.rounds[-1].reason is Reason.PAYS
+
+
+def test_rows_that_cost_too_much():
+    device, policies = pair("CUDA linear")
+    answer = decode(policies.policy(device.clock), device, [model(0.9)], 100)
+    assert set(reasons(answer)) == {Reason.COST}
+    assert all(round.kind == "plain" for round in answer.rounds[:-1])
+
+
+def test_a_useless_drafter_is_probed_now_and_then():
+    device, policies = pair("M5 Max")
+    policy = policies.policy(device.clock)
+    decode(policy, device, [model(0.02)], 500)
+    answer = decode(policy, device, [model(0.02)], 500)
+    found = reasons(answer)
+    assert found[Reason.ACCEPTANCE] > 425
+    drafted = [round for round in answer.rounds if round.kind == "draft"]
+    assert 1 <= len(drafted) < 35 and all(round.drafted <= 2 for round in drafted)
+    assert Reason.PROBE in {round.reason for round in drafted}
+    assert answer.seconds < 1.012 * 500 * PLAIN_SECONDS
+
+
+def test_after_losses_the_budget_is_named():
+    device, policies = pair("M1 Ultra")
+    policies.account.lead = -BUFFER
+    decision = policies.policy(device.clock).decide(range(5))
+    assert (decision.choices, decision.reason) == ((), Reason.BUDGET)
+
+
+def test_no_drafter():
+    policies = AdaptivePolicies([])
+    assert policies.policy().decide(range(5)).reason is Reason.NO_DRAFTER
+    policies.use(CURVES["flat"].table([]))
+    assert policies.policy().decide(range(5)).reason is Reason.NO_DRAFTER
+
+
+def test_lookup_without_a_match_is_waited_for():
+    device, policies = pair("flat", ("lookup",))
+    nothing = LookupDrafter([0] * 200, [True] * 200)
+    answer = decode(policies.policy(device.clock), device, [nothing], 100)
+    assert answer.rounds[-2].reason is Reason.WAITING
+    assert answer.seconds < 102 * PLAIN_SECONDS
+
+
+# Choices
+
+
+def test_the_first_draft_of_an_answer_is_cautious():
+    device, policies = pair("M1 Ultra")
+    policy = policies.policy(device.clock)
+    policy.begin()
+    (choice,) = policy.decide(range(5)).choices
+    loss = policies.costs.at(5).seconds(0, choice.limit) / PLAIN_SECONDS - 1
+    assert choice.limit == 1 or 0.4 * loss <= FIRST_RISK
+
+
+def test_an_untimed_length_is_approached_by_doubling():
+    device, policies = pair("flat")
+    answer = decode(policies.policy(device.clock), device, [model(0.99)], 300)
+    drafted = [round.drafted for round in answer.rounds]
+    assert max(drafted) == 16
+    for index, length in enumerate(drafted):
+        assert length <= max(4, 2 * max(drafted[:index], default=0))
+
+
+def test_several_drafters():
+    device, policies = pair("M5 Max", ("bad", "good", "lookup"))
+    drafters = [model(0.1), model(0.9), LookupDrafter([0] * 700, [False] * 700)]
+    policy = policies.policy(device.clock)
+    decode(policy, device, drafters, 400)
+    used = Counter(r.drafter for r in decode(policy, device, drafters, 400).rounds if r.kind == "draft")
+    assert used[1] > 0.9 * sum(used.values())
+
+
+def test_trees_bring_their_own_estimate():
+    device, policies = pair("flat")
+    policy = policies.policy(device.clock, gains={0: lambda: [0.6, 0.3, 0.3, 0.3, 0.3, 0.3, 0.0, 0.0]})
+    policy.begin()
+    policies.costs.at(1).longest = 16
+    policies.account.lead = BUFFER
+    policy.observe(Round([0, 0, 0], 3, 2, "draft", 0, nodes=6, ranks=(0, 1), seconds=0.04))
+    assert policy.decide(range(9)).choices == (Choice(0, 6),)
+
+
+# Requests
+
+
+def test_a_request_drafter_alone():
+    device, policies = pair("M5 Max", ())
+    policies.use(CURVES["M5 Max"].table([]))
+    policy = policies.policy(device.clock)
+    prediction = LookupDrafter([300] * 400, [True] * 400)
+    answer = decode(policy, device, [prediction], 100, [request_drafter(lambda history: 300)])
+    assert answer.seconds < 0.5 * 100 * PLAIN_SECONDS
+    policy.begin()
+    assert policy.decide(range(5)).reason is Reason.NO_DRAFTER
+
+
+def test_a_request_drafter_comes_after_the_pairs_by_index():
+    device, policies = pair("CUDA linear")
+    cheap = Device(CURVES["M5 Max"])
+    policies.use(CURVES["M5 Max"].table())
+    policy = policies.policy(cheap.clock)
+    policy.begin([request_drafter(lambda history: 8, prior=0.99)])
+    first = policy.decide(range(5)).choices[0]
+    assert first.drafter == 1 and first.limit <= 8
+    assert device.now == 0
+
+
+def test_a_queued_token_uses_up_what_a_request_drafter_has():
+    device, policies = pair("flat", ())
+    policy = policies.policy(device.clock)
+    policy.begin([request_drafter(lambda history: 1, prior=0.99)])
+    assert policy.decide(range(5)).choices == (Choice(0, 1),)
+    policy.observe(Round([0], 0, 0, "plain", seconds=PLAIN_SECONDS))
+    assert policy.decide(range(6)).choices == ()
+    policy.observe(Round([0], 0, 0, "landed", seconds=PLAIN_SECONDS))
+    assert policy.decide(range(7)).choices == (Choice(0, 1),)
+
+
+def test_every_request_begins_with_a_fresh_belief():
+    device, policies = pair("M5 Max", ())
+    policy, wrong = policies.policy(device.clock), LookupDrafter([300] * 400, [False] * 400)
+    extra = request_drafter(lambda history: 300)
+    first = decode(policy, device, [wrong], 60, [extra])
+    assert sum(round.kind == "draft" for round in first.rounds) <= 8
+    policies.account.lead = 0.0
+    policy.begin([extra])
+    assert policy.decide(range(5)).choices
+
+
+# Costs that nobody measured
+
+
+def test_unknown_costs_are_assumed_after_some_plain_tokens():
+    device, policies = Device(CURVES["M5 Max"]), AdaptivePolicies(["mtp"])
+    answer = decode(policies.policy(device.clock), device, [model(0.95)], 400)
+    assert all(
+        round.kind == "plain" and round.reason is Reason.LEARNING for round in answer.rounds[:ENOUGH_TOKENS]
+    )
+    assert policies.measured is None
+    assert answer.seconds < 0.8 * 400 * PLAIN_SECONDS
+    costs = policies.costs.at(400)
+    assert costs.plain == pytest.approx(PLAIN_SECONDS, rel=0.1)
+
+
+def test_one_decision_takes_microseconds():
+    """The benchmark reports the figure; this finds a policy that became ten times as slow."""
+    device, policies = pair("M5 Max")
+    policy = policies.policy(device.clock)
+    decode(policy, device, make_text("code", 200, [0]), 200)
+    taken = []
+    for length in range(200, 500):
+        start = time.perf_counter()
+        policy.decide(range(length))
+        taken.append(time.perf_counter() - start)
+    assert statistics.median(taken) < 100e-6

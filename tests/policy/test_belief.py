@@ -1,0 +1,79 @@
+"""The acceptance filter is Bayes' rule, checked by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mlx_spec.policy.acceptance import CHANGE, Acceptance, Belief
+from mlx_spec.policy.acceptance import LEVELS as TABLE
+
+LEVELS, PRIOR = list(TABLE), list(TABLE.values())
+EVENTS = [(2, True, 3), (0, True, 1), (3, False, 4)]  # accepted, rejected, emitted tokens
+
+
+def likelihood(level, accepted, rejected):
+    return LEVELS[level] ** accepted * (1 - LEVELS[level]) ** rejected
+
+
+def test_filter_is_bayes_rule(monkeypatch):
+    monkeypatch.setattr(Acceptance, "learn", lambda self, belief: None)  # frequencies stay as they are
+    belief = Belief(Acceptance())
+    for accepted, rejected, tokens in EVENTS:
+        belief.update(accepted, rejected)
+        belief.advance(tokens)
+
+    last = np.zeros(len(LEVELS))
+    for path in itertools.product(range(len(LEVELS)), repeat=len(EVENTS) + 1):
+        weight = PRIOR[path[0]]
+        for (accepted, rejected, tokens), here, after in zip(EVENTS, path[:-1], path[1:], strict=True):
+            stay = (1 - CHANGE) ** tokens
+            weight *= likelihood(here, accepted, rejected)
+            weight *= stay * (here == after) + (1 - stay) * PRIOR[after]
+        last[path[-1]] += weight
+    assert belief.levels == pytest.approx(last / last.sum())
+
+
+def test_expected_tokens_average_over_levels():
+    belief = Belief(Acceptance())
+    assert belief.expected_tokens()[0] == pytest.approx(1)
+    by_level = [sum(level**k for k in range(4)) for level in LEVELS]
+    assert belief.expected_tokens()[3] == pytest.approx(np.dot(PRIOR, by_level))
+    assert belief.first_rate() == pytest.approx(np.dot(PRIOR, LEVELS))
+
+
+def test_without_evidence_the_belief_returns_to_the_frequencies():
+    belief = Belief(Acceptance())
+    belief.update(0, rejected=True)
+    assert belief.first_rate() < np.dot(PRIOR, LEVELS) - 0.1
+    belief.advance(1000)
+    assert belief.levels == pytest.approx(belief.shared.frequencies)
+
+
+def test_frequencies_follow_the_pair():
+    shared = Acceptance()
+    for _ in range(50):
+        belief = Belief(shared)
+        for _ in range(4):
+            belief.update(4, rejected=False)
+            belief.advance(5)
+    assert Belief(shared).first_rate() > 0.85
+
+
+def test_a_drafter_that_gets_worse_within_its_draft():
+    shared, belief, chance = Acceptance(), None, np.random.default_rng(0)
+    belief = Belief(shared)
+    for _ in range(2000):
+        right = [chance.random() < rate for rate in (0.9, 0.45, 0.2)]
+        accepted = right.index(False) if False in right else 3
+        belief.update(accepted, accepted < 3)
+        belief.advance(accepted + 1)
+    first, second, third = np.diff(belief.expected_tokens()[:4])
+    assert second / first == pytest.approx(0.45, abs=0.12)
+    assert third / second == pytest.approx(0.2, abs=0.12)
+
+
+def test_a_mean_for_a_new_request():
+    assert Belief(Acceptance.with_mean(0.75)).first_rate() == pytest.approx(0.75, abs=0.03)

@@ -1,0 +1,104 @@
+"""Measured costs and their correction."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+from virtual_clock import CURVES, PLAIN_SECONDS
+
+from mlx_spec.policy import BadCosts, Table
+from mlx_spec.policy.costs import CONTEXT_STEP, CostModel, Costs
+
+FLAT, LINEAR = CURVES["flat"].table(), CURVES["CUDA linear"].table()
+
+
+def true_seconds(table, length):
+    return table.verify[length + 1] + table.draft[0][length] if length else table.plain
+
+
+def test_a_table_is_interpolated_and_extended():
+    model = CostModel(Table(1.0, {1: 1.0, 3: 2.0}, [{2: 0.4}], 0.1))
+    assert model.passes[:4] == pytest.approx([1.0, 1.5, 2.0, 2.5])
+    assert model.rounds(0)[2] == pytest.approx(2.4)
+    assert model.rounds(1)[2] == pytest.approx(2.0)  # a request's drafter takes no time
+
+
+def test_one_length_teaches_the_others():
+    model = CostModel(FLAT)
+    for _ in range(4):
+        model.observe_round(0, 3, true_seconds(LINEAR, 3))
+    assert model.seconds(0, 3) == pytest.approx(true_seconds(LINEAR, 3), rel=0.1)
+    assert model.seconds(0, 8) > 2 * true_seconds(FLAT, 8)
+    assert model.plain == pytest.approx(FLAT.plain, rel=0.1)
+
+
+def test_heat_is_common():
+    model, before = CostModel(CURVES["M5 Max"].table()), CostModel(CURVES["M5 Max"].table())
+    for _ in range(60):
+        model.observe_plain(1.5 * PLAIN_SECONDS)
+    assert model.plain == pytest.approx(1.5 * PLAIN_SECONDS, rel=0.02)
+    assert model.seconds(0, 4) == pytest.approx(1.5 * before.seconds(0, 4), rel=0.05)
+
+
+def test_a_pause_of_the_machine_is_charged_as_expected_and_spoils_little():
+    model, expected = CostModel(FLAT), true_seconds(FLAT, 4)
+    for _ in range(20):
+        model.observe_round(0, 4, expected)
+    assert model.observe_round(0, 4, 12 * expected) == pytest.approx(expected, rel=0.01)
+    assert model.seconds(0, 4) < 1.5 * expected
+    assert model.observe_round(0, 4, 12 * expected) == 12 * expected  # it is no pause
+
+
+def test_contexts_have_costs_of_their_own():
+    costs = Costs(FLAT)
+    for _ in range(60):
+        costs.at(10 * CONTEXT_STEP).observe_plain(2 * PLAIN_SECONDS)
+    assert costs.at(1).plain == pytest.approx(PLAIN_SECONDS)
+    assert costs.at(CONTEXT_STEP) is costs.at(1)
+    assert costs.at(20 * CONTEXT_STEP).plain > 1.9 * PLAIN_SECONDS  # begins as its neighbour
+
+
+def test_learned_corrections_are_saved_without_the_heat():
+    costs = Costs(FLAT)
+    for _ in range(60):
+        costs.at(1).observe_plain(1.5 * PLAIN_SECONDS)
+        costs.at(1).observe_round(0, 3, 1.5 * true_seconds(LINEAR, 3))
+    again = Table.from_json(json.loads(json.dumps(asdict(costs.table()))), 1)
+    model = CostModel(again)
+    assert model.plain == pytest.approx(PLAIN_SECONDS)
+    assert model.seconds(0, 3) == pytest.approx(true_seconds(LINEAR, 3), rel=0.1)
+    assert model.longest == 6
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("plain", 0.0),
+        ("plain", "x"),
+        ("host", math.nan),
+        ("verify", {}),
+        ("verify", {"1": math.inf}),
+        ("verify", {"one": 1.0}),
+        ("draft", []),
+        ("draft", [{"1": -1.0}]),
+        ("draft", None),
+        ("context", None),
+    ],
+)
+def test_damaged_tables_are_refused(part, value):
+    with pytest.raises(BadCosts):
+        Table.from_json({**asdict(FLAT), part: value}, 1)
+
+
+def test_an_incomplete_table_is_refused():
+    with pytest.raises(BadCosts, match="incomplete"):
+        Table.from_json({"plain": 1.0}, 1)
+
+
+def test_assumed_costs_are_those_of_dear_rows():
+    model = CostModel(Table.assumed(0.02, [False, True]))
+    assert model.plain == pytest.approx(0.02)
+    assert model.seconds(0, 4) > model.seconds(1, 4) > 2 * model.plain

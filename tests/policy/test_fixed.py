@@ -1,0 +1,46 @@
+"""A fixed draft length."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.types import Choice, Reason, RequestDrafter
+
+EXTRA = RequestDrafter("prediction", None, len, 0.75)
+
+
+def test_the_same_length_from_the_first_drafter_that_has_any():
+    decision = FixedPolicy(3, drafters=2).decide([1, 2])
+    assert decision.choices == (Choice(0, 3), Choice(1, 3))
+    assert decision.reason is Reason.FIXED
+
+
+def test_request_drafters_come_first_for_one_answer():
+    policy = FixedPolicy(3, drafters=2)
+    policy.begin([EXTRA])
+    assert policy.decide([1]).choices == (Choice(2, 3), Choice(0, 3), Choice(1, 3))
+    policy.begin()
+    assert policy.decide([1]).choices == (Choice(0, 3), Choice(1, 3))
+
+
+@pytest.mark.parametrize("reason", [Reason.DISABLED, Reason.NO_DRAFTER])
+def test_no_tokens_draft_nothing_at_all(reason):
+    policy = FixedPolicy(0, reason)
+    policy.begin([EXTRA])
+    decision = policy.decide([1])
+    assert (decision.choices, decision.reason) == ((), reason)
+
+
+def test_sequences_do_not_share_requests():
+    policies = FixedPolicy(2)
+    first, second = policies.policy(), policies.policy()
+    first.begin([EXTRA])
+    assert second.decide([1]).choices == (Choice(0, 2),)
+
+
+@pytest.mark.parametrize("length", [-1, 17])
+def test_lengths_out_of_range(length):
+    with pytest.raises(InvalidValue, match="must be 0 to 16"):
+        FixedPolicy(length)

@@ -1,0 +1,124 @@
+"""Files of measured costs: whole or ignored, and never those of something else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+from virtual_clock import CURVES
+
+from mlx_spec.errors import Mismatch, NotFound
+from mlx_spec.policy import AdaptivePolicies, BadCosts, Key, saved_costs
+
+KEY = Key("Some Chip", "0123456789abcdef", ("mtp", "lookup"), "4-bit, groups of 64", None, "1.2.3")
+TABLE = {"plain": 0.03}
+DATE = "2026-01-02T03:04:05+00:00"
+
+
+def test_round_trip(tmp_path):
+    assert saved_costs.load(KEY, tmp_path) is None
+    assert saved_costs.save(KEY, TABLE, tmp_path / "new", measured=DATE) is None
+    found = saved_costs.load(KEY, tmp_path / "new")
+    assert (found.key, found.measured, found.table) == (KEY, DATE, TABLE)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [saved_costs.file_name(KEY)]
+
+
+def test_names_differ_by_all_but_versions():
+    other = [replace(KEY, device="x"), replace(KEY, drafters=("mtp",)), replace(KEY, kv_bits=8)]
+    assert len({saved_costs.file_name(key) for key in (KEY, *other)}) == 4
+    assert saved_costs.file_name(replace(KEY, mlx="9")) == saved_costs.file_name(KEY)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"key": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"key": {}, "measured": 1, "table": {}}',
+    ],
+)
+def test_damaged_files_are_ignored_with_one_line(tmp_path, caplog, content):
+    (tmp_path / saved_costs.file_name(KEY)).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert saved_costs.load(KEY, tmp_path) is None
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage()
+    with pytest.raises((BadCosts, Mismatch), match="mlx-spec tune"):
+        saved_costs.import_(tmp_path / saved_costs.file_name(KEY), KEY)
+
+
+def test_other_versions_are_ignored(tmp_path, caplog):
+    saved_costs.save(replace(KEY, mlx="0.9"), TABLE, tmp_path, measured=DATE)
+    assert saved_costs.load(KEY, tmp_path) is None
+    assert "mlx 0.9, here it is 1.2.3" in caplog.text
+
+
+def test_older_formats_are_named(tmp_path):
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps({"key": {"format": 1}, "measured": DATE, "table": {}}))
+    with pytest.raises(BadCosts, match="format 1, this version reads 2"):
+        saved_costs.import_(file, KEY)
+
+
+def test_import_names_both_sides(tmp_path):
+    saved_costs.export(KEY, TABLE, tmp_path / "mine.json", measured=DATE)
+    here = replace(KEY, device="Other Chip", drafters=("mtp",))
+    with pytest.raises(Mismatch, match="device Some Chip, here it is Other Chip; drafters mtp, lookup, here"):
+        saved_costs.import_(tmp_path / "mine.json", here)
+    assert saved_costs.import_(tmp_path / "mine.json", KEY).table == TABLE
+    with pytest.raises(NotFound):
+        saved_costs.import_(tmp_path / "none.json", KEY)
+    with pytest.raises(BadCosts, match="choose another place"):
+        saved_costs.export(KEY, TABLE, tmp_path / "no folder" / "x.json", measured=DATE)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, caplog, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    reason = saved_costs.save(KEY, TABLE, tmp_path, measured=DATE)
+    assert "cannot be saved" in reason and "Permission denied" in caplog.text
+    assert list(tmp_path.iterdir()) == []  # no temporary file is left
+    (tmp_path / "file").write_text("")
+    assert saved_costs.save(KEY, TABLE, tmp_path / "file", measured=DATE) is not None
+
+
+def test_policies_load_what_others_saved(tmp_path):
+    key = replace(KEY, drafters=("mtp",))
+    policies = AdaptivePolicies(["mtp"], key=key, folder=tmp_path)
+    assert policies.costs is None
+    policies.use(CURVES["M5 Max"].table())
+    for _ in range(20):
+        policies.costs.at(1).observe_round(0, 3, 0.2)
+    policies.policy().begin()  # saves what was learned
+    again = AdaptivePolicies(["mtp"], key=key, folder=tmp_path)
+    assert again.measured == policies.measured
+    assert again.costs.at(1).seconds(0, 3) == pytest.approx(0.2, rel=0.1)
+
+
+def test_policies_ignore_damaged_costs(tmp_path, caplog):
+    key = replace(KEY, drafters=("mtp",))
+    saved_costs.save(key, TABLE, tmp_path, measured=DATE)
+    assert AdaptivePolicies(["mtp"], key=key, folder=tmp_path).costs is None
+    (record,) = caplog.records
+    assert "will be replaced" in record.getMessage()
+
+
+def test_fingerprints_change_with_the_checkpoint(tmp_path):
+    header = b'{"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    first = saved_costs.fingerprint(tmp_path)
+    assert len(first) == 16
+    weights.write_bytes(len(header).to_bytes(8, "little") + header.replace(b"a", b"b", 1) + b"\0\0")
+    second = saved_costs.fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert len({first, second, saved_costs.fingerprint(tmp_path)}) == 3

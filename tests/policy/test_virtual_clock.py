@@ -1,0 +1,104 @@
+"""The rounds of `virtual_clock.decode` are those of the engine, at the same times. SIMULATED."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from virtual_clock import CURVES, Device, decode, make_text
+
+from mlx_spec.engine import generate
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Draft, Features, FeatureSpec, no_draft
+
+VOCAB_SIZE = 4
+
+
+class TimedTarget:
+    """A target that says token 0 everywhere and takes the device's time for it."""
+
+    def __init__(self, device):
+        self.device, self.size, self.rows = device, 0, []
+        self.committed = 0.0  # when the last committed row is done
+
+    @property
+    def uncommitted(self):
+        return len(self.rows)
+
+    def prefill(self, tokens):
+        self.size += len(tokens)
+        return Features()
+
+    def verify(self, tokens):
+        rows = tokens.shape[0]
+        self.rows += [self.device.submit(self.device.passes[rows])] * rows
+        return mx.broadcast_to(mx.eye(VOCAB_SIZE)[0], (rows, VOCAB_SIZE))
+
+    def commit(self, keep):
+        self.committed = self.rows[keep - 1] if keep else self.committed
+        self.size, self.rows = self.size + keep, []
+        return Features()
+
+
+class ScriptedDrafter:
+    """A drafter of the virtual clock as one of the engine: token 0 is right, token 1 is wrong."""
+
+    needs = FeatureSpec()
+    nbytes = 0
+
+    def __init__(self, drafter, device):
+        self.drafter, self.device = drafter, device
+
+    def missing(self, size):
+        return 0
+
+    def observe(self, history, features):
+        pass
+
+    def draft(self, history, limit, sampler):
+        right = self.drafter.draft(len(history), limit, self.device)
+        return Draft(mx.array([int(not good) for good in right], dtype=mx.int32)) if right else no_draft()
+
+
+class AfterReading:
+    """A policy that sees the clock after the tokens of a round were read."""
+
+    def __init__(self, policy, target):
+        self.policy, self.target = policy, target
+        self.begin, self.decide = policy.begin, policy.decide
+        self.times = []
+
+    def observe(self, round):
+        self.target.device.read(self.target.committed)
+        self.times.append(self.target.device.now)
+        self.policy.observe(round)
+
+
+def seen(round):
+    return len(round.tokens), round.kind, round.drafted, round.accepted, round.drafter, round.reason
+
+
+@pytest.mark.parametrize("text", ["code", "lookup", "lookup+mtp", "useless"])
+@pytest.mark.parametrize("curve", ["M5 Max", "flat"])
+@pytest.mark.parametrize("fixed", [None, 3])
+def test_same_rounds_as_the_engine(curve, text, fixed):
+    names = {"lookup": ("lookup",), "lookup+mtp": ("lookup", "mtp")}.get(text, ("mtp",))
+    costs = [0.0 if name == "lookup" else 1.0 for name in names]
+
+    def policies():
+        if fixed:
+            return FixedPolicy(fixed, drafters=len(names))
+        adaptive = AdaptivePolicies(names, copying=["lookup"])
+        adaptive.use(CURVES[curve].table(costs))
+        return adaptive
+
+    virtual, real = Device(CURVES[curve]), Device(CURVES[curve])
+    expected = decode(policies().policy(virtual.clock), virtual, make_text(text, 150, [0]), 150).rounds
+    target = TimedTarget(real)
+    policy = AfterReading(policies().policy(real.clock), target)
+    drafters = [ScriptedDrafter(drafter, real) for drafter in make_text(text, 150, [0])]
+    sampler = Sampling().sampler(1, VOCAB_SIZE)
+    rounds = list(generate(target, drafters, policy, sampler, [0], max_tokens=150))
+    assert [seen(round) for round in rounds] == [seen(round) for round in expected]
+    assert {"plain", "landed", "draft"} >= {round.kind for round in rounds}
+    assert real.now == pytest.approx(virtual.now)
