@@ -23,7 +23,7 @@ from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import gumbel, noise_key
-from mlx_spec.sequence import SequenceParts
+from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.session import Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler

@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from timing import finish, parser, table
 
 from mlx_spec import load
-from mlx_spec.pair import Decoding, Pair
+from mlx_spec.model.sequence import SequenceParts
+from mlx_spec.pair import Pair
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded
 
 K = 7
@@ -106,7 +107,7 @@ def measure(
 
 
 def sampled(
-    decoding: Decoding, law: LogitsProcessor, sampler: Unseeded, history: list[int]
+    decoding: SequenceParts, law: LogitsProcessor, sampler: Unseeded, history: list[int]
 ) -> dict[str, Floats]:
     """Every rule's expectation on a chain drawn from the drafter."""
     draft = decoding.drafters[0].draft(history, K, sampler)
@@ -125,14 +126,14 @@ def sampled(
     }
 
 
-def walked(pair: Pair, decoding: Decoding, law: LogitsProcessor, history: list[int]) -> Floats:
+def walked(pair: Pair, decoding: SequenceParts, law: LogitsProcessor, history: list[int]) -> Floats:
     """The expectation of the target's draws following the drafter's greedy chain."""
     draft = decoding.drafters[0].draft(history, K, Sampling().sampler(len(history), pair.info.vocab_size))
     p = target_law(decoding, law, history, draft.tokens)
     return runs(p[np.arange(K), np.array(draft.tokens)])
 
 
-def target_law(decoding: Decoding, law: LogitsProcessor, history: list[int], drafted: mx.array) -> Floats:
+def target_law(decoding: SequenceParts, law: LogitsProcessor, history: list[int], drafted: mx.array) -> Floats:
     """The target's law [K + 1, V] along a chain; its cache is left as it was."""
     logits = decoding.target.verify(mx.concatenate([mx.array(history[-1:], dtype=mx.int32), drafted]))
     p = np.array(mx.softmax(law.scores(logits, history, drafted), axis=-1), dtype=np.float64)

@@ -1,15 +1,15 @@
-"""Names to a ready pair: find both checkpoints, check them and that they fit, load them.
+"""Load a pair: find both checkpoints, check them and that they fit, load them.
 
-`import mlx_spec` imports this file and must work, quickly, where MLX does not: what needs MLX is imported in
-functions.
+`import mlx_spec` imports this file and must be quick and work without MLX, so whatever needs MLX is imported
+inside functions.
 """
 
 from __future__ import annotations
 
 import filecmp
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,11 @@ from mlx_spec.hub.catalog import (
     MANIFEST,
     NONE,
     drafter_kind,
+    made_for,
+    mlx_lm_module,
     repair_config,
 )
-from mlx_spec.hub.checkpoint import check_weights, read_config, read_published
+from mlx_spec.hub.checkpoint import check_weights, integer, read_config, read_published
 from mlx_spec.hub.files import one_line, read_object
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from mlx_spec.drafters import DrafterSource
     from mlx_spec.pair import Pair
+    from mlx_spec.policy import AdaptivePolicies, FixedPolicy
     from mlx_spec.text import Text
 
 KV_BITS = (4, 8)
@@ -79,10 +82,10 @@ def load(
 
 
 def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
-    """Where `load` takes target and drafter from: folders or repositories; nothing is downloaded.
+    """Return the folders or repositories of target and drafter. Nothing is downloaded.
 
-    None instead of a drafter: there is none, or one without a checkpoint. Raises BadCheckpoint where a
-    pair.json is damaged.
+    The drafter is None if there is none, or if it has no checkpoint. Raises BadCheckpoint for a damaged
+    pair.json.
     """
     names = _named(target, drafter)
     return names.target_path, names.drafter_path
@@ -90,12 +93,12 @@ def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class _Names:
-    """What to load, as shown to the user and as found."""
+    """The names of a pair as shown to the user, and its paths."""
 
     target: str
     target_path: str
     drafter: str | None
-    drafter_path: str | None  # None: a drafter without a checkpoint, or none
+    drafter_path: str | None  # None for a drafter without a checkpoint, or no drafter
 
 
 def _named(target: str, drafter: str | None) -> _Names:
@@ -107,7 +110,7 @@ def _named(target: str, drafter: str | None) -> _Names:
         path = str(demo.TARGET)
     else:
         path, own = _from_manifest(target)
-        own = own or drafter_of(target)
+        own = own or made_for(target)
     chosen = own or LOOKUP if drafter is None else drafter
     if chosen == NONE:
         return _Names(target, path, None, None)
@@ -118,7 +121,7 @@ def _named(target: str, drafter: str | None) -> _Names:
 
 
 def _from_manifest(target: str) -> tuple[str, str | None]:
-    """The paths of target and drafter that `target`/pair.json names; `target` and None if there is none."""
+    """Return the paths of target and drafter in `target`/pair.json; `target` and None without such a file."""
     folder = Path(target).expanduser()
     if not (folder / MANIFEST).is_file():
         return target, None
@@ -139,26 +142,22 @@ def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
 
 
 def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
-    from mlx_lm.utils import MODEL_REMAPPING
-
     kind = config["model_type"]
-    module = MODEL_REMAPPING.get(kind, kind)
-    if module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None:
-        return
-    code = ", and the code it brings is never run" if "auto_map" in config else ""
-    raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
+    if mlx_lm_module(kind) is None:
+        code = ", and the code it brings is never run" if "auto_map" in config else ""
+        raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
 
 
 @dataclass(frozen=True)
 class _Drafter:
-    """A drafter and its checkpoint; None: it has none."""
+    """A drafter and the folder of its checkpoint; None if it has none."""
 
     source: DrafterSource
     folder: Path | None
 
 
 def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> _Drafter | None:
-    """The drafter of these names; None if there is to be none."""
+    """Return the drafter of these names; None if there is to be none."""
     from mlx_spec.drafters.model_free import LookupSource
 
     if names.drafter_path is None:
@@ -173,7 +172,7 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
 
 
 def _refuse_unconverted(names: _Names, folder: Path) -> None:
-    """Raise BadCheckpoint for a drafter as its authors published it, which `convert` has to read first."""
+    """Raise BadCheckpoint for a published drafter that has to be converted first."""
     from mlx_spec.drafters.checkpoint import KEY, read_tensors
 
     config = read_published(folder)
@@ -188,7 +187,7 @@ def _refuse_unconverted(names: _Names, folder: Path) -> None:
 def _source(
     folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], text: Text
 ) -> DrafterSource:
-    """The drafter in `folder`, whose config.json is `own`: in the target's tokens, or by way of its text."""
+    """Return the drafter in `folder`, with the config `own`. It shares the target's tokens, or its text."""
     from mlx_spec.drafters import FAMILIES, open_drafter, open_retokenized
     from mlx_spec.text import has_tokenizer, read_text
 
@@ -217,8 +216,39 @@ def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Draf
     return [found, *([_Drafter(LookupSource(), None)] if free else [])]
 
 
+def _policies(
+    target: Path,
+    offered: list[_Drafter],
+    config: Mapping[str, Any],
+    num_draft_tokens: int | None,
+    kv_bits: int | None,
+) -> AdaptivePolicies | FixedPolicy:
+    """Return what makes the policy of a sequence: the draft length that pays, or the one the user wants."""
+    from mlx_spec.device import device_name
+    from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Key, saved_costs
+    from mlx_spec.types import Reason
+
+    if not offered or num_draft_tokens == 0:
+        return FixedPolicy(0, Reason.DISABLED)
+    if num_draft_tokens is not None:
+        return FixedPolicy(num_draft_tokens)
+    folders = {one.source.name: one.folder for one in offered}
+    prints = tuple(name if f is None else saved_costs.fingerprint(f) for name, f in folders.items())
+    fingerprint = saved_costs.fingerprint(target)
+    key = Key(device_name(), fingerprint, prints, _quantization(config), kv_bits, version("mlx"))
+    copying = [name for name, folder in folders.items() if folder is None]
+    return AdaptivePolicies(list(folders), copying, key=key, folder=saved_costs.folder())
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    match config.get("quantization"):
+        case {"bits": bits, "group_size": size}:
+            return f"{bits}-bit, groups of {size}"
+    return str(config.get("dtype") or config.get("torch_dtype") or "as saved")
+
+
 def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
-    """The first token in which the tokenizer in `drafter`, if there is one, is not that of the target.
+    """Return in words the first token that the two tokenizers have different; None if there is none.
 
     `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
     """
@@ -242,7 +272,7 @@ def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
 
 
 def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """The model, by mlx-lm. Whatever its loader trips over becomes one line."""
+    """Load the model with mlx-lm. Its errors become one line."""
     from mlx_lm.utils import load_config, load_model
 
     try:
@@ -256,14 +286,12 @@ def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
-    """Rows of the logits, padding included."""
-    size = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size")
-    return size if isinstance(size, int) else max(text.vocabulary().values()) + 1
+    """Return the number of columns of the logits, padding included."""
+    return integer(config, "vocab_size") or max(text.vocabulary().values()) + 1
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
-    length = (config.get("text_config") or config).get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+    return integer(config, "max_position_embeddings")
 
 
 def _raise_wired_limit() -> None:

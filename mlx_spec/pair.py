@@ -10,17 +10,21 @@ import mlx.nn as nn
 
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.per_request import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.per_request import for_request
+from mlx_spec.model.sequence import SequenceParts
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.calibrate import measure
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
-from mlx_spec.sequence import SequenceParts
 from mlx_spec.session import Session
 from mlx_spec.text import Text
 from mlx_spec.types import FeatureSpec, Round
 
 GREEDY = Sampling()
 CALIBRATION_TOKENS = 256  # of context at which costs are measured: that of a first question
+CALIBRATION_ROOM = 32  # tokens of the context for the passes that are measured
 CALIBRATION_TEXT = (
     "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
 )
@@ -51,7 +55,7 @@ class Pair:
         text: Text,
         model: nn.Module,
         drafters: Sequence[DrafterSource],
-        policies: AdaptivePolicies | Fixed,
+        policies: AdaptivePolicies | FixedPolicy,
         kv_bits: int | None = None,
     ) -> None:
         self.info = info
@@ -92,6 +96,27 @@ class Pair:
         drafters = tuple(source.make(target.parts) for source in self._drafters)
         return SequenceParts(target, drafters, self.policies.policy())
 
+    def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:
+        """Measure what passes and drafts cost, on a scratch sequence, unless that is known already.
+
+        Takes about a second. Costs do not depend on the text, so any will do.
+        """
+        policies = self.policies
+        if not isinstance(policies, AdaptivePolicies) or not policies.names:
+            return
+        if policies.costs is not None and not again:
+            return
+        tokens = self.text.encode(CALIBRATION_TEXT) or [0]
+        context = max(min(context, (self.info.context_length or context) - CALIBRATION_ROOM), 2)
+        history = (tokens * (context // len(tokens) + 1))[:context]
+        parts = self.open()
+        sampler = GREEDY.sampler(len(history), self.info.vocab_size)
+        # Some drafters wait for the hidden state of a generated token.
+        rounds = engine.generate(parts.target, parts.drafters, FixedPolicy(0), sampler, history, max_tokens=2)
+        for round in rounds:
+            history += round.tokens
+        policies.use(measure(parts.target, parts.drafters, history, policies.copying))
+
     def run(
         self,
         parts: SequenceParts,
@@ -129,7 +154,7 @@ class Pair:
             stop=self.text.eos | frozenset(stop),
             request_drafters=extras,
         )
-        return rounds if recorder is None else _recorded(rounds, recorder, len(prompt))
+        return rounds if recorder is None else _with_logprobs(rounds, recorder, len(prompt))
 
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """How many tokens may be generated behind a prompt. Raises InvalidValue and PromptTooLong."""
@@ -152,10 +177,10 @@ class Pair:
         return min(max_tokens, length - len(prompt))
 
 
-def _recorded(
+def _with_logprobs(
     rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int
 ) -> Iterator[Round]:
-    """Rounds with the log-probabilities of their tokens, of which the first is at `position`."""
+    """Yield rounds with the log-probabilities of their tokens, the first of which is at `position`."""
     with closing(rounds):
         for round in rounds:
             yield replace(round, logprobs=recorder.of(position, round.tokens))

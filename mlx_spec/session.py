@@ -9,11 +9,10 @@ from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.sampling import Sampling
-from mlx_spec.sequence import CachedSequence
-from mlx_spec.sequence import SequenceParts as Decoding
 from mlx_spec.text import Text
-from mlx_spec.text.stream import TextKind
+from mlx_spec.text.stream import AnswerStream, Span, TextKind, TextPart
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
@@ -25,12 +24,12 @@ class Generating(Protocol):
 
     text: Text
 
-    def open(self) -> Decoding:
+    def open(self) -> SequenceParts:
         """The parts of a new sequence."""
         ...
 
     def run(
-        self, decoding: Decoding, prompt_tokens: Sequence[int], *, sampling: Sampling, max_tokens: int
+        self, parts: SequenceParts, prompt_tokens: Sequence[int], *, sampling: Sampling, max_tokens: int
     ) -> Iterator[Round]:
         """Continue a prompt of which `decoding` may already hold a prefix."""
         ...

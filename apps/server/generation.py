@@ -20,7 +20,7 @@ from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.sequence import CachedSequence
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.session import Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, TextPart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mlx_spec.sequence import CachedSequence, SequenceParts
+from mlx_spec.model.sequence import CachedSequence, SequenceParts
 
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 

@@ -84,10 +84,6 @@ class Belief:
         expected: Floats = np.dot(self.levels, self.shared.tokens)
         return expected
 
-    def first_rate(self) -> float:
-        """Return the probability that the first draft token is accepted."""
-        return sum(b * r for b, r in zip(self.levels, self.shared.rates[0], strict=True))
-
     def advance(self, tokens: int) -> None:
         """Let the level change over some emitted tokens."""
         stay = (1 - CHANGE) ** tokens

@@ -37,9 +37,7 @@ EPSILON = 0.01  # share of the time that drafting may lose in the long run; a dr
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
 FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
-ENOUGH_TOKENS = (
-    16  # of an answer, to say that speculation pays; or timed, to assume costs: single ones are noise
-)
+ENOUGH_TOKENS = 16  # emitted, to say that speculation pays; timed, to assume costs: fewer are noise
 SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
 
 _log = logging.getLogger("mlx_spec")
@@ -78,6 +76,10 @@ class Proposal:
         own = list(self.gains())[:MAX_DRAFT_TOKENS]
         gains[1 : len(own) + 1] = own
         return 1 + np.cumsum(gains)
+
+    def first_rate(self) -> float:
+        """Return the probability that the first draft token is accepted."""
+        return float(self.expected_tokens()[1]) - 1
 
     def available(self, history: Sequence[int], queued: bool) -> int:
         """Return how many tokens it may have; a queued token uses the first one up."""
@@ -164,7 +166,7 @@ class AdaptivePolicy:
         approached by doubling: until then the costs may be wrong.
         """
         proposal, account, wait = self._proposals[index], self._shared.account, costs.host / costs.plain
-        risk = 0.0 if proposal.verified else 1 - proposal.belief.first_rate()
+        risk = 0.0 if proposal.verified else 1 - proposal.first_rate()
         length = min(length, costs.longest)
         while length > 1 and risk * (costs.seconds(index, length) / costs.plain - 1) > FIRST_RISK:
             length -= 1
@@ -188,7 +190,7 @@ class AdaptivePolicy:
         """Return whether the plain tokens since the last draft have paid for a probe."""
         proposal = self._proposals[index]
         steps = (costs.seconds(index, 1) + costs.host) / costs.plain
-        loss = max(steps - 1 - proposal.belief.first_rate(), 0.01)
+        loss = max(steps - 1 - proposal.first_rate(), 0.01)
         return proposal.since * PROBE_SHARE >= loss and self._limit(index, 1, costs) > 0
 
     def observe(self, round: Round) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +17,9 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
-from mlx_spec.errors import BadCheckpoint, Mismatch, NotFound
-from mlx_spec.hub.checkpoint import MAX_HEADER, WEIGHTS
-from mlx_spec.hub.files import AGAIN, one_line
+from mlx_spec.errors import Mismatch, NotFound
+from mlx_spec.hub.checkpoint import WEIGHTS, header_bytes
+from mlx_spec.hub.files import one_line, write_atomically
 from mlx_spec.policy.costs import BadCosts
 
 FORMAT = 2  # of the files; raised when older ones can no longer be read
@@ -111,40 +109,21 @@ def import_(path: Path, key: Key) -> SavedCosts:
 def fingerprint(folder: Path) -> str:
     """Return 16 digits that change with the config, the tensors' names and shapes, or the files' sizes.
 
-    Weights are not read: fine-tunes of one model look alike, and cost alike. Raises BadCheckpoint.
+    Weights are not read: fine-tunes of a model look alike, and cost alike. Raises BadCheckpoint and OSError.
     """
     digest = hashlib.sha256()
     config = folder / "config.json"
     digest.update(config.read_bytes() if config.is_file() else b"")
     for file in sorted(folder.glob(WEIGHTS)):
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(_header(file))
+        digest.update(header_bytes(file))
     return digest.hexdigest()[:16]
-
-
-def _header(file: Path) -> bytes:
-    """Return the JSON header of a safetensors file. Raises BadCheckpoint."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            content = stream.read(length) if 0 < length <= MAX_HEADER else b""
-    except OSError as error:
-        raise BadCheckpoint(f"{file} cannot be read ({error.strerror})") from error
-    if not content or len(content) < length:
-        raise BadCheckpoint(f"{file} is not a whole safetensors file: {AGAIN}")
-    return content
 
 
 def _write(key: Key, table: Mapping[str, Any], measured: str, file: Path) -> None:
     content = {"key": asdict(key), "measured": measured, "table": dict(table)}
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    temporary = file.with_name(f".{file.name[:100]}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_atomically(file, text + "\n")
 
 
 def _read(file: Path, key: Key) -> SavedCosts:

@@ -32,11 +32,11 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.sequence import CachedSequence
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.types import Draft, Features

@@ -20,14 +20,14 @@ from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 import mlx_spec
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup
+from mlx_spec.drafters.per_request import for_request
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar, compile
+from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
-from mlx_spec.per_request import for_request
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
-from mlx_spec.sequence import SequenceParts
 from mlx_spec.types import Drafter, Reason, Round
 
 TEXT = byte_text()

@@ -15,11 +15,13 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
 from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session, Statistics
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.types import Reason
 
 TEMPLATE = (

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from statistics import mean
 
+import policy as benchmark
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from mlx_spec.policy import FixedPolicy
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import policy
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    yield policy
-    del sys.modules["policy"]
-
-
-def test_some_cells(benchmark):
+def test_some_cells():
     recorded = benchmark.read_recorded()
     assert len(recorded) == 864
     chosen = [cell for index, cell in enumerate(recorded) if index % 37 == 0]
@@ -36,12 +24,10 @@ def test_some_cells(benchmark):
     assert math.exp(mean(ratios)) >= 1.0
 
 
-def test_texts_are_those_of_the_record(benchmark):
+def test_texts_are_those_of_the_record():
     """Plain steps of a session do not depend on the policy, the best fixed length only on the texts."""
     cell = benchmark.Cell("flat", "ind90", 96, "cold")
     device = benchmark.Device(benchmark.CURVES["flat"])
-    from mlx_spec.policy import FixedPolicy
-
     seconds = [0.0] * 17
     for length in range(17):
         for index in range(benchmark.COLD_ANSWERS[96]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from virtual_clock import CURVES
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog, monkeypatch):
     def refuse(source, target):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     reason = saved_costs.save(KEY, TABLE, tmp_path, measured=DATE)
     assert "cannot be saved" in reason and "Permission denied" in caplog.text
     assert list(tmp_path.iterdir()) == []  # no temporary file is left

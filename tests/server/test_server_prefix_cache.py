@@ -13,9 +13,9 @@ from test_session import alone, make_pair
 from mlx_spec.apps.server.events import RoundDone
 from mlx_spec.apps.server.prefix_cache import PrefixCache
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.sequence import CachedSequence
 
 GREEDY = Sampling()
 

@@ -21,9 +21,9 @@ from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.sequence import CachedSequence
 from mlx_spec.types import Drafter, Features, Round
 
 K = 4

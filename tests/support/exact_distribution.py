@@ -22,7 +22,7 @@ from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded
+from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 
 V = 8

@@ -12,9 +12,6 @@ from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction
 from mlx_spec.grammar import Grammar
 from mlx_spec.types import Drafter, RequestDrafter
 
-FORCED_PRIOR = 0.99  # probability; a grammar forces these tokens, only a stop token may come before them
-PREDICTION_PRIOR = 0.75  # probability; clients predict text of which most stays
-
 
 def for_request(
     drafters: Sequence[Drafter],
@@ -29,9 +26,11 @@ def for_request(
     if matcher is not None:
         drafters = [GrammarFilter(drafter, matcher, len(prompt)) for drafter in drafters]
         forced = Forced(matcher, len(prompt))
-        extras.append(RequestDrafter("grammar", forced, forced.available, FORCED_PRIOR))
+        extras.append(RequestDrafter("grammar", forced, forced.available, forced.prior))
     if prediction:
         predicted = Prediction(prediction, prompt)
-        checked: Drafter = predicted if matcher is None else GrammarFilter(predicted, matcher, len(prompt))
-        extras.append(RequestDrafter("prediction", checked, predicted.available, PREDICTION_PRIOR))
+        checked: Drafter = predicted
+        if matcher is not None:
+            checked = GrammarFilter(predicted, matcher, len(prompt))
+        extras.append(RequestDrafter("prediction", checked, predicted.available, predicted.prior))
     return tuple(drafters), tuple(extras)
