@@ -111,7 +111,9 @@ class Commands:
             if not self._confirms("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
                 return
-            if not models.download(name):
+            with self._chat.interrupts.noting():  # Ctrl-C is for the program that downloads
+                is_complete = models.download(name)
+            if not is_complete:
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
         self._terminal.note(f"loading {found.choice.target}")
         self._switch(found.choice)

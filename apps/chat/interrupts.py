@@ -62,6 +62,7 @@ class Interrupts:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Let Ctrl-C cancel a load; a second one leaves, for example while the former model returns."""
+        self.clear()
         with self._acting(_Action.LOAD):
             yield
 
