@@ -24,11 +24,12 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
 from .interrupts import Interrupts
-from .settings import history_file, make_private
+from .settings import history_file
 from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
 PROMPT, CONTINUATION = "> ", "… "
+OWNER_ONLY = 0o600  # mode of the history
 LOCAL_MODES = 3  # index in what tcgetattr returns
 
 
@@ -229,7 +230,8 @@ def _open_history(terminal: Terminal) -> Path | None:
     file = history_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        make_private(file)
+        with file.open("a"):
+            file.chmod(OWNER_ONLY)
     except OSError as error:
         terminal.note(f"what you type is not kept: {file} cannot be written ({error.strerror})")
         return None

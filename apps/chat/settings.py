@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import uuid
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from mlx_spec.sampling import Sampling
 from .arguments import MAX_TOKENS, Options
 
 DEFAULT_WORDS = ("off", "none", "default")  # as values of `/set`
-OWNER_ONLY = 0o600
 
 
 @dataclass(frozen=True)
@@ -148,25 +147,16 @@ def typed_path(name: str) -> Path:
     return path
 
 
-def make_private(file: Path) -> None:
-    """Create `file` if it is missing and let only its owner read it. Raises OSError."""
-    number = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY, OWNER_ONLY)
-    try:
-        os.fchmod(number, OWNER_ONLY)
-    finally:
-        os.close(number)
-
-
 def write_atomically(file: Path, text: str) -> None:
     """Replace `file` by `text` at once, readable by its owner only. Raises OSError and changes nothing."""
-    temporary = file.with_name(f".{file.name[:100]}.{uuid.uuid4().hex}.tmp")
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
+    temporary = Path(name)
     try:
-        make_private(temporary)
-        with temporary.open("w", encoding="utf-8") as stream:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, file)
+        temporary.replace(file)
     except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise

@@ -12,7 +12,7 @@ from drafting import emitted
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec.apps.chat.status import details
+from mlx_spec.apps.chat.report import details
 from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.pair import Facts, Pair
 from mlx_spec.policies import Always
