@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if the answer was stopped before its end."""
+        """Return True if the answer was stopped before its end."""
         return self.statistics.finish_reason is None
 
 

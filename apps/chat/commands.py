@@ -115,8 +115,7 @@ class Commands:
                 is_complete = models.download(name)
             if not is_complete:
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
-        self._terminal.note(f"loading {found.choice.target}")
-        self._switch(found.choice)
+        self._switch(found.choice, f"loading {found.choice.target}")
 
     def _draft(self, word: str) -> None:
         if word:
@@ -222,9 +221,18 @@ class Commands:
         else:
             self._terminal.note("no highlighting")
 
-    def _switch(self, choice: models.PairChoice) -> None:
+    def _switch(self, choice: models.PairChoice, note: str = "") -> None:
         with self._chat.interrupts.loading():
-            self._conversation.switch(choice)
+            try:
+                if note:
+                    self._terminal.note(note)
+                self._conversation.switch(choice)
+            except KeyboardInterrupt:
+                if self._conversation.loaded.choice == choice:
+                    raise
+                raise SpecError(
+                    f"{choice.target} is not loaded: the conversation goes on as before"
+                ) from None
         self._terminal.note(self._drafts())
 
     def _drafts(self) -> str:

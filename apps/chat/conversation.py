@@ -32,7 +32,7 @@ class AnswerSchema:
 
 
 class NoModelLeft(SpecError):
-    """Neither another model nor the one before it can be loaded."""
+    """The other model cannot be loaded, and the former one no longer."""
 
 
 class Conversation:
@@ -47,12 +47,12 @@ class Conversation:
 
     @property
     def pair(self) -> Pair:
-        """The loaded pair."""
+        """Return the loaded pair."""
         return self.loaded.pair
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages without the system prompt."""
+        """Return the messages without the system prompt."""
         return [message for message in self.session.messages if message["role"] != "system"]
 
     def stream(self, message: str) -> Generator[Piece, None, None]:
@@ -99,7 +99,7 @@ class Conversation:
             self.require_schema(schema.name, schema.source)
 
     def load(self, saved: SavedConversation) -> None:
-        """Go on from a saved conversation with the present model. Raises InvalidValue, nothing changed."""
+        """Go on from a saved conversation with the present model. Raises InvalidValue and changes nothing."""
         settings = from_values(saved.settings)
         if settings.think and not self.pair.text.thinks:
             settings = replace(settings, think=False)
@@ -119,21 +119,19 @@ class Conversation:
 
     def _exchange(self, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:
         former = self.loaded.choice
-        self.session.clear()
-        del self.session, self.loaded
-        failure: SpecError
+        failure: SpecError | KeyboardInterrupt
         try:
+            self.session.clear()
+            del self.session, self.loaded
             self._resume(open_pair(choice, think=self.settings.think), turns)
             return
-        except KeyboardInterrupt:
-            failure = SpecError(f"{choice.target} is not loaded: the conversation goes on as before")
-        except SpecError as error:
+        except (SpecError, KeyboardInterrupt) as error:
             failure = error
         try:
             self._resume(open_pair(former), turns)
         except SpecError as error:
             raise NoModelLeft(
-                f"{failure}; and {former.target}, which was loaded before, cannot be either: {error}"
+                f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot be either: {error}"
             ) from error
         raise failure
 

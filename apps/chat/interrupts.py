@@ -14,20 +14,19 @@ from ..command import INTERRUPTED
 
 
 class _Action(enum.Enum):
-    """Name what Ctrl-C does."""
+    """The effects of Ctrl-C."""
 
-    EXIT = enum.auto()  # end the process at once: threads that download would delay a return
+    EXIT = enum.auto()  # end the process at once: threads that download or load would delay a return
     NOTE = enum.auto()  # set `pressed`
     RAISE = enum.auto()  # raise KeyboardInterrupt, then only note
-    LOAD = enum.auto()  # raise KeyboardInterrupt, then leave
-    STOP = enum.auto()  # set `pressed`, then leave
+    LOAD = enum.auto()  # raise KeyboardInterrupt, then EXIT
+    STOP = enum.auto()  # set `pressed`, then raise SystemExit, which puts the terminal in order
 
 
 class Interrupts:
     """The handler of SIGINT while the program runs, as a context manager.
 
-    Ctrl-C ends the process, except within one of the contexts below. To leave from within one means to raise
-    SystemExit, so that the terminal is put in order.
+    Ctrl-C ends the process, except within one of the contexts below.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,6 @@ class Interrupts:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Let Ctrl-C cancel a load; a second one leaves, for example while the former model returns."""
-        self.clear()
         with self._acting(_Action.LOAD):
             yield
 
@@ -88,12 +86,13 @@ class Interrupts:
             case _Action.EXIT:
                 _report()
                 os._exit(INTERRUPTED)
-            case _Action.LOAD | _Action.STOP if again:
-                _report()
-                raise SystemExit(INTERRUPTED)
             case _Action.LOAD:
+                self._action = _Action.EXIT
                 _report()
                 raise KeyboardInterrupt
+            case _Action.STOP if again:
+                _report()
+                raise SystemExit(INTERRUPTED)
             case _Action.RAISE:
                 self._action = _Action.NOTE
                 raise KeyboardInterrupt

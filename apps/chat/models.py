@@ -190,7 +190,7 @@ def download(name: str) -> bool:
 
 
 def fit(size: int) -> str:
-    """Return whether weights of `size` bytes fit the memory of this machine, in words."""
+    """Return in words whether weights of `size` bytes fit the memory of this machine."""
     available = machine_bytes()
     needed = int(size * MEMORY_FACTOR) + MEMORY_EXTRA_BYTES
     if needed <= available:

@@ -19,7 +19,7 @@ BAR_CELLS = 20  # of a full bar
 
 
 def status_line(statistics: Statistics, drafters: Sequence[str], max_tokens: int) -> str:
-    """Return one line: speed and gain, what drafted, why it drafts or not, tokens, what cut the answer.
+    """Return one line: speed, gain, drafter, reason, tokens, and what cut the answer.
 
     `drafters` are the names of the pair's drafters.
     """
