@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import select
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 
-from mlx_spec.apps.chat import read_prompt
-from mlx_spec.apps.chat.arguments import Options, parse, refuse
-from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.terminal import ReaderLeft, Terminal, checked
-from mlx_spec.apps.command import ERROR
-from mlx_spec.device import require_backend
+from mlx_spec.backend import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
+
+from ..command import ERROR
+from .arguments import Options, parse, refuse
+from .interrupts import Interrupts
+from .terminal import ReaderLeft, Terminal, checked
+
+STDIN_HINT_S = 2.0  # without a byte on stdin, before we say that we wait for it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns its exit status; an error of ours is one line on stderr and status 1.
 
-    Whoever stops reading the answer ends it, in silence and with status 0. A command line that makes no
-    sense raises SystemExit with status 2.
+    If the reader of the answer goes away, the program ends in silence with status 0. A bad command line
+    raises SystemExit with status 2.
     """
     with Interrupts() as interrupts:
         options = parse(argv)
@@ -34,26 +37,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
-    prompt = read_prompt(options.prompt, terminal)
+    prompt = _read_prompt(options.prompt, terminal)
     if prompt is None and options.json:
         refuse("--json is for one answer: give -p TEXT, or pipe text to stdin")
     if options.system is not None:
         checked(options.system, "--system")
     require_backend()
-    from mlx_spec.apps.chat.answer import ChatState
-    from mlx_spec.apps.chat.models import choose
-    from mlx_spec.apps.chat.repl import answer_once, converse
-    from mlx_spec.apps.chat.report import Trace
-    from mlx_spec.apps.chat.settings import from_options
+    from .repl import run  # needs MLX
 
+    return run(options, prompt, terminal, interrupts)
+
+
+def _read_prompt(given: str | None, terminal: Terminal) -> str | None:
+    """Return the prompt with the piped text below it; None for a conversation. Raises InvalidValue."""
+    piped = _piped_text(terminal)
+    if given is None and piped is None:
+        if sys.stdin is None:
+            raise InvalidValue("stdin is closed, so nothing can be asked: leave it open, or use -p TEXT")
+        return None
+    text = "\n\n".join(part for part in ((given or "").strip(), (piped or "").strip()) if part)
+    if not text:
+        raise InvalidValue("the prompt is empty: give -p TEXT, or pipe text to stdin")
+    return checked(text, "the prompt")
+
+
+def _piped_text(terminal: Terminal) -> str | None:
+    """Return all of stdin; None if it is a terminal or closed. Raises InvalidValue if it is not text."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    if terminal.is_watched and not select.select([sys.stdin], [], [], STDIN_HINT_S)[0]:
+        terminal.note("reading the prompt from stdin until its end; </dev/null if there is none")
     try:
-        settings = from_options(options)
-    except InvalidValue as error:
-        refuse(str(error))
-    with nullcontext() if options.trace is None else Trace(options.trace) as trace:
-        answerer = ChatState(terminal, interrupts, trace, options.highlight, shows=not options.json)
-        choice = choose(options)
-        if prompt is None:
-            converse(answerer, options, settings, choice)
-            return 0
-        return answer_once(answerer, options, settings, choice, prompt)
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValue(
+            f"stdin is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}): pipe text only"
+        ) from error
+    except OSError as error:
+        raise InvalidValue(f"cannot read stdin ({error.strerror}): pipe text, or use -p") from error

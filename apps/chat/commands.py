@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-from mlx_spec.apps.chat import conversation
-from mlx_spec.apps.chat.answer import ChatState, Outcome
-from mlx_spec.apps.chat.clipboard import copy
-from mlx_spec.apps.chat.input import CommandCompleter
-from mlx_spec.apps.chat.settings import NAMES, changed, shown, typed_path, values
-from mlx_spec.apps.chat.terminal import legend
+from mlx_spec.convert.progress import shown_size
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
+
+from . import conversation as files
+from . import models
+from .answer import ChatState, Outcome
+from .input import CommandCompleter, UserInput
+from .settings import NAMES, AnswerSettings, changed, shown, typed_path, values
+from .terminal import legend
+
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}
 
 
 class Command(NamedTuple):
-    """What a command does. Raises SpecError, and EOFError to leave."""
+    """A command: its function raises SpecError, KeyboardInterrupt, and EOFError to leave."""
 
     run: Callable[[str], None]
     takes: str
@@ -24,11 +27,14 @@ class Command(NamedTuple):
 
 
 class Commands:
-    """All of them, by name."""
+    """All commands, by name."""
 
-    def __init__(self, desk: ChatState) -> None:
-        self._desk = desk
-        self._terminal = desk.terminal
+    input: UserInput  # it completes the commands, so it is set after they are made
+
+    def __init__(self, chat: ChatState) -> None:
+        self._chat = chat
+        self._terminal = chat.terminal
+        self._conversation = chat.conversation
         self.table: Mapping[str, Command] = {
             "help": Command(self._help, "", "this list"),
             "exit": Command(self._exit, "", "leave, as Ctrl-D does"),
@@ -43,197 +49,221 @@ class Commands:
             "load": Command(self._load, "FILE", "go on with a conversation from a file"),
             "retry": Command(self._retry, "", "answer the last message again"),
             "undo": Command(self._undo, "", "forget the last message and its answer"),
-            "copy": Command(self._copy, "", "put the last answer on the clipboard"),
             "multiline": Command(self._multiline, "[on|off]", "Enter begins a line, Alt-Enter sends"),
             "json": Command(self._json, "SCHEMA|off", "answers match the JSON schema in that file"),
             "highlight": Command(self._highlight, "[on|off]", "colour each token by where it came from"),
         }
 
     def run(self, name: str, argument: str) -> None:
-        """Run one. Raises SpecError, and EOFError to leave."""
-        name = {"bye": "exit", "quit": "exit", "?": "help"}.get(name, name)
+        """Run a command. Raises what `Command` says."""
+        name = ALIASES.get(name, name)
         if name not in self.table:
             raise InvalidValue(f"there is no command /{name}: /help lists them")
         self.table[name].run(argument.strip())
 
-    def completions(self) -> CommandCompleter:
-        """What the Tab key completes."""
+    def completer(self) -> CommandCompleter:
+        """Return what the Tab key completes."""
         switch = ("on", "off")
         return CommandCompleter(
             sorted(self.table),
             {
-                "model": self._models,
+                "model": models.names,
                 "draft": lambda: ("auto", "lookup", "off", *map(str, range(1, 17))),
                 "set": lambda: NAMES,
                 "highlight": lambda: switch,
                 "multiline": lambda: switch,
                 "system": lambda: ("off",),
             },
-            ("save", "load", "json"),
+            files=("save", "load", "json"),
         )
-
-    def _models(self) -> list[str]:
-        from mlx_spec.apps.chat import models
-
-        return models.names()
 
     def _help(self, _: str) -> None:
         for name, command in self.table.items():
             self._terminal.note(f"/{f'{name} {command.takes}':24}{command.about}")
         self._terminal.note('""" begins and ends a message of several lines; Alt-Enter begins a line')
-        self._terminal.note("Ctrl-C stops an answer, or clears the line")
+        self._terminal.note("Ctrl-C stops an answer, twice leaves; at the prompt it clears the line")
 
     def _exit(self, _: str) -> None:
         raise EOFError
 
     def _clear(self, _: str) -> None:
-        self._desk.conversation.session.clear()
+        self._conversation.session.clear()
         self._terminal.note("the conversation is forgotten")
 
     def _system(self, text: str) -> None:
-        conversation = self._desk.conversation
         if not text:
-            system = conversation.system
+            system = self._conversation.system
             self._terminal.note(f"system prompt: {system}" if system else "no system prompt")
             return
-        conversation.instruct(None if text == "off" else text)
+        self._conversation.change_system(None if text == "off" else text)
         self._terminal.note(f"{'no' if text == 'off' else 'new'} system prompt, new conversation")
 
     def _model(self, name: str) -> None:
-        from mlx_spec.apps.chat import models
-
-        conversation = self._desk.conversation
+        present = self._conversation.loaded.choice
         if not name:
-            with self._desk.interrupts.waiting():
-                lines = models.listing(conversation.model.choice.target)
-            for line in lines:
+            for line in models.listing(present.target):
                 self._terminal.note(line)
             return
-        with self._desk.interrupts.waiting():
-            wanted = models.find_model(name, conversation.model.choice)
-            lines = models.describe_download(wanted) if wanted.missing else []
-        if wanted.missing:
-            for line in lines:
+        found = models.find_model(name, present.kv_bits)
+        if found.missing:
+            for line in models.describe_download(found.missing):
                 self._terminal.note(line)
-            if not self._desk.agrees("Download? [y/N] "):
+            if not self._confirms("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
                 return
-            if not models.download(wanted):
+            with self._chat.interrupts.noting():  # Ctrl-C is for the program that downloads
+                is_complete = models.download(name)
+            if not is_complete:
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
-        self._terminal.note(f"loading {wanted.choice.target}")
-        conversation.switch(wanted.choice, self._desk.interrupts.loading)
-        self._terminal.note(self._desk.drafts())
+        self._switch(found.choice, f"loading {found.choice.target}")
 
     def _draft(self, word: str) -> None:
         if word:
-            self._desk.conversation.draft(word.lower(), self._desk.interrupts.loading)
-        self._terminal.note(self._desk.drafts())
+            self._switch(models.with_drafts(self._conversation.loaded.choice, word.lower()))
+        else:
+            self._terminal.note(self._drafts())
 
     def _set(self, text: str) -> None:
-        conversation = self._desk.conversation
+        settings = self._conversation.settings
         name, _, value = text.partition(" ")
-        if name and not value.strip() and name in NAMES:
-            self._terminal.note(f"{name} {shown(values(conversation.settings)[name])}")
-        elif name:
-            conversation.set(changed(conversation.settings, name, value.strip()))
-            self._terminal.note(f"{name} {shown(values(conversation.settings)[name])}")
-        else:
-            for each, current in values(conversation.settings).items():
+        if not name:
+            for each, current in values(settings).items():
                 self._terminal.note(f"{each:20}{shown(current)}")
+            return
+        if value.strip() or name not in NAMES:
+            settings = changed(settings, name, value.strip())
+            self._conversation.change_settings(settings)
+        self._terminal.note(f"{name} {shown(values(settings)[name])}")
 
     def _show(self, _: str) -> None:
-        for line in self._desk.described():
+        conversation = self._conversation
+        info, choice = conversation.pair.info, conversation.loaded.choice
+        lines = [f"model: {info.target}, {shown_size(info.target_bytes)}"]
+        if info.drafter is not None:
+            lines.append(f"drafter: {info.drafter}, {shown_size(info.drafter_bytes)}")
+        lines.append(self._drafts())
+        if choice.kv_bits is not None:
+            lines.append(f"KV cache: {choice.kv_bits} bits")
+        lines.append(f"system prompt: {conversation.system or 'none'}")
+        defaults = values(AnswerSettings())
+        settings = [
+            f"{name} {shown(value)}"
+            for name, value in values(conversation.settings).items()
+            if value != defaults[name]
+        ]
+        lines.append(f"settings: {', '.join(settings) or 'the usual ones'}")
+        lines.append(f"answers: {conversation.schema.name if conversation.schema else 'free'}")
+        used = conversation.session.statistics
+        tokens = used.prompt_tokens + used.generated_tokens if conversation.turns else 0
+        context = f" of {info.context_length}" if info.context_length else ""
+        lines.append(f"turns: {len(conversation.turns) // 2}, at the last answer {tokens}{context} tokens")
+        for line in lines:
             self._terminal.note(line)
 
     def _stats(self, _: str) -> None:
-        self._desk.report(self._desk.last_outcome(), full=True)
+        if self._chat.last is None:
+            raise InvalidValue("there is no answer yet: ask something first")
+        self._chat.report(self._chat.last, full=True)
 
     def _save(self, name: str) -> None:
-        file = conversation.file_named(name)
-        conversation = self._desk.conversation
-        with self._desk.interrupts.waiting():
-            conversation.write(file, conversation.saved())
-        self._terminal.note(f"{_turns(len(conversation.turns) // 2)} saved in {file}")
+        file = files.file_named(name)
+        files.write(file, self._conversation.save())
+        self._terminal.note(f"{self._turns()} saved in {file}")
 
     def _load(self, name: str) -> None:
-        conversation = self._desk.conversation
-        with self._desk.interrupts.waiting():
-            found = conversation.read(conversation.file_named(name))
-        conversation.load(found)
-        self._desk.last = None
-        self._terminal.note(f"{_turns(len(conversation.turns) // 2)} loaded")
-        if found.target != conversation.model.choice.target:
-            self._terminal.note(f"it was held with {found.target}: /model {found.target} changes to that")
+        saved = files.read(files.file_named(name))
+        self._conversation.load(saved)
+        self._chat.last = None
+        self._terminal.note(f"{self._turns()} loaded")
+        if saved.target != self._conversation.loaded.choice.target:
+            self._terminal.note(f"it was held with {saved.target}: /model {saved.target} changes to that")
 
     def _retry(self, _: str) -> None:
-        session = self._desk.conversation.session
+        session = self._conversation.session
         turn = session.undo()
         if not turn:
             raise InvalidValue("there is no message to answer again: ask something first")
         outcome: Outcome | None = None
         try:
-            outcome = self._desk.answer(turn[0]["content"])
+            outcome = self._chat.answer_and_report(turn[0]["content"])
         finally:
             if outcome is None or not outcome.statistics.rounds:
-                session.resume([*self._desk.conversation.turns, *turn])
+                session.resume([*self._conversation.turns, *turn])
 
     def _undo(self, _: str) -> None:
-        if not self._desk.conversation.session.undo():
+        if not self._conversation.session.undo():
             raise InvalidValue("there is nothing to undo: the conversation is empty")
-        self._terminal.note(f"forgotten, {_turns(len(self._desk.conversation.turns) // 2)} left")
-
-    def _copy(self, _: str) -> None:
-        turns = self._desk.conversation.turns
-        if not turns:
-            raise InvalidValue("there is no answer to copy: ask something first")
-        text = turns[-1]["content"]
-        self._terminal.note(f"{len(text)} characters copied by {copy(text)}")
+        self._terminal.note(f"forgotten, {self._turns()} left")
 
     def _multiline(self, word: str) -> None:
-        lines = self._desk.lines
-        lines.blocks = _switched(word, lines.blocks, "/multiline")
+        self.input.blocks = _switched(word, self.input.blocks, "/multiline")
         self._terminal.note(
             "Enter begins a line, Alt-Enter sends (commands: Enter)"
-            if lines.blocks
+            if self.input.blocks
             else "Enter sends, Alt-Enter begins a line"
         )
 
     def _json(self, name: str) -> None:
-        conversation = self._desk.conversation
         if name == "off":
-            conversation.require(None)
+            self._conversation.schema = None
         elif name:
-            with self._desk.interrupts.waiting():
-                source = _text(typed_path(name))
-            conversation.require(name, source)
-        schema = conversation.schema
+            self._conversation.require_schema(name, _schema_text(name))
+        schema = self._conversation.schema
         self._terminal.note(f"answers match {schema.name}" if schema else "answers are free")
 
     def _highlight(self, word: str) -> None:
-        answerer = self._desk.answerer
-        wanted = _switched(word, answerer.highlights, "/highlight")
+        wanted = _switched(word, self._chat.highlight, "/highlight")
         if wanted and not self._terminal.has_styles:
             raise InvalidValue("there are no colours here: use a terminal that has them, and unset NO_COLOR")
-        answerer.highlights = wanted
+        self._chat.highlight = wanted
         if wanted:
             self._terminal.styled(legend())
         else:
             self._terminal.note("no highlighting")
 
+    def _switch(self, choice: models.PairChoice, note: str = "") -> None:
+        with self._chat.interrupts.loading():
+            try:
+                if note:
+                    self._terminal.note(note)
+                self._conversation.switch(choice)
+            except KeyboardInterrupt:
+                if self._conversation.loaded.choice == choice:
+                    raise
+                raise SpecError(
+                    f"{choice.target} is not loaded: the conversation goes on as before"
+                ) from None
+        self._terminal.note(self._drafts())
+
+    def _drafts(self) -> str:
+        choice, names = self._conversation.loaded.choice, self._conversation.pair.drafter_names
+        if choice.num_draft_tokens == 0 or not names:
+            return "drafts: off, plain decoding"
+        if choice.num_draft_tokens is None:
+            return f"drafts: by {' and '.join(names)}, as many tokens as pay"
+        return f"drafts: by {names[0]}, {choice.num_draft_tokens} tokens a round"
+
+    def _turns(self) -> str:
+        count = len(self._conversation.turns) // 2
+        return f"{count} turn{'' if count == 1 else 's'}"
+
+    def _confirms(self, question: str) -> bool:
+        try:
+            return self._terminal.ask(question).strip().lower() in ("y", "yes")
+        except (EOFError, KeyboardInterrupt):
+            self._terminal.newline()
+            return False
+
 
 def _switched(word: str, now: bool, command: str) -> bool:
-    """Raises InvalidValue for what is neither on nor off; nothing is the other one."""
+    """Return the new state of a switch; no word turns it over. Raises InvalidValue."""
     if word not in ("", "on", "off"):
         raise InvalidValue(f"{command} {word} is not known: give on or off")
-    return not now if not word else word == "on"
+    return word == "on" if word else not now
 
 
-def _turns(count: int) -> str:
-    return f"{count} turn{'' if count == 1 else 's'}"
-
-
-def _text(file: Path) -> str:
-    """Raises NotFound or InvalidValue."""
+def _schema_text(name: str) -> str:
+    file = typed_path(name)
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:

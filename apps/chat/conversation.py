@@ -1,166 +1,231 @@
-"""A conversation with a model that can be exchanged: what the commands change and answers are made from."""
+"""A conversation with a model that can be exchanged, and its file on the disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from mlx_spec import grammar
-from mlx_spec.apps.chat.answer import Asked
-from mlx_spec.apps.chat.conversation import SavedConversation
-from mlx_spec.apps.chat.models import (
-    LoadedPair,
-    PairChoice,
-    check_thinking,
-    open_pair,
-    reuse_weights,
-    with_drafts,
-)
-from mlx_spec.apps.chat.settings import AnswerSettings, from_values, values
-from mlx_spec.apps.chat.terminal import Origins
-from mlx_spec.errors import SpecError
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.pair import Pair
-from mlx_spec.session import Session
+from mlx_spec.session import Piece, Session
 
-Loading: TypeAlias = Callable[[], AbstractContextManager[None]]
+from .models import LoadedPair, PairChoice, check_thinking, open_pair, reuse_weights
+from .settings import AnswerSettings, from_values, typed_path, values, write_atomically
 
-PATIENCE = 10.0  # seconds that a schema may take to compile
+SCHEMA_TIMEOUT_S = 10.0  # for a schema to compile
+FORMAT, VERSION = "mlx_spec conversation", 1
+SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
-class Schema:
-    """What answers must look like."""
+class AnswerSchema:
+    """A JSON schema that answers match."""
 
-    name: str  # as the user gave it
-    source: str  # a JSON schema as JSON
+    name: str  # as the user typed it
+    source: str
     grammar: Grammar
 
 
-class Lost(SpecError):
-    """Neither another model nor the one before it can be loaded: there is nothing to go on with."""
+class NoModelLeft(SpecError):
+    """The other model cannot be loaded, and the former one no longer."""
 
 
 class Conversation:
-    """A session and everything that is set about it."""
+    """A session with everything that can be set about it."""
 
-    def __init__(self, model: LoadedPair, settings: AnswerSettings, system: str | None) -> None:
-        self.model = model
+    def __init__(self, loaded: LoadedPair, settings: AnswerSettings, system: str | None) -> None:
+        self.loaded = loaded
         self.settings = settings
         self.system = system
-        self.schema: Schema | None = None
-        self.session: Session = model.pair.session(system)
+        self.schema: AnswerSchema | None = None
+        self.session: Session = loaded.pair.session(system)
 
     @property
     def pair(self) -> Pair:
-        """The loaded pair."""
-        return self.model.pair
+        """Return the loaded pair."""
+        return self.loaded.pair
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages without the system prompt."""
+        """Return the messages without the system prompt."""
         return [message for message in self.session.messages if message["role"] != "system"]
 
-    def asked(self, message: str) -> Asked:
-        """A message, to be answered as set."""
+    def stream(self, message: str) -> Generator[Piece, None, None]:
+        """Answer a message as set. Raises InvalidValue and PromptTooLong as `Session.stream` does."""
         settings = self.settings
-        schema = None if self.schema is None else self.schema.grammar.thinking(settings.think)
-        sampling = replace(settings.sampling, grammar=schema)
-        origins = Origins(self.pair.drafter_names)
-        return Asked(message, sampling, settings.max_tokens, settings.think, origins)
+        grammar = None if self.schema is None else self.schema.grammar.thinking(settings.think)
+        return self.session.stream(
+            message,
+            sampling=replace(settings.sampling, grammar=grammar),
+            max_tokens=settings.max_tokens,
+            thinking=settings.think,
+        )
 
-    def set(self, settings: AnswerSettings) -> None:
-        """Answer like that from now on. Raises InvalidValue for a target that cannot think."""
+    def change_settings(self, settings: AnswerSettings) -> None:
+        """Use these settings from now on. Raises InvalidValue if the target cannot think and has to."""
         if settings.think:
             check_thinking(self.pair)
         self.settings = settings
 
-    def instruct(self, system: str | None) -> None:
-        """Begin anew, with another system prompt."""
+    def change_system(self, system: str | None) -> None:
+        """Begin a new conversation with another system prompt."""
         self.session, self.system = self.pair.session(system), system
 
-    def require(self, name: str | None, source: str = "") -> None:
-        """Answers match a JSON schema from now on; no more with None. Raises SpecError."""
-        self.schema = None if name is None else _schema(self.pair, name, source)
+    def require_schema(self, name: str, source: str) -> None:
+        """Let answers match a JSON schema from now on. Raises SpecError."""
+        self.schema = None
+        size = self.pair.info.vocab_size
+        compiled = grammar.compile("json_schema", source, self.pair.text, size, seconds=SCHEMA_TIMEOUT_S)
+        self.schema = AnswerSchema(name, source, compiled)
 
-    def draft(self, word: str, loading: Loading = nullcontext) -> None:
-        """Change what drafts, and go on. Raises SpecError."""
-        self.switch(with_drafts(self.model.choice, word), loading)
-
-    def switch(self, choice: PairChoice, loading: Loading = nullcontext) -> None:
+    def switch(self, choice: PairChoice) -> None:
         """Load another model, or the same one with other drafts, and go on. Raises SpecError.
 
-        Within `loading` a KeyboardInterrupt counts as a model that cannot be loaded.
-
-        There may be no memory for two: the old one goes first, and is loaded again if the new one cannot be.
+        The old model goes first, because there may be no memory for two; it is loaded again if the new one
+        cannot be, or if a KeyboardInterrupt comes.
         """
-        before, turns = self.model, self.turns
-        found = reuse_weights(before, choice)
-        if found is None:
-            self.session.clear()
-            del self.session, self.model
-            old = before.choice
-            del before
-            try:
-                found = self._opened(choice, loading)
-            except SpecError as error:
-                self._continue(_again(old, error), turns)
-                raise
-        self._continue(found, turns)
-
-    def saved(self) -> SavedConversation:
-        """What to keep of it."""
-        choice = self.model.choice
-        return SavedConversation(
-            choice.target, choice.drafter, self.system, self.turns, values(self.settings)
-        )
+        turns = self.turns
+        same = reuse_weights(self.loaded, choice)
+        if same is not None:
+            self._resume(same, turns)
+        else:
+            self._exchange(choice, turns)
+        if (schema := self.schema) is not None:
+            self.require_schema(schema.name, schema.source)
 
     def load(self, saved: SavedConversation) -> None:
-        """Go on from what was kept, with the present model. Raises InvalidValue, and then nothing changed."""
+        """Go on from a saved conversation with the present model. Raises InvalidValue and changes nothing."""
         settings = from_values(saved.settings)
         if settings.think and not self.pair.text.thinks:
             settings = replace(settings, think=False)
         session = self.pair.session(saved.system)
-        session.resume([_message(turn) for turn in saved.turns])
+        known = ("role", "content", "reasoning_content")
+        session.resume(
+            [{key: turn[key] for key in known if isinstance(turn.get(key), str)} for turn in saved.turns]
+        )
         self.session, self.system, self.settings = session, saved.system, settings
 
-    def _opened(self, choice: PairChoice, loading: Loading) -> LoadedPair:
+    def save(self) -> SavedConversation:
+        """Return what `load` takes."""
+        choice = self.loaded.choice
+        return SavedConversation(
+            choice.target, choice.drafter, self.system, self.turns, values(self.settings)
+        )
+
+    def _exchange(self, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:
+        former = self.loaded.choice
+        failure: SpecError | KeyboardInterrupt
         try:
-            with loading():
-                found = open_pair(choice, think=self.settings.think)
-                found.pair.session(self.system)  # which refuses a target that does not chat
-                return found
-        except KeyboardInterrupt:
-            raise SpecError(f"{choice.target} is not loaded: the conversation goes on as before") from None
+            self.session.clear()
+            del self.session, self.loaded
+            self._resume(open_pair(choice, think=self.settings.think), turns)
+            return
+        except (SpecError, KeyboardInterrupt) as error:
+            failure = error
+        try:
+            self._resume(open_pair(former), turns)
+        except SpecError as error:
+            raise NoModelLeft(
+                f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot be either: {error}"
+            ) from error
+        raise failure
 
-    def _continue(self, model: LoadedPair, turns: Sequence[Mapping[str, Any]]) -> None:
-        self.model = model
-        self.session = model.pair.session(self.system)
-        self.session.resume(turns)
-        schema = self.schema
-        if schema is not None:
-            self.schema = None
-            self.schema = _schema(model.pair, schema.name, schema.source)
+    def _resume(self, loaded: LoadedPair, turns: Sequence[Mapping[str, Any]]) -> None:
+        session = loaded.pair.session(self.system)  # refuses a target that does not chat
+        session.resume(turns)
+        self.loaded, self.session = loaded, session
 
 
-def _again(old: PairChoice, reason: SpecError) -> LoadedPair:
-    """Raises Lost."""
+# --- on the disk
+
+
+@dataclass(frozen=True)
+class SavedConversation:
+    """A conversation in a file, and the models that it was held with."""
+
+    target: str
+    drafter: str | None
+    system: str | None
+    turns: Sequence[Mapping[str, Any]]  # messages of user and assistant
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def file_named(name: str) -> Path:
+    """Return the file that a typed name means. Raises InvalidValue."""
+    if not name:
+        raise InvalidValue("give the name of a file, such as /save talk.json")
+    path = typed_path(name)
+    return path if path.suffix else path.with_name(path.name + SUFFIX)
+
+
+def write(file: Path, saved: SavedConversation) -> None:
+    """Write a conversation, also over another one. Raises InvalidValue for any other file."""
+    if file.exists() and not _is_conversation(file):
+        raise InvalidValue(f"{file} is there and is no conversation of ours: take another name")
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "target": saved.target,
+        "drafter": saved.drafter,
+        "system": saved.system,
+        "settings": dict(saved.settings),
+        "messages": [dict(turn) for turn in saved.turns],
+    }
     try:
-        return open_pair(old)
-    except SpecError as error:
-        raise Lost(
-            f"{reason}; and {old.target}, which was loaded before, cannot be either: {error}"
-        ) from error
+        write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
 
 
-def _schema(pair: Pair, name: str, source: str) -> Schema:
-    size = pair.info.vocab_size
-    return Schema(name, source, grammar.compile("json_schema", source, pair.text, size, seconds=PATIENCE))
+def read(file: Path) -> SavedConversation:
+    """Return what `write` wrote, in this release or an earlier one. Raises NotFound or BadCheckpoint.
+
+    Unknown fields are ignored, so that files go from one release to the next.
+    """
+    content = _content(file)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadCheckpoint(f"{file} is no conversation of ours: give a file that /save wrote")
+    version = content.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise BadCheckpoint(
+            f"{file} has version {version}, this release reads up to {VERSION}: it takes a newer mlx_spec"
+        )
+    messages = content.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise BadCheckpoint(f"{file} holds no list of messages: it was changed since /save wrote it")
+    system, settings, drafter = content.get("system"), content.get("settings"), content.get("drafter")
+    return SavedConversation(
+        str(content.get("target")),
+        drafter if isinstance(drafter, str) else None,
+        system if isinstance(system, str) else None,
+        messages,
+        settings if isinstance(settings, dict) else {},
+    )
 
 
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """What a session keeps of a message."""
-    known = ("role", "content", "reasoning_content")
-    return {name: turn[name] for name in known if isinstance(turn.get(name), str)}
+def _content(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no file {file}: /save writes one") from error
+    except OSError as error:
+        raise NotFound(f"{file} cannot be read ({error.strerror}): give another file") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is not valid JSON: give a file that /save wrote") from error
+
+
+def _is_conversation(file: Path) -> bool:
+    try:
+        content = _content(file)
+    except (NotFound, BadCheckpoint):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), str)

@@ -1,177 +1,105 @@
-"""What Ctrl-C does: leaves while the program starts, clears the line at the prompt, stops an answer."""
+"""Ctrl-C: it leaves, interrupts a wait, or stops an answer between two rounds."""
 
 from __future__ import annotations
 
 import enum
 import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from mlx_spec.apps.command import INTERRUPTED
-
-if TYPE_CHECKING:
-    from sys import UnraisableHookArgs
-
-HEED = 0.1  # seconds
-AGAIN = 0.01  # seconds
+from ..command import INTERRUPTED
 
 
-class _Mode(enum.Enum):
-    START = enum.auto()
-    PROMPT = enum.auto()
-    LOADING = enum.auto()
-    ANSWER = enum.auto()
-    QUIET = enum.auto()
+class _Action(enum.Enum):
+    """The effects of Ctrl-C."""
+
+    EXIT = enum.auto()  # end the process at once: threads that download or load would delay a return
+    NOTE = enum.auto()  # set `pressed`
+    RAISE = enum.auto()  # raise KeyboardInterrupt, then only note
+    LOAD = enum.auto()  # raise KeyboardInterrupt, then EXIT
+    STOP = enum.auto()  # set `pressed`, then raise SystemExit, which puts the terminal in order
 
 
 class Interrupts:
-    """The SIGINT handler of the program, as a context manager.
+    """The handler of SIGINT while the program runs, as a context manager.
 
-    At the start Ctrl-C leaves at once, because threads that download a model would hold up a return. At the
-    prompt it raises KeyboardInterrupt, or tells the editor where there is one, whose tasks would not survive
-    that. It raises while a command waits for a file or the network, and while the prompt of an answer is
-    read. Once the answer has begun, the first one is noted, to be looked at between two rounds; the second
-    one raises. It raises while another model is loaded; the second one, while the former model comes back,
-    leaves as at the start.
-
-    Python drops what is raised while an object is finalized. A KeyboardInterrupt lost there is raised again
-    AGAIN seconds later.
+    Ctrl-C ends the process, except within one of the contexts below.
     """
 
     def __init__(self) -> None:
-        self._mode = self._raised_in = _Mode.START
-        self._pressed = False
-        self._begun = False
-        self._leave: Callable[[], None] | None = None  # that of the editor that reads a line
+        self.pressed = False  # since `clear`; the line editor sets it, too, where it reads Ctrl-C as a key
+        self._action = _Action.EXIT
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._handle)
-        self._hook, sys.unraisablehook = sys.unraisablehook, self._lose
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.unraisablehook = self._hook
         signal.signal(signal.SIGINT, self._previous)
 
-    @property
-    def pressed(self) -> bool:
-        """Whether Ctrl-C was pressed since the last line was entered."""
-        return self._pressed
+    def clear(self) -> None:
+        """Forget that Ctrl-C was pressed: a new line begins."""
+        self.pressed = False
 
     @contextmanager
-    def prompting(self) -> Iterator[None]:
-        """The program waits for a line."""
-        self._mode, self._pressed = _Mode.PROMPT, False
-        try:
+    def noting(self) -> Iterator[None]:
+        """Let Ctrl-C only set `pressed`."""
+        with self._acting(_Action.NOTE):
             yield
-        finally:
-            self.settle()
 
     @contextmanager
-    def editing(self, leave: Callable[[], None]) -> Iterator[None]:
-        """An editor reads the line. Ctrl-C is noted, and `leave` called, which may come at any moment."""
-        self._leave = leave
-        self.settle()
-        try:
-            yield
-        finally:
-            self._leave = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A command waits for a file or for the network, perhaps for ever.
-
-        Raises KeyboardInterrupt where Ctrl-C came since the line was entered.
-        """
-        self._mode = _Mode.PROMPT
-        try:
-            if self._pressed:
+    def raising(self) -> Iterator[None]:
+        """Let Ctrl-C raise KeyboardInterrupt, at once if it was pressed before."""
+        with self._acting(_Action.RAISE):
+            if self.pressed:
                 raise KeyboardInterrupt
             yield
-        finally:
-            self.settle()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Another model is loaded. Raises KeyboardInterrupt where Ctrl-C came since the line was entered."""
-        self._mode = _Mode.LOADING
-        try:
-            if self._pressed:
-                self._handle(signal.SIGINT, None)
+        """Let Ctrl-C cancel a load; a second one leaves, for example while the former model returns."""
+        with self._acting(_Action.LOAD):
             yield
-        finally:
-            if self._mode is _Mode.LOADING:
-                self.settle()
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """An answer is made. Before `begun`, its prompt is being read, which may take long."""
-        self._mode, self._begun = _Mode.ANSWER, False
-        try:
-            yield
-        finally:
-            self.settle()
-
-    def begun(self) -> None:
-        """The first round is done: from now on Ctrl-C waits for the end of a round."""
-        self._begun = True
+    def begin_rounds(self) -> None:
+        """Within `raising`, let Ctrl-C set `pressed`, to be read after each round; a second one leaves."""
+        self._action = _Action.STOP
 
     def settle(self) -> None:
-        """Raise nothing: the answer is over, and its caches are being put in order."""
-        self._mode = _Mode.QUIET
+        """Within `raising`, let Ctrl-C only set `pressed`: the caches of an answer are put in order."""
+        self._action = _Action.NOTE
 
-    def press(self) -> None:
-        """Ctrl-C was read as a key: the answer that comes is to be stopped."""
-        self._pressed = True
+    @contextmanager
+    def _acting(self, action: _Action) -> Iterator[None]:
+        before, self._action = self._action, action
+        try:
+            yield
+        finally:
+            self._action = before
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._mode is _Mode.START:
-            _tell()
-            os._exit(INTERRUPTED)
-        again = self._pressed or not self._begun
-        self._pressed, self._raised_in = True, self._mode
-        if self._mode is _Mode.LOADING:
-            self._mode = _Mode.START
-            _tell()
-            raise KeyboardInterrupt
-        if self._leave is not None:
-            self._leave()
-        if self._mode is _Mode.PROMPT or (self._mode is _Mode.ANSWER and again):
-            self.settle()
-            raise KeyboardInterrupt
-
-    def _lose(self, lost: UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
-            self._hook(lost)
-            return
-        self._mode = self._raised_in
-        threading.Timer(AGAIN, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        again, self.pressed = self.pressed, True
+        match self._action:
+            case _Action.EXIT:
+                _report()
+                os._exit(INTERRUPTED)
+            case _Action.LOAD:
+                self._action = _Action.EXIT
+                _report()
+                raise KeyboardInterrupt
+            case _Action.STOP if again:
+                _report()
+                raise SystemExit(INTERRUPTED)
+            case _Action.RAISE:
+                self._action = _Action.NOTE
+                raise KeyboardInterrupt
 
 
-@contextmanager
-def heeded() -> Iterator[None]:
-    """A line is read by `input()`, and Ctrl-C ends that within HEED seconds.
-
-    `input()` asks for signals when one interrupts its wait for a key. One that comes between the prompt and
-    the wait interrupts nothing, and would be seen at the next key only (CPython's Modules/readline.c). A
-    timer interrupts the wait soon after.
-    """
-    before = signal.signal(signal.SIGALRM, lambda _signal, _frame: None)
-    signal.setitimer(signal.ITIMER_REAL, HEED, HEED)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _tell() -> None:
+def _report() -> None:
     newline = "\n" if os.isatty(2) else ""
-    # Not by sys.stderr: the signal may have come in the middle of a buffered write.
+    # Not through sys.stderr: the signal may have come in the middle of a buffered write.
     with suppress(OSError):
         os.write(2, f"{newline}mlx-spec: interrupted\n".encode())

@@ -1,68 +1,75 @@
-"""Markdown to text with SGR escape codes: what models write most, and all else as it is."""
+"""Markdown of a finished answer as terminal text, by rich.
+
+Two things differ from rich's own output: single line breaks stay, as models mean them, and code has no
+margin, so that it can be copied from the terminal.
+"""
 
 from __future__ import annotations
 
+import io
 import re
-import unicodedata
+from typing import ClassVar
 
-BOLD, ITALIC, CODE, DIM = "1", "3", "36", "2"
-FENCE = re.compile(r"\s*(```|~~~)")
-HEADING = re.compile(r"#{1,6}\s+(?P<text>.*?)\s*#*\s*")
-BULLET = re.compile(r"(?P<indent>\s*)[-*+]\s+(?P<text>.*)")
-QUOTE = re.compile(r"\s*>\s?(?P<text>.*)")
-SPAN = re.compile(
-    r"`(?P<code>[^`\n]+)`"
-    r"|\*\*(?P<bold>\S(?:[^*\n]*[^*\s])?)\*\*"
-    r"|(?<![\w*])\*(?P<italic>[^\s*](?:[^*\n]*[^*\s])?)\*(?![\w*])"
-)
-# Joined emoji and the like: terminals do not agree about how wide they are. Tabs are as wide as their place.
-UNSURE = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
+from markdown_it import MarkdownIt
+from rich.cells import chop_cells
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown
+from rich.syntax import Syntax
+from rich.theme import Theme
+
+CODE_THEME = "ansi_dark"  # the terminal's own colours, so that its background may be dark or light
+THEME = Theme({"markdown.code": "cyan"})
+PLAIN_BLOCKS = {"paragraph_open", "paragraph_close", "inline"}
+PLAIN_SPANS = {"text", "softbreak", "hardbreak"}
+TRAILING_SPACES = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
+# Terminals disagree about the width of joined emoji; that of a tab depends on its column.
+UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
 
-def rendered(text: str) -> str:
-    """The text for a terminal; the same text where there is no Markdown in it."""
-    lines: list[str] = []
-    in_code = False
-    for line in text.split("\n"):
-        if FENCE.match(line):
-            in_code = not in_code
-        else:
-            lines.append(_styled(line, CODE) if in_code else _line(line))
-    return "\n".join(lines)
+class _LeftHeading(Heading):
+    LEVEL_ALIGN: ClassVar[dict[str, JustifyMethod]] = {}
+
+
+class _BareCode(CodeBlock):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        syntax = Syntax("", self.lexer_name, theme=CODE_THEME, background_color="default")
+        text = syntax.highlight(str(self.text).rstrip())
+        text.rstrip()
+        text.no_wrap, text.overflow = True, "ignore"
+        yield text
+
+
+class _AnswerMarkdown(Markdown):
+    elements: ClassVar = {
+        **Markdown.elements,
+        "heading_open": _LeftHeading,
+        "fence": _BareCode,
+        "code_block": _BareCode,
+    }
+
+
+def rendered(text: str, columns: int) -> str | None:
+    """Return the text with escape codes, `columns` wide; None if there is no Markdown in it."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+    blocks = parser.parse(text)
+    spans = [span for block in blocks for span in block.children or ()]
+    if {block.type for block in blocks} <= PLAIN_BLOCKS and {span.type for span in spans} <= PLAIN_SPANS:
+        return None
+    for span in spans:
+        if span.type == "softbreak":
+            span.type = "hardbreak"
+    markdown = _AnswerMarkdown("", hyperlinks=False)
+    markdown.parsed = blocks
+    console = Console(
+        file=io.StringIO(), force_terminal=True, color_system="standard", theme=THEME, width=columns
+    )
+    with console.capture() as capture:
+        console.print(markdown, crop=False)
+    return TRAILING_SPACES.sub(r"\1", capture.get()).strip("\n") + "\n"
 
 
 def rows(text: str, columns: int) -> int | None:
-    """How many rows of a terminal the text takes; None where that is not certain."""
-    if UNSURE.search(text) or columns < 1:
+    """Return how many rows of a terminal the text takes; None if that is uncertain."""
+    if UNSURE_WIDTH.search(text) or columns < 1:
         return None
-    return sum(max(-(-_width(line) // columns), 1) for line in text.split("\n"))
-
-
-def _line(line: str) -> str:
-    if found := HEADING.fullmatch(line):
-        return _styled(found["text"], BOLD)
-    if found := QUOTE.fullmatch(line):
-        return f"{_styled('│', DIM)} {_spans(found['text'])}"
-    if found := BULLET.fullmatch(line):
-        return f"{found['indent']}• {_spans(found['text'])}"
-    return _spans(line)
-
-
-def _spans(line: str) -> str:
-    return SPAN.sub(_span, line)
-
-
-def _span(found: re.Match[str]) -> str:
-    styles = {"code": CODE, "bold": BOLD, "italic": ITALIC}
-    name = found.lastgroup or "code"
-    return _styled(found[name], styles[name])
-
-
-def _styled(text: str, style: str) -> str:
-    return f"\x1b[{style}m{text}\x1b[0m" if text else ""
-
-
-def _width(line: str) -> int:
-    """Columns; wide characters take two, combining ones none."""
-    wide = sum(unicodedata.east_asian_width(letter) in ("W", "F") for letter in line)
-    return len(line) + wide - sum(unicodedata.combining(letter) > 0 for letter in line)
+    return sum(max(len(chop_cells(line, columns)), 1) for line in text.split("\n"))

@@ -1,25 +1,45 @@
-"""From names to a loaded pair: the one that is asked for, or the one used last."""
+"""Models of a conversation: which pair to load, what `/model` lists and downloads, the pair used last."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlx_spec import load
-from mlx_spec.apps.chat.arguments import Options
-from mlx_spec.apps.chat.settings import last_used_file
+from mlx_spec import hub, load
+from mlx_spec.apps.described import summary, table
+from mlx_spec.apps.server.memory import machine_bytes
+from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
+from mlx_spec.convert.catalogue import ALIASES, aliases, resolve
+from mlx_spec.convert.inspect import Checkpoint, ConvertedPair
+from mlx_spec.convert.progress import shown_size
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, made_for
-from mlx_spec.hub.files import write_atomically
-from mlx_spec.pair import Pair, Policies
+from mlx_spec.known import drafter_of
+from mlx_spec.load import DEMO, LOOKUP, NONE
+from mlx_spec.pair import Pair
 from mlx_spec.policies import always
+from mlx_spec.types import MAX_DRAFT_TOKENS
+
+from .arguments import Options
+from .settings import last_used_file, typed_path, write_atomically
+
+if TYPE_CHECKING:
+    from mlx_spec.policy import AdaptivePolicies
+
+HUB_TIMEOUT_S = 3.0  # for the sizes of the models that could be downloaded
+MEMORY_FACTOR, MEMORY_EXTRA_BYTES = 1.1, 500_000_000  # of a loaded pair: its weights times, and besides
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What to load, as `load` takes it."""
+class PairChoice:
+    """The arguments of `load`."""
 
     target: str
     drafter: str | None = None
@@ -28,25 +48,33 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Model:
-    """A loaded pair."""
+class LoadedPair:
+    """A pair with the choice that it was loaded by."""
 
-    choice: Choice
+    choice: PairChoice
     pair: Pair
-    free: Policies | None  # its own, where it was loaded to draft what pays
+    adaptive: AdaptivePolicies | None  # its own policies; None if it was loaded with a fixed draft length
 
 
-def choice_of(options: Options) -> Choice:
-    """What the command line asks for; without a target the pair used last, or else the demo."""
+@dataclass(frozen=True)
+class NamedModel:
+    """A choice by name, and its repositories that are not on this disk."""
+
+    choice: PairChoice
+    missing: tuple[str, ...] = ()
+
+
+def choose(options: Options) -> PairChoice:
+    """Return the choice of a command line; without a target the pair used last, or else the demo."""
     target, drafter = options.target, options.drafter
     if target is None:
-        found = used_last() or Choice(DEMO)
-        target, drafter = found.target, found.drafter if drafter is None else drafter
-    return Choice(target, drafter, options.num_draft_tokens, options.kv_bits)
+        used = used_last() or PairChoice(DEMO)
+        target, drafter = used.target, used.drafter if drafter is None else drafter
+    return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits)
 
 
-def opened(choice: Choice, *, think: bool = False) -> Model:
-    """Load it and remember it. Raises SpecError; InvalidValue if it is to think and cannot."""
+def open_pair(choice: PairChoice, *, think: bool = False) -> LoadedPair:
+    """Load a pair and remember it. Raises SpecError; InvalidValue if it has to think and cannot."""
     pair = load(
         choice.target,
         choice.drafter,
@@ -56,19 +84,22 @@ def opened(choice: Choice, *, think: bool = False) -> Model:
     if think:
         check_thinking(pair)
     _remember(choice)
-    return Model(choice, pair, pair.policies if choice.num_draft_tokens is None else None)
+    return LoadedPair(choice, pair, pair.policies if choice.num_draft_tokens is None else None)
 
 
 def check_thinking(pair: Pair) -> None:
-    """Raise InvalidValue for a target that cannot be asked to think."""
+    """Raise InvalidValue if the target cannot be asked to think."""
     if not pair.text.thinks:
         raise InvalidValue(
             f"{pair.info.target} cannot be asked to think first: leave out --think, or /set think off"
         )
 
 
-def drafting(choice: Choice, word: str) -> Choice:
-    """The same model with other drafts: auto, off, lookup or a number. Raises InvalidValue."""
+# --- drafts
+
+
+def with_drafts(choice: PairChoice, word: str) -> PairChoice:
+    """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue."""
     own = None if choice.drafter in (LOOKUP, NONE) else choice.drafter
     match word:
         case "auto":
@@ -77,88 +108,176 @@ def drafting(choice: Choice, word: str) -> Choice:
             return replace(choice, num_draft_tokens=0)
         case "lookup":
             return replace(choice, drafter=LOOKUP, num_draft_tokens=None)
-    if not word.isdecimal() or not 0 <= int(word) <= 16:
-        raise InvalidValue(f"/draft {word} is not known: give auto, off, lookup or 1 to 16")
+    if not word.isdecimal() or not 0 <= int(word) <= MAX_DRAFT_TOKENS:
+        raise InvalidValue(f"/draft {word} is not known: give auto, off, lookup or 1 to {MAX_DRAFT_TOKENS}")
     drafter = own if choice.drafter == NONE else choice.drafter
     return replace(choice, drafter=drafter, num_draft_tokens=int(word))
 
 
-def redrafted(model: Model, choice: Choice) -> Model | None:
-    """The loaded weights with the drafts of `choice`; None where others are needed."""
-    if replace(choice, num_draft_tokens=model.choice.num_draft_tokens) != model.choice:
+def reuse_weights(loaded: LoadedPair, choice: PairChoice) -> LoadedPair | None:
+    """Change the draft length of a loaded pair. Returns None if the choice needs other weights."""
+    if replace(choice, num_draft_tokens=loaded.choice.num_draft_tokens) != loaded.choice:
         return None
-    number = choice.num_draft_tokens
-    has_drafter = bool(model.pair.drafter_names)
-    if number is None:
-        policies = model.free
+    if choice.num_draft_tokens is not None:
+        has_drafter = bool(loaded.pair.drafter_names)
+        loaded.pair.policies = always(
+            choice.num_draft_tokens if has_drafter else 0, disabled=has_drafter or choice.drafter == NONE
+        )
+    elif loaded.adaptive is not None:
+        loaded.pair.policies = loaded.adaptive
     else:
-        policies = always(number if has_drafter else 0, disabled=has_drafter or choice.drafter == NONE)
-    if policies is None:
         return None
-    model.pair.policies = policies
-    return replace(model, choice=choice)
+    return replace(loaded, choice=choice)
 
 
-def used_last() -> Choice | None:
-    """The real pair that this program used last, or else the cached one that was; None without one."""
+# --- models by name
+
+
+def names() -> list[str]:
+    """Return the names that `/model` takes."""
+    here = [model.name for model in local_models() if not model.is_drafter]
+    return [*here, *(name for name in aliases() if name not in here)]
+
+
+def find_model(name: str, kv_bits: int | None) -> NamedModel:
+    """Return the choice that a typed name means. Raises NotFound."""
+    converted = default_folder() / typed_path(name)
+    if name == DEMO or typed_path(name).is_dir():
+        return NamedModel(PairChoice(name, kv_bits=kv_bits))
+    if converted.is_dir():
+        return NamedModel(PairChoice(str(converted), kv_bits=kv_bits))
+    found = resolve(name)
+    drafter = None if found.drafter == drafter_of(found.target) else found.drafter
+    parts = [found.target, *([found.drafter] if found.drafter else [])]
+    missing = tuple(part for part in parts if not _is_local(part))
+    return NamedModel(PairChoice(found.target, drafter, kv_bits=kv_bits), missing)
+
+
+def listing(present: str) -> list[str]:
+    """Return lines about the models on this disk, the present one marked, and those to download."""
+    models = local_models()
+    lines = []
+    if targets := [model for model in models if not model.is_drafter]:
+        lines += ["on this disk:", *table([_row(model, models, present) for model in targets])]
+    here = {model.name for model in models if model.problem is None}
+    if absent := [alias for alias in ALIASES if resolve(alias).target not in here]:
+        sizes = _download_sizes(absent)
+        rows = []
+        for alias in absent:
+            size = sizes.get(alias)
+            known = ("size not known", "") if size is None else (shown_size(size), fit(size))
+            rows.append((f"  {alias}", *known, resolve(alias).target))
+        lines += ["to be fetched:", *table(rows)]
+    return [*lines, "/model NAME loads one, and asks before it downloads anything"]
+
+
+def describe_download(missing: Sequence[str]) -> list[str]:
+    """Return lines about a download. Raises SpecError if the hub does not answer or the disk is full."""
+    plans = [hub.plan(name) for name in missing]
+    size, total = sum(plan.missing for plan in plans), sum(plan.total for plan in plans)
+    folder = cache_folder()
+    hub.check_space(" and ".join(plan.name for plan in plans), size, folder)
+    lines = [
+        f"{plan.name}: {shown_size(plan.missing)} of {shown_size(plan.total)} to fetch" for plan in plans
+    ]
+    return [*lines, f"{shown_size(hub.free_bytes(folder))} are free on the disk; memory: {fit(total)}"]
+
+
+def download(name: str) -> bool:
+    """Run `mlx-spec pull`, which Ctrl-C stops and the next one resumes. Returns True if all is here."""
+    command = [sys.executable, "-m", "mlx_spec", "pull", name]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def fit(size: int) -> str:
+    """Return in words whether weights of `size` bytes fit the memory of this machine."""
+    available = machine_bytes()
+    needed = int(size * MEMORY_FACTOR) + MEMORY_EXTRA_BYTES
+    if needed <= available:
+        return f"fits, about {shown_size(needed)} of {shown_size(available)}"
+    return f"does not fit, about {shown_size(needed)} and there are {shown_size(available)}"
+
+
+def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str, ...]:
+    mark = "*" if model.name == present else " "
+    about = summary(model, partners(model, models))
+    return f"{mark} {model.name}", shown_size(model.size), fit(model.size), about
+
+
+def _download_sizes(names: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of target and drafter by alias, as far as the hub answers in time."""
+    found: dict[str, int] = {}
+
+    def ask(name: str) -> None:
+        pair = resolve(name)
+        with suppress(SpecError):
+            plans = [hub.plan(part) for part in (pair.target, pair.drafter) if part]
+            found[name] = sum(plan.total for plan in plans)
+
+    import huggingface_hub  # noqa: F401 (imported once, not by all threads together)
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
+    deadline = time.monotonic() + HUB_TIMEOUT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    return dict(found)
+
+
+# --- the pair used last
+
+
+def used_last() -> PairChoice | None:
+    """Return the pair that this program used last, or the cached one that was; None without any."""
     remembered = _remembered()
-    if remembered is not None and _is_here(remembered):
+    if remembered is not None and _is_complete(remembered):
         return remembered
-    from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
-    from mlx_spec.hub.local import local_models, partners
-
     models = [model for model in local_models() if model.problem is None and model.origin != "bundled"]
     for model in sorted(models, key=lambda model: model.last_used, reverse=True):
         found = model.found
         if isinstance(found, ConvertedPair) and found.drafter is not None:
-            return Choice(model.name)
-        if isinstance(found, CheckpointInfo) and not model.is_drafter:
-            own, here = made_for(model.name), partners(model, models)
+            return PairChoice(model.name)
+        if isinstance(found, Checkpoint) and not model.is_drafter:
+            here = partners(model, models)
             if here:
-                return Choice(model.name, None if own in here else here[0])
+                return PairChoice(model.name, None if drafter_of(model.name) in here else here[0])
     return None
 
 
-def _remember(choice: Choice) -> None:
-    """Keep what was loaded, where that can be written; the demo and plain decoding are no pair of ours."""
+def _remember(choice: PairChoice) -> None:
+    """Write down what was loaded, but neither the demo nor a pair without a drafter's weights."""
     if choice.target == DEMO or choice.drafter in (LOOKUP, NONE):
         return
-    names = {"target": _lasting(choice.target), "drafter": choice.drafter and _lasting(choice.drafter)}
+    names = {"target": _absolute(choice.target), "drafter": choice.drafter and _absolute(choice.drafter)}
     file = last_used_file()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"version": 1, **names}) + "\n")
 
 
-def _remembered() -> Choice | None:
+def _remembered() -> PairChoice | None:
     try:
         found = json.loads(last_used_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict):
-        return None
-    target, drafter = found.get("target"), found.get("drafter")
-    if not isinstance(target, str) or not isinstance(drafter, str | None):
-        return None
-    return Choice(target, drafter)
+    match found:
+        case {"target": str(target), "drafter": str() | None as drafter}:
+            return PairChoice(target, drafter)
+    return None
 
 
-def _lasting(name: str) -> str:
-    """A path as it is from everywhere."""
+def _absolute(name: str) -> str:
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
 
 
-def _is_here(choice: Choice) -> bool:
-    """Whether it can be loaded without a download."""
-    drafter = choice.drafter or made_for(choice.target)
-    return all(map(is_local, [choice.target, *([drafter] if drafter else [])]))
+def _is_complete(choice: PairChoice) -> bool:
+    drafter = choice.drafter or drafter_of(choice.target)
+    return all(map(_is_local, [choice.target, *([drafter] if drafter else [])]))
 
 
-def is_local(name: str) -> bool:
-    """Whether a folder or a repository is complete on this disk."""
-    from mlx_spec import hub
-
+def _is_local(name: str) -> bool:
     if Path(name).expanduser().is_dir():
         return True
     with suppress(SpecError):

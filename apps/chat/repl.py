@@ -1,66 +1,108 @@
-"""The conversation: reads messages and commands until it is left."""
+"""The two ways to chat: a conversation until the user leaves, or one answer. Both need MLX."""
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import nullcontext
 
-from mlx_spec.apps.chat.answer import ChatState
-from mlx_spec.apps.chat.arguments import Options
-from mlx_spec.apps.chat.commands import Commands
-from mlx_spec.apps.chat.conversation import Conversation, NoModelLeft
-from mlx_spec.apps.chat.input import open_input, unquoted
-from mlx_spec.apps.chat.models import PairChoice, open_pair
-from mlx_spec.apps.chat.settings import AnswerSettings
-from mlx_spec.apps.chat.terminal import OutputClosed
-from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import DEMO
+from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.load import DEMO
+
+from ..command import INTERRUPTED
+from .answer import ChatState, Outcome
+from .arguments import Options, refuse
+from .commands import Commands
+from .conversation import Conversation, NoModelLeft
+from .input import open_input, unquoted
+from .interrupts import Interrupts
+from .models import choose, open_pair
+from .report import Trace, as_json
+from .settings import from_options
+from .terminal import OutputClosed, Terminal
 
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /usr/bin is a message
-HELLO = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
+GREETING = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
 ABOUT_DEMO = (
     "a small demo model that explains the Python standard library; for a real one: /model, "
     "or --target REPO_OR_FOLDER"
 )
 
 
-def converse(answerer: ChatState, options: Options, settings: AnswerSettings, choice: PairChoice) -> None:
-    """Load the pair and talk until the user leaves. Raises SpecError."""
-    terminal, interrupts = answerer.terminal, answerer.interrupts
-    terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{_why(options)}")
-    conversation = Conversation(open_pair(choice, think=settings.think), settings, options.system)
-    desk = ChatState(conversation, answerer, terminal, interrupts, full_reports=options.stats)
-    commands = Commands(desk)
-    answerer.talks = True
-    desk.lines = open_input(terminal, interrupts, commands.completions(), history=options.history)
-    terminal.note(HELLO)
-    while True:
-        try:
-            _take(_read(desk), desk, commands)
-        except EOFError:
-            return
-        except KeyboardInterrupt:  # a command that waited for something
-            terminal.newline()
-            terminal.note("interrupted")
-        except (OutputClosed, NoModelLeft):
-            raise
-        except SpecError as error:  # it does not end the conversation
-            terminal.error(error)
-
-
-def _why(options: Options) -> str:
-    return ", the pair used last" if options.target is None else ""
-
-
-def _read(desk: ChatState) -> str:
+def run(options: Options, prompt: str | None, terminal: Terminal, interrupts: Interrupts) -> int:
+    """Answer the prompt, or talk until the user leaves. Returns the exit status. Raises SpecError."""
     try:
-        with desk.interrupts.prompting():
-            return desk.lines.read()
+        settings = from_options(options)
+    except InvalidValue as error:
+        refuse(str(error))
+    with nullcontext() if options.trace is None else Trace(options.trace) as trace:
+        choice = choose(options)
+        if prompt is None:
+            remembered = ", the pair used last" if options.target is None else ""
+            terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
+        conversation = Conversation(open_pair(choice, think=settings.think), settings, options.system)
+        chat = ChatState(
+            conversation,
+            terminal,
+            interrupts,
+            trace,
+            highlight=options.highlight,
+            full_reports=options.stats,
+            shows_answers=not options.json,
+            is_interactive=prompt is None,
+        )
+        if prompt is None:
+            _converse(chat, history=options.history)
+            return 0
+        return _answer_as_json(chat, prompt) if options.json else _status(chat.answer_and_report(prompt))
+
+
+def _converse(chat: ChatState, *, history: bool) -> None:
+    commands = Commands(chat)
+    commands.input = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
+    chat.terminal.note(GREETING)
+    with chat.interrupts.noting():
+        while True:
+            try:
+                _take_line(chat, commands)
+            except EOFError:
+                return
+            except (OutputClosed, NoModelLeft):
+                raise
+            except SpecError as error:  # it does not end the conversation
+                chat.terminal.error(error)
+
+
+def _take_line(chat: ChatState, commands: Commands) -> None:
+    """Read a message or a command and act on it. Raises SpecError, and EOFError to leave."""
+    chat.interrupts.clear()
+    try:
+        text = commands.input.read()
     except KeyboardInterrupt:
-        return ""
-
-
-def _take(text: str, desk: ChatState, commands: Commands) -> None:
+        return
     if command := COMMAND.fullmatch(text.strip()):
-        commands.run(command[1], command[2] or "")
+        try:
+            with chat.interrupts.raising():
+                commands.run(command[1], command[2] or "")
+        except KeyboardInterrupt:  # it waited for a file or the network
+            chat.terminal.newline()
+            chat.terminal.note("interrupted")
     elif message := unquoted(text):
-        desk.answer(message)
+        chat.answer_and_report(message)
+
+
+def _answer_as_json(chat: ChatState, prompt: str) -> int:
+    outcome, info = chat.answer(prompt), chat.conversation.pair.info
+    found = {
+        "text": outcome.answer,
+        "thoughts": outcome.thinking or None,
+        "target": info.target,
+        "drafter": info.drafter,
+        **as_json(outcome.statistics, outcome.first_seconds, outcome.peak_bytes),
+    }
+    chat.terminal.piece(json.dumps(found, ensure_ascii=False) + "\n", "answer")
+    return _status(outcome)
+
+
+def _status(outcome: Outcome) -> int:
+    return INTERRUPTED if outcome.is_interrupted else 0

@@ -1,93 +1,162 @@
-"""How answers are made, and what `/set` changes of it."""
+"""The settings of answers, what `/set` changes of them, and the files of the program."""
 
 from __future__ import annotations
 
-import argparse
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.chat.arguments import MAX_TOKENS, Options
-from mlx_spec.apps.command import integer, number
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
-OFF = ("off", "none", "default")
+from .arguments import MAX_TOKENS, Options
+
+DEFAULT_WORDS = ("off", "none", "default")  # as values of `/set`
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of all answers to come. The grammar is no part of it."""
+class AnswerSettings:
+    """The settings of all answers to come. The grammar is not among them."""
 
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = MAX_TOKENS
     think: bool = False
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not allowed: give a number") from None
+
+
+def _integer(text: str, minimum: int | None = 0) -> int:
+    bound = "" if minimum is None else f" of at least {minimum}"
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or (minimum is not None and value < minimum):
+        raise ValueError(f"{text!r} is not allowed: give an integer{bound}")
+    return value
+
+
 def _switch(text: str) -> bool:
     if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give on or off")
+        raise ValueError(f"{text!r} is not allowed: give on or off")
     return text == "on"
 
 
-OF_SAMPLING: Mapping[str, Callable[[str], Any]] = {
-    "temperature": number,
-    "top_p": number,
-    "top_k": integer(0),
-    "min_p": number,
-    "repetition_penalty": number,
-    "presence_penalty": number,
-    "frequency_penalty": number,
-    "seed": integer(None),
+SAMPLING_FIELDS: Mapping[str, Callable[[str], Any]] = {
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _integer,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "seed": lambda text: _integer(text, None),
 }
-OTHERS: Mapping[str, Callable[[str], Any]] = {"max_tokens": integer(1), "think": _switch}
-NAMES = (*OF_SAMPLING, *OTHERS)
+OTHER_FIELDS: Mapping[str, Callable[[str], Any]] = {
+    "max_tokens": lambda text: _integer(text, 1),
+    "think": _switch,
+}
+NAMES = (*SAMPLING_FIELDS, *OTHER_FIELDS)
 
 
-def settings_of(options: Options) -> Settings:
-    """Those of the command line. Raises InvalidValue."""
-    return Settings(replace(Sampling(), **options.sampling), options.max_tokens, options.think)
+def from_options(options: Options) -> AnswerSettings:
+    """Return the settings of a command line. Raises InvalidValue."""
+    return AnswerSettings(replace(Sampling(), **options.sampling), options.max_tokens, options.think)
 
 
-def changed(settings: Settings, name: str, text: str) -> Settings:
-    """With another value, as typed; "off" is the default. Raises InvalidValue."""
+def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
+    """Return the settings with one value as typed; "off" is the default. Raises InvalidValue."""
     if name not in NAMES:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
-    if text in OFF and name != "think":
-        return _with(settings, {name: values(Settings())[name]})
+    if text in DEFAULT_WORDS and name != "think":
+        return _replace(settings, {name: values(AnswerSettings())[name]})
     try:
-        return _with(settings, {name: (OF_SAMPLING.get(name) or OTHERS[name])(text)})
-    except argparse.ArgumentTypeError as error:
+        value = (SAMPLING_FIELDS.get(name) or OTHER_FIELDS[name])(text)
+    except ValueError as error:
         raise InvalidValue(f"{name}: {error}") from error
+    return _replace(settings, {name: value})
 
 
-def values(settings: Settings) -> dict[str, Any]:
-    """All by name."""
-    found = {name: vars(settings.sampling)[name] for name in OF_SAMPLING}
-    return found | {"max_tokens": settings.max_tokens, "think": settings.think}
+def values(settings: AnswerSettings) -> dict[str, Any]:
+    """Return all values by name."""
+    sampling = {name: vars(settings.sampling)[name] for name in SAMPLING_FIELDS}
+    return sampling | {"max_tokens": settings.max_tokens, "think": settings.think}
 
 
-def from_values(given: Mapping[str, Any]) -> Settings:
-    """Settings by name; those that are not given have their defaults. Raises InvalidValue."""
+def from_values(given: Mapping[str, Any]) -> AnswerSettings:
+    """Return the settings with these values, the others at their defaults. Raises InvalidValue."""
     known = {name: value for name, value in given.items() if name in NAMES}
     try:
-        settings = _with(Settings(), known)
+        settings = _replace(AnswerSettings(), known)
     except TypeError as error:
         raise InvalidValue(f"the settings cannot be used: {error}") from error
-    longest, think = settings.max_tokens, settings.think
-    if type(longest) is not int or longest < 1 or type(think) is not bool:
-        raise InvalidValue(f"max_tokens={longest!r} and think={think!r}: give 1 or more, and true or false")
+    max_tokens, think = settings.max_tokens, settings.think
+    if type(max_tokens) is not int or max_tokens < 1 or type(think) is not bool:
+        raise InvalidValue(
+            f"max_tokens={max_tokens!r} and think={think!r}: give 1 or more, and true or false"
+        )
     return settings
 
 
 def shown(value: object) -> str:
-    """A value as `/set` takes it."""
+    """Return a value as `/set` takes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return "off" if value is None else str(value)
 
 
-def _with(settings: Settings, new: Mapping[str, Any]) -> Settings:
-    """Raises InvalidValue."""
-    sampling = replace(settings.sampling, **{name: new[name] for name in OF_SAMPLING if name in new})
-    return replace(settings, sampling=sampling, **{name: new[name] for name in OTHERS if name in new})
+def _replace(settings: AnswerSettings, new: Mapping[str, Any]) -> AnswerSettings:
+    sampling = {name: value for name, value in new.items() if name in SAMPLING_FIELDS}
+    others = {name: value for name, value in new.items() if name in OTHER_FIELDS}
+    return replace(settings, sampling=replace(settings.sampling, **sampling), **others)
+
+
+# --- files
+
+
+def history_file() -> Path:
+    """Return the file of typed lines, for the arrow keys."""
+    from platformdirs import user_state_path
+
+    return user_state_path("mlx_spec") / "chat_history"
+
+
+def last_used_file() -> Path:
+    """Return the file that names the pair used last."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("mlx_spec") / "last_chat.json"
+
+
+def typed_path(name: str) -> Path:
+    """Return the path that a user typed. Raises InvalidValue."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise InvalidValue(f"{name} is in the home of nobody: give a path without ~") from error
+    if "\0" in name:
+        raise InvalidValue("a path cannot hold a NUL: type it again")
+    return path
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replace `file` by `text` at once, readable by its owner only. Raises OSError and changes nothing."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    except BaseException:  # Ctrl-C too
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,4 +1,7 @@
-"""Text in and out: the answer on stdout, everything else on stderr. No escape codes but on a terminal."""
+"""Text in and out: answers on stdout, everything else on stderr. Escape codes go to terminals only.
+
+Tokens are written one by one with the codes of their colours: rich would wrap each piece by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,28 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from mlx_spec.apps.chat.interrupts import heeded
-from mlx_spec.apps.chat.markdown import rendered, rows
 from mlx_spec.errors import InvalidValue, SpecError
 
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+if TYPE_CHECKING:
+    from mlx_spec.answer import Span
+
+# Parameters of SGR escape codes. Colours are those of the 256; text of the target has none.
+DIM, PLAIN = "2", "0"
+DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
+COPIED, FORCED = "38;5;172", "38;5;170"
+BORDER = "│"  # between two rounds
 # A model must not steer the terminal: no control characters but tab and newline.
-_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
 class OutputClosed(SpecError):
-    """Nobody reads the answer any more."""
+    """Stdout takes no more text."""
 
 
 class ReaderLeft(OutputClosed):
-    """Whoever read the answer, such as `head`, has seen enough."""
+    """The reader of a pipe, such as `head`, has seen enough."""
 
 
 class Terminal:
@@ -34,34 +41,30 @@ class Terminal:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        self.shows_thinking = _is_terminal(sys.stdout)  # in a pipe there is only the answer
+        self.shows_thinking = _is_terminal(sys.stdout)  # a pipe gets the answer only
         self.is_watched = _is_terminal(sys.stderr)
-        self._dims_answer, self._dims_notes = _has_styles(sys.stdout), _has_styles(sys.stderr)
+        self.has_styles = _has_styles(sys.stdout)
+        self._dims_notes = _has_styles(sys.stderr)
         self._kind = ""  # of the last piece of this answer
-        self._shown = ""  # all of that kind
-        self._size: os.terminal_size | None = None  # when it began
+        self._shown = ""  # all text of that kind
+        self._size: os.terminal_size | None = None  # when that text began
         self._fresh_line = True
 
     @property
     def has_screen(self) -> bool:
-        """Whether the user sees what is written on one of the streams."""
+        """Return True if the user sees one of the streams."""
         return self.shows_thinking or self.is_watched
 
-    @property
-    def has_styles(self) -> bool:
-        """Whether answers may have colours."""
-        return self._dims_answer
-
     def piece(self, text: str, kind: str, style: str = "") -> None:
-        """Show one piece of an answer at once, in an SGR style where there are any. Raises OutputClosed."""
+        """Show a piece of an answer at once, in an SGR style if there are styles. Raises OutputClosed."""
         if not text or (kind == "thinking" and not self.shows_thinking):
             return
         if kind != self._kind:
             self._start(kind)
-        self._write(text, ";".join([*(["2"] if kind == "thinking" else []), *([style] if style else [])]))
+        self._write(text, ";".join(code for code in (DIM if kind == "thinking" else "", style) if code))
 
     def end(self, *, interrupted: bool = False) -> None:
-        """End the answer and its line, which is not empty after a Ctrl-C. Raises OutputClosed."""
+        """End the answer and its line; after Ctrl-C the line holds "^C". Raises OutputClosed."""
         if not self._fresh_line:
             self._write("\n")
         elif interrupted and self.is_watched:
@@ -69,47 +72,49 @@ class Terminal:
         self._kind = ""
 
     def render(self) -> None:
-        """Show the last part of an ended answer again, as its Markdown is meant. Raises OutputClosed.
+        """Replace the last part of an ended answer by its rendered Markdown. Raises OutputClosed.
 
-        Only where that changes it and all of it is still on the screen, which has the size it had.
+        Does nothing if there is no Markdown, or if the text may have left the screen or changed its shape.
         """
-        shown, size = self._shown, self._size
-        if not self._dims_answer or size is None or size != _size(sys.stdout):
+        from .markdown import rendered, rows
+
+        size = self._size
+        if not self.has_styles or size is None or size != _size(sys.stdout):
             return
-        new = rendered(shown)
-        height = rows(shown.removesuffix("\n"), size.columns)
-        if new == shown or height is None or height >= size.lines:
+        height = rows(self._shown.removesuffix("\n"), size.columns)
+        if height is None or height >= size.lines:
             return
-        self._put(f"\x1b[{height}A\x1b[J{new}")
+        if (text := rendered(self._shown, size.columns)) is not None:
+            self._put(f"\x1b[{height}A\x1b[J{text}")
 
     def note(self, text: str) -> None:
-        """A line for the user that is not part of the answer."""
-        _say(f"{DIM}{text}{PLAIN}" if self._dims_notes else text)
+        """Show a line that is not part of the answer."""
+        self.styled([(text, DIM)])
 
     def styled(self, parts: Sequence[tuple[str, str]]) -> None:
-        """A line for the user, of texts with an SGR style each."""
-        texts = [
-            f"\x1b[{style}m{text}{PLAIN}" if style and self._dims_notes else text for text, style in parts
-        ]
-        _say("".join(texts))
+        """Show a line of texts that have an SGR style each."""
+        _print_error(
+            "".join(
+                f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and self._dims_notes else text
+                for text, style in parts
+            )
+        )
 
     def error(self, error: Exception) -> None:
-        """One line that says what went wrong. Gives up on a stdout that is closed."""
+        """Show an error in one line. Gives up on a stdout that is closed."""
         if isinstance(error, OutputClosed):
             self.drop()
         elif not self._fresh_line:
             self.end()
-        _say(f"mlx-spec: {' '.join(str(error).split())}")
+        _print_error(f"mlx-spec: {' '.join(str(error).split())}")
 
     def ask(self, prompt: str) -> str:
-        """A line from the user, with editing. Raises EOFError, and InvalidValue if it is not text."""
-        _edit_lines()
+        """Return a line of the user. Raises EOFError, and InvalidValue if it is not text."""
         if not _is_terminal(sys.stdout):  # then input() would put the prompt into the answers
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         try:
-            with heeded():
-                return checked(input(prompt), "this line")
+            return checked(input(prompt), "this line")
         except UnicodeDecodeError as error:
             raise InvalidValue("this line is not UTF-8 text: type it again") from error
 
@@ -119,24 +124,24 @@ class Terminal:
 
     def newline(self) -> None:
         """Leave the line of the prompt."""
-        _say("")
+        _print_error("")
 
     def _start(self, kind: str) -> None:
         if not self._fresh_line:
             self._write("\n")
-        if kind == "thinking" and not self._dims_answer:
+        if kind == "thinking" and not self.has_styles:
             self._write("(thinking)\n")
         elif self._kind == "thinking":
-            self._write("\n" if self._dims_answer else "(answer)\n")
+            self._write("\n" if self.has_styles else "(answer)\n")
         self._kind, self._shown = kind, ""
         self._size = _size(sys.stdout) if kind == "answer" else None
 
     def _write(self, text: str, style: str = "") -> None:
         if self.shows_thinking:
-            text = text.translate(_CONTROLS)
+            text = text.translate(CONTROLS)
         if not text:
             return
-        self._put(f"\x1b[{style}m{text}{PLAIN}" if style and self._dims_answer else text)
+        self._put(f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and self.has_styles else text)
         self._shown += text
         self._fresh_line = text.endswith("\n")
 
@@ -152,8 +157,46 @@ class Terminal:
             raise OutputClosed(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
 
 
+def origin_name(drafters: Sequence[str], index: int | None) -> str | None:
+    """Return the name of a drafter by its index; None for the target, "grammar" behind the pair's own."""
+    if index is None:
+        return None
+    return drafters[index] if index < len(drafters) else "grammar"
+
+
+def origin_style(span: Span, drafters: Sequence[str]) -> str:
+    """Return the SGR style of a span by the origin of its token."""
+    match origin_name(drafters, span.drafter):
+        case None:
+            return ""
+        case "grammar":
+            return FORCED
+        case "lookup":
+            return COPIED
+    return DRAFTED[min(span.position, len(DRAFTED)) - 1]
+
+
+def legend() -> list[tuple[str, str]]:
+    """Return texts with their SGR styles that explain the colours of `origin_style`."""
+    last = len(DRAFTED)
+    positions = [
+        (f" {position}{'+' if position == last else ''}", style) for position, style in enumerate(DRAFTED, 1)
+    ]
+    return [
+        ("target ", ""),
+        (BORDER, DIM),
+        (" drafted at position", DRAFTED[0]),
+        *positions,
+        (f" {BORDER}", DIM),
+        (" copied by lookup", COPIED),
+        (f" {BORDER}", DIM),
+        (" forced by the grammar", FORCED),
+        (f"   {BORDER} ends a round", DIM),
+    ]
+
+
 def checked(text: str, name: str) -> str:
-    """The text, if every character of it is one. Raises InvalidValue otherwise."""
+    """Return the text. Raises InvalidValue if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -161,31 +204,22 @@ def checked(text: str, name: str) -> str:
     return text
 
 
-def _edit_lines() -> None:
-    with suppress(ImportError):
-        import readline  # input() uses it
-
-        # Several lines pasted at once are one message. Python switches that off.
-        readline.parse_and_bind("set enable-bracketed-paste on")
-
-
 def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
 def _has_styles(stream: TextIO | None) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR", "")
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _size(stream: TextIO | None) -> os.terminal_size | None:
-    """None where there is no terminal."""
     try:
         return os.get_terminal_size(stream.fileno()) if stream is not None else None
     except (OSError, ValueError):
         return None
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     if sys.stderr is None:
         return
     try:
@@ -195,7 +229,7 @@ def _say(line: str) -> None:
 
 
 def _drop(stream: TextIO | None) -> None:
-    """Send what is still buffered to nowhere: the interpreter flushes once more as it leaves."""
+    """Send what is still buffered to nowhere: the interpreter flushes once more when it exits."""
     if stream is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -203,7 +237,7 @@ def _drop(stream: TextIO | None) -> None:
 
 
 def _occupy_standard_files() -> None:
-    """Put nothing where stdin, stdout or stderr is closed, or the next file to be opened gets its number."""
+    """Open /dev/null as each standard file that is closed; the next opened file would get its number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

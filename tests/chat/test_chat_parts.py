@@ -7,34 +7,48 @@ import io
 import os
 import pty
 import re
-import resource
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
-import threading
-import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from screen import GOLDEN, LIMIT
 
-from mlx_spec.apps.chat import conversation
+from mlx_spec.answer import Span
+from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
 from mlx_spec.apps.chat.input import CommandCompleter, is_open, unquoted
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered, rows
 from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
-from mlx_spec.apps.chat.settings import NAMES, AnswerSettings, changed, from_values, shown, values
-from mlx_spec.apps.chat.terminal import COPIED, DRAFTED, FORCED, Origins, Terminal, legend
+from mlx_spec.apps.chat.report import details, status_line
+from mlx_spec.apps.chat.settings import (
+    NAMES,
+    AnswerSettings,
+    changed,
+    from_values,
+    shown,
+    values,
+    write_atomically,
+)
+from mlx_spec.apps.chat.terminal import (
+    COPIED,
+    DRAFTED,
+    FORCED,
+    Terminal,
+    legend,
+    origin_name,
+    origin_style,
+)
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
-from mlx_spec.hub.files import write_atomically
-from mlx_spec.session import Session
-from mlx_spec.text.stream import Span
+from mlx_spec.session import Positions, Session, Statistics
+from mlx_spec.types import Reason
 
 TARGET = str(GOLDEN / "target")
 TURNS = [
@@ -52,17 +66,89 @@ def texts(session: Session, message: str, max_tokens: int = 12) -> str:
     return "".join(piece.text for piece in session.stream(message, max_tokens=max_tokens))
 
 
-def test_help_is_quick():
-    """Under 0.3 s of processor time in one of ten runs at least: what other programs take is not ours."""
-    seconds: list[float] = []
-    while min(seconds, default=1.0) >= 0.3:
-        assert len(seconds) < 10, seconds
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "mlx_spec.chat", "--help"], check=True, capture_output=True, timeout=LIMIT
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+# --- reports
+
+SPECULATED = Statistics(
+    prompt_tokens=12,
+    reused_tokens=5,
+    generated_tokens=37,
+    rounds=12,
+    speculative_rounds=10,
+    speculative_tokens=34,
+    drafted=38,
+    accepted=19,
+    by_drafter={0: Positions((10, 10, 9, 9), (10, 6, 3))},
+    prefill_seconds=0.5,
+    decode_seconds=2.0,
+    compared_tokens=30,
+    plain_seconds=2.1,
+    compared_seconds=1.5,
+    finish_reason="stop",
+    last_reason=Reason.PAYS,
+)
+PLAIN = Statistics(prompt_tokens=3, generated_tokens=1, rounds=1, decode_seconds=0.5, finish_reason="stop")
+
+
+def test_status_of_a_speculative_answer():
+    assert status_line(SPECULATED, ["mtp"], 2048) == (
+        "18.5 tokens/s, 1.40 x plain · mtp K=4, 50% accepted · speculation pays · "
+        "37 tokens, 5 of 12 prompt tokens reused"
+    )
+    both = replace(SPECULATED, by_drafter={0: Positions((9, 9, 9), (9,)), 2: Positions((2, 1), (2, 1))})
+    assert " · mtp + grammar K=3, " in status_line(both, ["mtp", "lookup"], 2048)
+
+
+@pytest.mark.parametrize(
+    ("figures", "gain"),
+    [({"compared_tokens": 23}, None), ({"plain_seconds": 1.2}, "0.80 x plain")],
+)
+def test_speculation_without_a_gain_does_not_pay(figures, gain):
+    statistics = replace(SPECULATED, **figures)
+    line = status_line(statistics, ["mtp"], 2048)
+    assert " · learning · " in line and ("x plain" in line) == (gain is not None) and (gain or "") in line
+    assert any(line.startswith("gain: ") for line in details(statistics, None, 0)) == (gain is not None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (Reason.NO_DRAFTER, "speculation off: no drafter"),
+        (Reason.COST, "speculation off: verification costs more than it gains"),
+        (Reason.FIXED, "fixed by user"),
+        (Reason.LEARNING, "learning"),
+    ],
+)
+def test_status_tells_the_reason(reason, text):
+    assert status_line(replace(PLAIN, last_reason=reason), [], 8) == f"2.0 tokens/s · {text} · 1 token"
+
+
+def test_status_tells_what_cut_the_answer():
+    cut = replace(SPECULATED, finish_reason="length", reused_tokens=0)
+    assert status_line(cut, ["mtp"], 37).endswith(" · 37 tokens · cut at --max-tokens 37")
+    assert status_line(cut, ["mtp"], 38).endswith(" · 37 tokens · cut: the context is full")
+    assert status_line(replace(cut, finish_reason=None), ["mtp"], 64).endswith("tokens · interrupted")
+    assert status_line(Statistics(prompt_tokens=9), [], 64) == "0.0 tokens/s · 0 tokens · interrupted"
+
+
+def test_details():
+    assert details(SPECULATED, 0.55, 2_400_000_000, ["mtp"]) == [
+        "prompt: 12 tokens, 5 reused, the rest read in 0.50 s (14.0 tokens/s)",
+        "answer: 37 tokens in 12 rounds and 2.00 s (18.5 tokens/s)",
+        "first token after 0.55 s",
+        "drafts: by mtp, mostly K=4, 19 of 38 tokens accepted, 3.4 tokens a round",
+        "accepted by position:",
+        "   1 ████████████████████ 100%",
+        "   2 ████████████░░░░░░░░  60%",
+        "   3 ███████░░░░░░░░░░░░░  33%",
+        "   4 ░░░░░░░░░░░░░░░░░░░░   0%",
+        "gain: 1.40 x plain decoding",
+        "speculation on: pays",
+        "peak memory: 2.4 GB",
+    ]
+    assert details(replace(PLAIN, last_reason=Reason.DISABLED), None, 12_300_000)[2:] == [
+        "speculation off: disabled by user",
+        "peak memory: 12.3 MB",
+    ]
 
 
 # --- conversations on the disk
@@ -73,10 +159,10 @@ def test_saved_and_read(tmp_path):
     talk = SavedConversation(
         "demo", "lookup", "Be brief.", TURNS, values(AnswerSettings(max_tokens=7, think=True))
     )
-    conversation.write(file, talk)
-    assert conversation.read(file) == talk
-    conversation.write(file, replace(talk, system=None))  # over one of ours
-    assert conversation.read(file).system is None
+    files.write(file, talk)
+    assert files.read(file) == talk
+    files.write(file, replace(talk, system=None))  # over one of ours
+    assert files.read(file).system is None
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
@@ -90,7 +176,7 @@ def test_file_of_the_first_release(tmp_path):
         '"colours": true}'
     )
     (tmp_path / "old.json").write_text(text)
-    found = conversation.read(tmp_path / "old.json")
+    found = files.read(tmp_path / "old.json")
     assert (found.target, found.drafter, found.system, len(found.turns)) == ("demo", None, "Be brief.", 2)
     settings = from_values(found.settings)
     assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
@@ -112,28 +198,26 @@ def test_files_that_are_no_conversation(text, said, tmp_path):
     file = tmp_path / "talk.json"
     file.write_text(text)
     with pytest.raises(BadCheckpoint, match=said):
-        conversation.read(file)
+        files.read(file)
     if '"mlx_spec conversation"' not in text:
         with pytest.raises(InvalidValue, match="take another name"):
-            conversation.write(file, SavedConversation("demo", None, None, []))
+            files.write(file, SavedConversation("demo", None, None, []))
         assert file.read_text() == text
 
 
 def test_names_of_files(tmp_path):
-    assert conversation.file_named("talk") == Path("talk.json") and conversation.file_named(
-        "a/b.txt"
-    ) == Path("a/b.txt")
+    assert files.file_named("talk") == Path("talk.json") and files.file_named("a/b.txt") == Path("a/b.txt")
     with pytest.raises(NotFound, match="there is no file"):
-        conversation.read(tmp_path / "none.json")
+        files.read(tmp_path / "none.json")
     for name, said in (
         ("~nobody-of-that-name/talk", "home of nobody"),
         ("a\0b", "NUL"),
         ("", "give the name"),
     ):
         with pytest.raises(InvalidValue, match=said):
-            conversation.file_named(name)
+            files.file_named(name)
     with pytest.raises(InvalidValue, match="cannot be written"):
-        conversation.write(tmp_path / "none" / "talk.json", SavedConversation("demo", None, None, []))
+        files.write(tmp_path / "none" / "talk.json", SavedConversation("demo", None, None, []))
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -245,7 +329,7 @@ def test_settings_that_make_no_sense(name, text, said):
         (PairChoice("t", "none"), "4", PairChoice("t", None, 4)),
     ],
 )
-def test_drafting(before, word, after):
+def test_words_for_drafts(before, word, after):
     assert with_drafts(before, word) == after
 
 
@@ -262,7 +346,7 @@ def test_drafts_without_loading_again(model):
     assert reasons["off"][1] == "disabled by user" and reasons["2"][1] == "fixed by user"
     assert pair.policies is own
     assert reuse_weights(model, with_drafts(model.choice, "lookup")) is None
-    fixed = replace(model, choice=replace(model.choice, num_draft_tokens=2), free=None)
+    fixed = replace(model, choice=replace(model.choice, num_draft_tokens=2), adaptive=None)
     assert reuse_weights(fixed, with_drafts(fixed.choice, "auto")) is None
 
 
@@ -290,10 +374,11 @@ def test_completions(tmp_path):
     for name in ("talk.json", "tall.json", ".hidden"):
         (tmp_path / name).touch()
     (tmp_path / "tales").mkdir()
-    found = CommandCompleter(["draft", "load", "lull"], {"draft": lambda: ("auto", "off")}, ["load"])
+    completer = CommandCompleter(["draft", "load", "lull"], {"draft": lambda: ("auto", "off")}, ["load"])
 
     def of(text: str) -> list[tuple[str, int]]:
-        return list(found.of(text))
+        found = completer.get_completions(Document(text), CompleteEvent())
+        return [(completion.text, -completion.start_position) for completion in found]
 
     assert of("/l") == [("/load", 2), ("/lull", 2)]
     assert of("/draft ") == [("auto", 0), ("off", 0)]
@@ -317,16 +402,27 @@ def test_completions(tmp_path):
     [
         ("plain text\nof 2 * 3 * 4 and a_b_c, snake_case", None),
         ("**kwargs and *args", None),
-        ("# Title #\ntext", "\x1b[1mTitle\x1b[0m\ntext"),
-        ("- one\n  * two", "• one\n  • two"),
-        ("> said", "\x1b[2m│\x1b[0m said"),
-        ("a `b*c*` and **bold** and *it*", "a <36>b*c*</> and <1>bold</> and <3>it</>"),
-        ("```python\nx = *a*\n\n# y\n```\n*it*", "<36>x = *a*</>\n\n<36># y</>\n<3>it</>"),
+        ("see <b> and :smile:\n\nnext", None),
+        ("# Title #\ntext", "<1;4>Title</>\n\ntext\n"),
+        ("- one\n  * two", "<1> • </>one\n<1>   </><1> • </>two\n"),
+        ("1. one\n2. two", "<36> 1 </>one\n<36> 2 </>two\n"),
+        ("a `b*c*` and **bold**\nand *it* <b>", "a <36>b*c*</> and <1>bold</>\nand <3>it</> <b>\n"),
+        ("[here](https://a.b)", "<94>here</> (<4;34>https://a.b</>)\n"),
     ],
 )
 def test_markdown(text, shown):
-    expected = text if shown is None else re.sub(r"<(\d+)>", "\x1b[\\1m", shown).replace("</>", "\x1b[0m")
-    assert rendered(text) == expected
+    expected = shown and re.sub(r"<([\d;]+)>", "\x1b[\\1m", shown).replace("</>", "\x1b[0m")
+    assert rendered(text, 80) == expected
+
+
+def test_code_and_tables():
+    """Code is as it was, without a margin or line breaks, so that it can be copied."""
+    code = f"def f(x):\n    return {'x + ' * 30}x"
+    shown = rendered(f"```python\n{code}\n```\n| a | b |\n|---|---|\n| 1 | 22 |", 40)
+    assert re.search(r"\x1b\[\d+(;49)?mdef", shown)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert shown.startswith(f"{code}\n\n")
+    assert [line.split() for line in shown.splitlines()[4:7:2]] == [["a", "b"], ["1", "22"]]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +432,7 @@ def test_markdown(text, shown):
         ("a\n\nb", 3),
         ("a" * 10, 1),
         ("a" * 11, 2),
-        ("漢" * 6, 2),
+        ("a" + "漢" * 9 + "b", 3),  # a wide character is not cut in two
         ("e\u0301" * 10, 1),
         ("a\tb", None),
     ],
@@ -349,7 +445,7 @@ def test_rows(text, count):
     ("pieces", "columns", "again"),
     [
         (["**bo", "ld** text"], 80, "\x1b[1A\x1b[J\x1b[1mbold\x1b[0m text\r\n"),
-        (["**bold** text"], 8, "\x1b[2A\x1b[J\x1b[1mbold\x1b[0m text\r\n"),
+        (["**bold** text"], 8, "\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"),
         (["nothing to change"], 80, ""),
         (["**bold**" + "\n" * 30], 80, ""),  # higher than the screen
     ],
@@ -384,20 +480,31 @@ def _read(screen: io.FileIO, count: int) -> str:
 
 
 def test_origins():
-    origins = Origins(("assistant", "lookup"))
-    assert [origins.name(i) for i in (None, 0, 1, 2)] == [None, "assistant", "lookup", "grammar"]
-    styles = [origins.style(Span("a", *came)) for came in ((None, 0), (0, 1), (0, 99), (1, 2), (2, 1))]
+    drafters = ("assistant", "lookup")
+    names = [origin_name(drafters, index) for index in (None, 0, 1, 2)]
+    assert names == [None, "assistant", "lookup", "grammar"]
+    spans = [Span("a", *origin) for origin in ((None, 0), (0, 1), (0, 99), (1, 2), (2, 1))]
+    styles = [origin_style(span, drafters) for span in spans]
     assert styles == ["", DRAFTED[0], DRAFTED[-1], COPIED, FORCED]
     assert {style for _, style in legend()} >= {*DRAFTED, COPIED, FORCED}
 
 
-def test_an_interrupt_that_comes_while_an_object_is_finalized_is_not_lost():
-    """Python drops what is raised in such a place, and prints it."""
+# --- Ctrl-C
+
+
+def test_interrupts_of_an_answer(capfd):
     with Interrupts() as interrupts:
-        for _ in range(2):
-            thing = threading.Event()
-            last = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt), interrupts.prompting():
-                del thing
-                time.sleep(10)
-            assert last() is None
+        with pytest.raises(KeyboardInterrupt), interrupts.raising():  # while the prompt is read
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), interrupts.raising():  # it was pressed before
+            pass
+        interrupts.clear()
+        with pytest.raises(SystemExit) as left, interrupts.raising():
+            interrupts.begin_rounds()
+            signal.raise_signal(signal.SIGINT)
+            assert interrupts.pressed
+            interrupts.settle()
+            signal.raise_signal(signal.SIGINT)
+            interrupts.begin_rounds()
+            signal.raise_signal(signal.SIGINT)
+    assert left.value.code == 130 and capfd.readouterr().err == "mlx-spec: interrupted\n"

@@ -22,7 +22,7 @@ DEMO = ROOT / "mlx_spec" / "demo"
 HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
 PAIR = ["--target=demo"] if HAS_DEMO else TINY
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
-STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · .*speculation (on|off): .* · \d+ tokens?"
+STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · (.* · )?\d+ tokens?"
 LIMIT = 120  # seconds until a process counts as hung
 READY = "¶"  # in the text of a screen: the editor waits for a message
 EDITING = "\x1b[?2004h"  # it asks for pasted text to be marked

@@ -1,0 +1,245 @@
+"""Messages of the user: a line editor on prompt_toolkit, or single lines on a dumb terminal."""
+
+from __future__ import annotations
+
+import sys
+import termios
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.input import create_input
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
+
+from .interrupts import Interrupts
+from .settings import history_file
+from .terminal import Terminal, checked
+
+BLOCK_MARK = '"""'  # begins and ends a message of several lines
+PROMPT, CONTINUATION = "> ", "… "
+OWNER_ONLY = 0o600  # mode of the history
+LOCAL_MODES = 3  # index in what tcgetattr returns
+
+
+class PlainInput:
+    """Reads messages line by line, as Python's own input() does."""
+
+    def __init__(self, terminal: Terminal, interrupts: Interrupts) -> None:
+        self.blocks = False  # Enter begins a new line, and an empty line sends
+        self._terminal = terminal
+        self._interrupts = interrupts
+
+    def read(self) -> str:
+        """Return a message. Raises EOFError, KeyboardInterrupt, and InvalidValue if it is not text."""
+        try:
+            with self._interrupts.raising():
+                text = self._terminal.ask(PROMPT)
+                while is_open(text) or (self.blocks and text.strip() and not text.endswith("\n")):
+                    text += "\n" + self._terminal.ask(CONTINUATION)
+        except (EOFError, KeyboardInterrupt):
+            self._terminal.newline()
+            raise
+        return text
+
+
+class LineEditor:
+    """Reads messages with history, several lines and completion.
+
+    Enter sends, Alt-Enter begins a new line; with `blocks` it is the other way round.
+    """
+
+    def __init__(self, interrupts: Interrupts, completer: Completer, history: Path | None) -> None:
+        self.blocks = False
+        self._interrupts = interrupts
+        self._input = create_input(sys.stdin)
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            input=self._input,
+            output=_output(),
+            history=InMemoryHistory() if history is None else _BestEffortHistory(str(history)),
+            completer=completer,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            complete_while_typing=False,
+            reserve_space_for_menu=0,
+            key_bindings=self._keys(),
+            multiline=True,
+            prompt_continuation=CONTINUATION,
+            enable_suspend=True,
+        )
+
+    def read(self) -> str:
+        """Return a message. Raises EOFError, KeyboardInterrupt, and InvalidValue if it is not text."""
+        # From `pre_run` on the editor handles Ctrl-C; a press before that had no line to clear.
+        text = self._session.prompt(pre_run=self._interrupts.clear)
+        self._take_interrupts()
+        return checked(text, "this message")
+
+    def _take_interrupts(self) -> None:
+        """Find a Ctrl-C that was typed behind the message: it stops the answer. Keep the other keys."""
+        with hidden_typing():
+            unread = self._input.read_keys()
+        keys = [*get_typeahead(self._input), *unread]
+        others = [key for key in keys if key.key is not Keys.ControlC]
+        store_typeahead(self._input, others)
+        if len(others) < len(keys):
+            self._interrupts.pressed = True
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+        typing = has_focus(DEFAULT_BUFFER)
+
+        @keys.add("enter", filter=typing)
+        def _enter(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            is_command = buffer.text.startswith("/") and "\n" not in buffer.text
+            if is_open(buffer.text) or (self.blocks and not is_command):
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter", filter=typing)
+        def _alt_enter(event: KeyPressEvent) -> None:
+            if self.blocks:
+                event.current_buffer.validate_and_handle()
+            else:
+                event.current_buffer.insert_text("\n")
+
+        return keys
+
+
+UserInput: TypeAlias = LineEditor | PlainInput
+
+
+class CommandCompleter(Completer):
+    """Completes a line that begins with a command.
+
+    `arguments` returns the words that a command takes, by its name; a command in `files` takes a file.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[str],
+        arguments: Mapping[str, Callable[[], Sequence[str]]],
+        files: Sequence[str] = (),
+    ) -> None:
+        self._commands = tuple(commands)
+        self._arguments = arguments
+        self._files = frozenset(files)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """Return what may stand at the end of the text before the cursor."""
+        line = document.text_before_cursor
+        command, space, argument = line.removeprefix("/").partition(" ")
+        typed = argument.lstrip()
+        if not line.startswith("/") or "\n" in line:
+            return []
+        if not space:
+            return _starting(line, [f"/{name}" for name in self._commands])
+        if command in self._files:
+            return _starting(typed, _paths(typed))
+        if command in self._arguments and " " not in argument.strip():
+            return _starting(typed, self._arguments[command]())
+        return []
+
+
+def open_input(
+    terminal: Terminal, interrupts: Interrupts, completer: Completer, *, history: bool
+) -> UserInput:
+    """Return a line editor, or plain input if the terminal cannot move its cursor."""
+    if not (sys.stdin and sys.stdin.isatty() and terminal.has_screen) or is_dumb_terminal():
+        return PlainInput(terminal, interrupts)
+    return LineEditor(interrupts, completer, _open_history(terminal) if history else None)
+
+
+def is_open(text: str) -> bool:
+    """Return True if a block of lines was begun and not ended."""
+    text = text.strip()
+    return text.startswith(BLOCK_MARK) and not (
+        len(text) >= 2 * len(BLOCK_MARK) and text.endswith(BLOCK_MARK)
+    )
+
+
+def unquoted(text: str) -> str:
+    """Return the message in a block, or the text without the space around it."""
+    text = text.strip()
+    if text.startswith(BLOCK_MARK) and not is_open(text):
+        return text[len(BLOCK_MARK) : -len(BLOCK_MARK)].strip("\n")
+    return text
+
+
+@contextmanager
+def hidden_typing() -> Iterator[None]:
+    """Do not echo keys, and leave them to the next prompt. Ctrl-C works as ever."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before, hidden = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
+    # Without ICANON the kernel does not cut lines that are longer than its buffer.
+    hidden[LOCAL_MODES] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(terminal, termios.TCSANOW, hidden)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+class _BestEffortHistory(FileHistory):
+    """A history file that may fail to be read or written."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError, UnicodeEncodeError):
+            super().store_string(string)
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return list(super().load_history_strings())
+        except OSError:
+            return []
+
+
+def _starting(typed: str, words: Iterable[str]) -> list[Completion]:
+    return [Completion(word, start_position=-len(typed)) for word in words if word.startswith(typed)]
+
+
+def _paths(typed: str) -> list[str]:
+    """Return the paths that begin with `typed`, folders with a slash behind; hidden ones only if asked."""
+    head, slash, tail = typed.rpartition("/")
+    try:
+        found = sorted(path for path in Path(head + slash).expanduser().iterdir())
+    except (OSError, RuntimeError, ValueError):  # no such home, a NUL
+        return []
+    visible = [path for path in found if tail.startswith(".") or not path.name.startswith(".")]
+    return [f"{head}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in visible]
+
+
+def _open_history(terminal: Terminal) -> Path | None:
+    file = history_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
+            file.chmod(OWNER_ONLY)
+    except OSError as error:
+        terminal.note(f"what you type is not kept: {file} cannot be written ({error.strerror})")
+        return None
+    return file
+
+
+def _output() -> Vt100_Output:
+    stream = sys.stdout if sys.stdout and sys.stdout.isatty() else sys.stderr
+    output = Vt100_Output.from_pty(stream, term=get_term_environment_variable())
+    output.enable_cpr = False  # a terminal may answer the question for its cursor too late
+    return output

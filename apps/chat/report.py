@@ -1,0 +1,194 @@
+"""Reports of an answer: the status line, `/stats`, JSON for programs, and a trace of its rounds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from mlx_spec.convert.progress import shown_size
+from mlx_spec.errors import InvalidValue
+from mlx_spec.session import Piece, Statistics
+
+from .terminal import origin_name
+
+BAR_CELLS = 20  # of a full bar
+
+
+def status_line(statistics: Statistics, drafters: Sequence[str], max_tokens: int) -> str:
+    """Return one line: speed, gain, drafter, reason, tokens, and what cut the answer.
+
+    `drafters` are the names of the pair's drafters.
+    """
+    speed, gain = f"{statistics.tokens_per_second:.1f} tokens/s", statistics.gain
+    parts = [speed if gain is None else f"{speed}, {gain:.2f} x plain"]
+    if statistics.drafted:
+        rate = statistics.accepted / statistics.drafted
+        parts.append(f"{_names(statistics, drafters)} K={statistics.draft_length}, {rate:.0%} accepted")
+    if statistics.rounds:
+        reason = statistics.reason
+        parts.append(reason.value if reason.is_on else f"speculation off: {reason.value}")
+    count = statistics.generated_tokens
+    tokens = f"{count} token{'' if count == 1 else 's'}"
+    if statistics.reused_tokens:
+        tokens += f", {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens reused"
+    parts.append(tokens)
+    if statistics.finish_reason is None:
+        parts.append("interrupted")
+    elif statistics.finish_reason == "length":
+        is_full = count < max_tokens
+        parts.append("cut: the context is full" if is_full else f"cut at --max-tokens {max_tokens}")
+    return " · ".join(parts)
+
+
+def details(
+    statistics: Statistics, first_seconds: float | None, peak_bytes: int, drafters: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines that `--stats` and `/stats` add to the status line."""
+    read, wrote = statistics.prompt_tokens - statistics.reused_tokens, statistics.generated_tokens
+    lines = [
+        f"prompt: {statistics.prompt_tokens} tokens, {statistics.reused_tokens} reused, "
+        f"the rest read in {statistics.prefill_seconds:.2f} s{_rate(read, statistics.prefill_seconds)}",
+        f"answer: {wrote} tokens in {statistics.rounds} rounds "
+        f"and {statistics.decode_seconds:.2f} s{_rate(wrote, statistics.decode_seconds)}",
+    ]
+    if statistics.drafter_cold:
+        lines.append(f"drafter: {statistics.drafter_cold} of the reused tokens are new to it")
+    if first_seconds is not None:
+        lines.append(f"first token after {first_seconds:.2f} s")
+    if statistics.drafted:
+        lines += [
+            f"drafts: by {_names(statistics, drafters)}, mostly K={statistics.draft_length}, "
+            f"{statistics.accepted} of {statistics.drafted} tokens accepted, "
+            f"{statistics.acceptance_length:.1f} tokens a round",
+            "accepted by position:",
+            *_bars(statistics),
+        ]
+    if statistics.gain is not None:
+        lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
+    reason = statistics.reason.value.removeprefix("speculation ")
+    state = "on" if statistics.reason.is_on else "off"
+    return [*lines, f"speculation {state}: {reason}", f"peak memory: {shown_size(peak_bytes)}"]
+
+
+def as_json(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> dict[str, Any]:
+    """Return the figures of one answer in seconds, bytes and tokens."""
+    read = statistics.prompt_tokens - statistics.reused_tokens
+    prefill = statistics.prefill_seconds
+    return {
+        "finish_reason": statistics.finish_reason or "interrupted",
+        "usage": {
+            "prompt_tokens": statistics.prompt_tokens,
+            "reused_tokens": statistics.reused_tokens,
+            "completion_tokens": statistics.generated_tokens,
+        },
+        "timings": {
+            "first_token_seconds": first_seconds,
+            "prompt_seconds": prefill,
+            "prompt_tokens_per_second": read / prefill if prefill > 0 else None,
+            "decode_seconds": statistics.decode_seconds,
+            "tokens_per_second": statistics.tokens_per_second,
+            "gain": statistics.gain,
+        },
+        "speculation": {
+            "on": statistics.reason.is_on,
+            "reason": statistics.reason.value,
+            "rounds": statistics.rounds,
+            "speculative_rounds": statistics.speculative_rounds,
+            "draft_length": statistics.draft_length,
+            "acceptance_length": statistics.acceptance_length,
+            "drafted": statistics.drafted,
+            "accepted": statistics.accepted,
+            "drafted_at": list(statistics.drafted_at),
+            "accepted_at": list(statistics.accepted_at),
+        },
+        "peak_memory_bytes": peak_bytes,
+    }
+
+
+class Trace:
+    """A file with one line of JSON for each round, as a context manager. Raises InvalidValue."""
+
+    def __init__(self, file: Path) -> None:
+        self._name = file
+        self._turn, self._round = 0, 0
+        self._drafters: Sequence[str] = ()
+        self._spans: list[dict[str, Any]] = []
+        try:
+            self._file = file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # a failed write was reported when it failed
+            self._file.close()
+
+    def begin(self, drafters: Sequence[str]) -> None:
+        """Begin an answer. `drafters` are the names of the pair's drafters."""
+        self._turn, self._round, self._drafters, self._spans = self._turn + 1, 0, drafters, []
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece; the last one of a round writes its line. Raises InvalidValue."""
+        self._spans += [
+            {
+                "text": span.text,
+                "kind": piece.kind,
+                "drafter": origin_name(self._drafters, span.drafter),
+                "position": span.position,
+            }
+            for span in piece.spans
+        ]
+        round = piece.round
+        if round is None:
+            return
+        self._round += 1
+        line = {
+            "turn": self._turn,
+            "round": self._round,
+            "time": time.time(),
+            "kind": round.kind,
+            "tokens": round.tokens,
+            "spans": self._spans,
+            "drafter": origin_name(self._drafters, round.drafter),
+            "drafted": round.drafted,
+            "accepted": round.accepted,
+            "reason": round.reason.value,
+            "seconds": round.seconds,
+            "plain_seconds": round.plain_seconds,
+            "finish_reason": round.finish_reason,
+        }
+        self._spans = []
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> InvalidValue:
+        return InvalidValue(f"--trace {self._name} cannot be written ({error.strerror}): take another file")
+
+
+def _names(statistics: Statistics, drafters: Sequence[str]) -> str:
+    used = sorted(index for index, positions in statistics.by_drafter.items() if positions.drafted)
+    return " + ".join(origin_name(drafters, index) or "" for index in used)
+
+
+def _bars(statistics: Statistics) -> list[str]:
+    """Return a bar for each position: the accepted share of the tokens drafted there."""
+    accepted = (*statistics.accepted_at, *[0] * len(statistics.drafted_at))
+    lines = []
+    for position, drafted in enumerate(statistics.drafted_at, 1):
+        share = accepted[position - 1] / drafted
+        cells = round(share * BAR_CELLS)
+        lines.append(f"{position:4} {'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}")
+    return lines
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f" ({tokens / seconds:.1f} tokens/s)" if seconds > 0 else ""
