@@ -21,8 +21,8 @@ from mlx_spec.device import device_name, require_backend
 from .command import MODEL, Json, KvBits, guarded, option, parse, show, table
 
 if TYPE_CHECKING:
-    from mlx_spec.pair import Pair
     from mlx_spec.model.sequence import SequenceParts
+    from mlx_spec.pair import Pair
     from mlx_spec.text import Text
     from mlx_spec.types import Round
 
@@ -120,8 +120,8 @@ def chat_questions(text: Text) -> list[Question]:
 
 def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
     """Return an arm with fixed drafts of the pair's first drafter; None is the pair's own policy."""
-    from mlx_spec.policy import FixedPolicy
     from mlx_spec.model.sequence import SequenceParts
+    from mlx_spec.policy import FixedPolicy
 
     parts = pair.open()
     if num_draft_tokens is None:

@@ -38,7 +38,7 @@ PROGRAMS = {
     "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:Models", MODELS),
     "pull": Program("mlx_spec.apps.models:pull_main", "mlx_spec.apps.models:Pull", MODELS),
     "rm": Program("mlx_spec.apps.models:rm_main", "mlx_spec.apps.models:Remove", MODELS),
-    "tune": Program("mlx_spec.apps.tune:main", "mlx_spec.apps.cli:tune_options", MEASUREMENTS),
+    "tune": Program("mlx_spec.apps.tune:main", "mlx_spec.apps.tune:Options", MEASUREMENTS),
     "roofline": Program("mlx_spec.apps.roofline:main", "mlx_spec.apps.roofline:Options", MEASUREMENTS),
     "bench": Program("mlx_spec.apps.bench:main", "mlx_spec.apps.bench:Options", MEASUREMENTS),
     "doctor": Program("mlx_spec.apps.doctor:main", "mlx_spec.apps.doctor:Options", MEASUREMENTS),
@@ -75,7 +75,3 @@ def app() -> typer.Typer:
     for name, program in PROGRAMS.items():
         made.command(name, rich_help_panel=program.panel)(resolve_name(program.options))
     return made
-
-
-def tune_options() -> None:
-    """Measure what passes and drafts cost on this device, and keep it for later."""

@@ -6,7 +6,6 @@ is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -144,44 +143,3 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
     with console.capture() as capture:
         console.print(grid)
     return [line.rstrip() for line in capture.get().splitlines()]
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser with the errors and exit statuses of `parse`."""
-
-    def __init__(self, program: str, description: str, usage: str | None = "%(prog)s [options]") -> None:
-        super().__init__(
-            prog=f"mlx-spec {program}",
-            usage=usage,
-            description=description,
-            epilog=STATUSES,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line on stderr."""
-        refuse(self.prog, message)
-
-
-def integer(least: int | None = None) -> Callable[[str], int]:
-    """Return a converter of text to integers of at least `least`."""
-    bound = "" if least is None else f" of at least {least}"
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or (least is not None and value < least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give an integer{bound}")
-        return value
-
-    return convert
-
-
-def number(text: str) -> float:
-    """Return text as a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give a number") from None

@@ -247,9 +247,9 @@ def _models() -> Check:
 
 
 def _costs() -> Check:
-    from mlx_spec.tuning import profile
+    from mlx_spec.policy import saved_costs
 
-    keys = [_saved_key(file) for file in sorted(profile.folder().glob("*.json"))]
+    keys = [_saved_key(file) for file in sorted(saved_costs.folder().glob("*.json"))]
     ours, damaged = keys.count((device_name(), version("mlx"))), keys.count(None)
     text = f"{len(keys)} saved, {ours} of this device and this MLX"
     if damaged:

@@ -295,7 +295,7 @@ def _fetch(plan: hub.Download) -> Path:
     free = human_bytes(hub.free_bytes(cache_folder()))
     _note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
     _note(f"fetching {plan.name}")
-    return hub.fetch(plan, lambda here, total: None)
+    return hub.fetch(plan)
 
 
 def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:

@@ -16,14 +16,15 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.hub.files import one_line
 from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import gumbel, noise_key
-from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.session import Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
@@ -129,7 +130,7 @@ def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
 # --- answers
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(SequenceDrafter):
     """Drafts the rest of `truth`; with a vocabulary size, one token of each draft is wrong.
 
     The wrong one is at the next place each time, then there is none.

@@ -1,117 +1,88 @@
-"""`mlx-spec tune`: measure what drafting costs here, show it, and keep, export or import it."""
+"""`mlx-spec tune`: measure what passes and drafts cost here, show it, and save, export or import it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from mlx_spec.apps.command import Parser, guarded
 from mlx_spec.errors import InvalidValue
 
-if TYPE_CHECKING:
-    from mlx_spec.pair import Pair
-    from mlx_spec.tuning.tuner import Tuner
+from .command import MODEL, BadOptions, Json, KvBits, guarded, option, parse, table
 
-SHOWN = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # rows of a pass
-TEXT = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
+if TYPE_CHECKING:
+    from mlx_spec.policy.costs import CostModel
+
+SHOWN_ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # of a pass: kernels change between these
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure what passes and drafts cost on this device, and save it for later."""
+
+    target: Annotated[str, option(value=MODEL, help="pair to measure", default="the bundled demo")] = "demo"
+    drafter: Annotated[
+        str | None, option(value=MODEL, help="model that drafts", default="the one made for the target")
+    ] = None
+    kv_bits: KvBits = None
+    context: Annotated[int, option(value="N", help="tokens of context to measure at", min=2)] = 256
+    export: Annotated[Path | None, option(value="FILE", help="write the costs to FILE, too")] = None
+    import_: Annotated[
+        Path | None, option("--import", value="FILE", help="use costs measured on the same device")
+    ] = None
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        if self.export is not None and self.import_ is not None:
+            raise BadOptions("--export and --import: give one of them")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns its exit status; an error of ours is one line on stderr and status 1.
-
-    A command line that makes no sense raises SystemExit with status 2.
-    """
-    options = parser().parse_args(arguments)
+    """Run the program. Returns its exit status; an error of ours is one line on stderr and status 1."""
+    options = parse(Options, "tune", arguments)
     return guarded(lambda: _run(options))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options. Parsing raises SystemExit with status 2 when they make no sense."""
-    parser = Parser("tune", "Measure what passes and drafts cost on this device, and keep it for later.")
-    parser.add_argument(
-        "--target", metavar="REPO_OR_FOLDER", default="demo", help="(default: the bundled demo)"
-    )
-    parser.add_argument("--drafter", metavar="REPO_OR_FOLDER", help="(default: the one made for the target)")
-    parser.add_argument("--kv-bits", metavar="{4,8}", type=int, choices=(4, 8), help="quantize the KV cache")
-    parser.add_argument(
-        "--context",
-        metavar="N",
-        type=_context,
-        action="append",
-        help="measure behind N tokens; may be repeated (default: 256)",
-    )
-    files = parser.add_mutually_exclusive_group()
-    files.add_argument("--export", metavar="FILE", type=Path, help="write what was measured to FILE, too")
-    files.add_argument(
-        "--import", metavar="FILE", type=Path, dest="import_", help="use what was measured on the same device"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def _context(text: str) -> int:
-    if text.isdecimal() and int(text) >= 2:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give a number of tokens, 2 or more")
-
-
-def _run(options: argparse.Namespace) -> int:
+def _run(options: Options) -> int:
     from mlx_spec import load
-    from mlx_spec.tuning import profile
+    from mlx_spec.policy import AdaptivePolicies, Table, saved_costs
 
     pair = load(options.target, options.drafter, kv_bits=options.kv_bits)
-    tuner = _tuner(pair)
+    policies = pair.policies
+    if not isinstance(policies, AdaptivePolicies) or policies.key is None:
+        raise InvalidValue(
+            f"there is nothing to tune: {pair.info.target} has no drafter here, and plain decoding needs none; "
+            "name one with --drafter"
+        )
     if options.import_ is not None:
-        tuner.adopt(profile.import_(options.import_, tuner.key))
+        found = saved_costs.import_(options.import_, policies.key)
+        policies.use(Table.from_json(found.table, len(policies.names)), found.measured)
     else:
-        _measure(pair, tuner, options.context or [256])
-    table = tuner.costs.table()
+        pair.calibrate(options.context, again=True)
+    costs = policies.costs
+    assert costs is not None and policies.measured is not None
+    measured = costs.table()
     if options.export is not None:
-        profile.export(tuner.key, table, options.export)
+        saved_costs.export(policies.key, asdict(measured), options.export, measured=policies.measured)
+    file = saved_costs.folder() / saved_costs.file_name(policies.key)
     if options.json:
-        print(json.dumps({"device": tuner.key.device, "file": str(tuner.file), "milliseconds": table}))
+        print(json.dumps({"device": policies.key.device, "file": str(file), "seconds": asdict(measured)}))
     else:
-        print("\n".join(_report(tuner, table)))
+        title = f"measured on {policies.key.device}; saved in {file}"
+        print("\n".join([title, "", *_report(policies.names, costs.at(measured.context))]))
     return 0
 
 
-def _tuner(pair: Pair) -> Tuner:
-    from mlx_spec.tuning.tuner import Tuner
-
-    if isinstance(pair.policies, Tuner):
-        return pair.policies
-    raise InvalidValue(
-        f"there is nothing to tune: {pair.info.target} has no drafter here, and plain decoding needs none; "
-        "name one with --drafter"
-    )
-
-
-def _measure(pair: Pair, tuner: Tuner, contexts: Sequence[int]) -> None:
-    """Begin an answer behind each context: costs are measured in its first rounds."""
-    tokens = pair.text.encode(TEXT)
-    tuner.forget()
-    for context in contexts:
-        prompt = (tokens * (context // len(tokens) + 1))[:context]
-        for _ in pair.generate(prompt, max_tokens=8):
-            pass
-        if not tuner.knows(context):
-            raise InvalidValue(f"the answer behind {context} tokens ended at once: try another --context")
-
-
-def _report(tuner: Tuner, table: dict[str, Any]) -> list[str]:
-    """The table for people. Seconds are in the file."""
-    lines = [f"measured on {tuner.key.device}, milliseconds; kept in {tuner.file}"]
-    for context, costs in table.items():
-        plain = costs["plain"]
-        lines += ["", f"up to {context} tokens of context: plain decoding {plain:.2f} a token"]
-        rows = [str(size) for size in SHOWN]
-        lines.append("rows of a pass   " + "".join(f"{size:>8}" for size in rows))
-        lines.append("verify           " + "".join(f"{costs['verify'][size]:8.2f}" for size in rows))
-        lines.append("in plain tokens  " + "".join(f"{costs['verify'][size] / plain:8.2f}" for size in rows))
-        for name, draft in costs["draft"].items():
-            drafted = [draft[str(size - 1)] if size > 1 else 0.0 for size in SHOWN]
-            lines.append(f"{name:16} " + "".join(f"{ms:8.2f}" for ms in drafted))
-    return lines
+def _report(names: Sequence[str], costs: CostModel) -> list[str]:
+    """Return the table for people, in milliseconds."""
+    rows = [["rows of a pass", *map(str, SHOWN_ROWS)]]
+    verify = [float(costs.passes[size - 1]) for size in SHOWN_ROWS]
+    rows.append(["verify, ms", *(f"{1e3 * seconds:.2f}" for seconds in verify)])
+    rows.append(["in plain tokens", *(f"{seconds / costs.plain:.2f}" for seconds in verify)])
+    for index, name in enumerate(names):
+        drafting = [costs.drafting(index, size - 1) for size in SHOWN_ROWS]
+        rows.append([f"draft with {name}, ms", *(f"{1e3 * seconds:.2f}" for seconds in drafting)])
+    plain = f"plain decoding at {costs.table.context} tokens of context: {1e3 * costs.plain:.2f} ms a token"
+    return [plain, "", *table(rows, right=range(1, len(SHOWN_ROWS) + 1))]

@@ -133,7 +133,9 @@ def walked(pair: Pair, decoding: SequenceParts, law: LogitsProcessor, history: l
     return runs(p[np.arange(K), np.array(draft.tokens)])
 
 
-def target_law(decoding: SequenceParts, law: LogitsProcessor, history: list[int], drafted: mx.array) -> Floats:
+def target_law(
+    decoding: SequenceParts, law: LogitsProcessor, history: list[int], drafted: mx.array
+) -> Floats:
     """The target's law [K + 1, V] along a chain; its cache is left as it was."""
     logits = decoding.target.verify(mx.concatenate([mx.array(history[-1:], dtype=mx.int32), drafted]))
     p = np.array(mx.softmax(law.scores(logits, history, drafted), axis=-1), dtype=np.float64)

@@ -19,10 +19,10 @@ import mlx.core as mx
 
 from mlx_spec import load
 from mlx_spec.engine import generate, prefill
+from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.tuning import profile
 from mlx_spec.tuning.tuner import Tuner
 

@@ -14,9 +14,9 @@ from timing import finish, parser, table
 
 import mlx_spec
 from mlx_spec.grammar import compile
+from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.model.sequence import SequenceParts
 
 FLAG = {"type": "boolean"}
 QUESTIONS = (

@@ -7,6 +7,8 @@ import platform
 
 from mlx_spec.errors import SpecError
 
+MEMORY_SHARE = 0.75  # of a machine without Metal, for weights and caches; the rest is for other programs
+
 
 class NoBackend(SpecError, ImportError):
     """MLX is not installed, or was installed without a backend for this machine."""
@@ -40,3 +42,12 @@ def device_memory() -> int:
     found = mx.device_info()
     named = found.get("memory_size") or found.get("total_memory")
     return int(named) if named else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_for_models() -> int:
+    """Return the bytes that this machine has for weights and caches."""
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        return int(mx.device_info()["max_recommended_working_set_size"])
+    return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -6,7 +6,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from mlx_spec.backend import require_backend
+from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 
 from ..command import ERROR

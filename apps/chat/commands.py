@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from mlx_spec.convert.progress import shown_size
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
+from mlx_spec.hub.files import human_bytes
 
 from . import conversation as files
 from . import models
@@ -138,9 +138,9 @@ class Commands:
     def _show(self, _: str) -> None:
         conversation = self._conversation
         info, choice = conversation.pair.info, conversation.loaded.choice
-        lines = [f"model: {info.target}, {shown_size(info.target_bytes)}"]
+        lines = [f"model: {info.target}, {human_bytes(info.target_bytes)}"]
         if info.drafter is not None:
-            lines.append(f"drafter: {info.drafter}, {shown_size(info.drafter_bytes)}")
+            lines.append(f"drafter: {info.drafter}, {human_bytes(info.drafter_bytes)}")
         lines.append(self._drafts())
         if choice.kv_bits is not None:
             lines.append(f"KV cache: {choice.kv_bits} bits")

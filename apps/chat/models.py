@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_spec import hub, load
-from mlx_spec.apps.described import summary, table
-from mlx_spec.apps.server.memory import machine_bytes
-from mlx_spec.convert.cached import LocalModel, cache_folder, default_folder, local_models, partners
-from mlx_spec.convert.catalogue import ALIASES, aliases, resolve
-from mlx_spec.convert.inspect import Checkpoint, ConvertedPair
-from mlx_spec.convert.progress import shown_size
+from mlx_spec.apps.command import table
+from mlx_spec.apps.models import summary
+from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.known import drafter_of
-from mlx_spec.load import DEMO, LOOKUP, NONE
+from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, aliases, made_for, resolve
+from mlx_spec.hub.files import human_bytes, write_atomically
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
+from mlx_spec.hub.local import LocalModel, cache_folder, default_folder, local_models, partners
 from mlx_spec.pair import Pair
-from mlx_spec.policies import always
-from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.types import MAX_DRAFT_TOKENS, Reason
 
 from .arguments import Options
-from .settings import last_used_file, typed_path, write_atomically
+from .settings import last_used_file, typed_path
 
 if TYPE_CHECKING:
     from mlx_spec.policy import AdaptivePolicies
@@ -53,7 +52,7 @@ class LoadedPair:
 
     choice: PairChoice
     pair: Pair
-    adaptive: AdaptivePolicies | None  # its own policies; None if it was loaded with a fixed draft length
+    adaptive: AdaptivePolicies | None  # its own policies; None if its draft length was fixed
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def open_pair(choice: PairChoice, *, think: bool = False) -> LoadedPair:
     if think:
         check_thinking(pair)
     _remember(choice)
-    return LoadedPair(choice, pair, pair.policies if choice.num_draft_tokens is None else None)
+    policies = pair.policies
+    return LoadedPair(choice, pair, policies if isinstance(policies, AdaptivePolicies) else None)
 
 
 def check_thinking(pair: Pair) -> None:
@@ -119,10 +119,8 @@ def reuse_weights(loaded: LoadedPair, choice: PairChoice) -> LoadedPair | None:
     if replace(choice, num_draft_tokens=loaded.choice.num_draft_tokens) != loaded.choice:
         return None
     if choice.num_draft_tokens is not None:
-        has_drafter = bool(loaded.pair.drafter_names)
-        loaded.pair.policies = always(
-            choice.num_draft_tokens if has_drafter else 0, disabled=has_drafter or choice.drafter == NONE
-        )
+        length = choice.num_draft_tokens if loaded.pair.drafter_names else 0
+        loaded.pair.policies = FixedPolicy(length, Reason.FIXED if length else Reason.DISABLED)
     elif loaded.adaptive is not None:
         loaded.pair.policies = loaded.adaptive
     else:
@@ -147,7 +145,7 @@ def find_model(name: str, kv_bits: int | None) -> NamedModel:
     if converted.is_dir():
         return NamedModel(PairChoice(str(converted), kv_bits=kv_bits))
     found = resolve(name)
-    drafter = None if found.drafter == drafter_of(found.target) else found.drafter
+    drafter = None if found.drafter == made_for(found.target) else found.drafter
     parts = [found.target, *([found.drafter] if found.drafter else [])]
     missing = tuple(part for part in parts if not _is_local(part))
     return NamedModel(PairChoice(found.target, drafter, kv_bits=kv_bits), missing)
@@ -165,7 +163,7 @@ def listing(present: str) -> list[str]:
         rows = []
         for alias in absent:
             size = sizes.get(alias)
-            known = ("size not known", "") if size is None else (shown_size(size), fit(size))
+            known = ("size not known", "") if size is None else (human_bytes(size), fit(size))
             rows.append((f"  {alias}", *known, resolve(alias).target))
         lines += ["to be fetched:", *table(rows)]
     return [*lines, "/model NAME loads one, and asks before it downloads anything"]
@@ -178,9 +176,9 @@ def describe_download(missing: Sequence[str]) -> list[str]:
     folder = cache_folder()
     hub.check_space(" and ".join(plan.name for plan in plans), size, folder)
     lines = [
-        f"{plan.name}: {shown_size(plan.missing)} of {shown_size(plan.total)} to fetch" for plan in plans
+        f"{plan.name}: {human_bytes(plan.missing)} of {human_bytes(plan.total)} to fetch" for plan in plans
     ]
-    return [*lines, f"{shown_size(hub.free_bytes(folder))} are free on the disk; memory: {fit(total)}"]
+    return [*lines, f"{human_bytes(hub.free_bytes(folder))} are free on the disk; memory: {fit(total)}"]
 
 
 def download(name: str) -> bool:
@@ -191,17 +189,17 @@ def download(name: str) -> bool:
 
 def fit(size: int) -> str:
     """Return in words whether weights of `size` bytes fit the memory of this machine."""
-    available = machine_bytes()
+    available = memory_for_models()
     needed = int(size * MEMORY_FACTOR) + MEMORY_EXTRA_BYTES
     if needed <= available:
-        return f"fits, about {shown_size(needed)} of {shown_size(available)}"
-    return f"does not fit, about {shown_size(needed)} and there are {shown_size(available)}"
+        return f"fits, about {human_bytes(needed)} of {human_bytes(available)}"
+    return f"does not fit, about {human_bytes(needed)} and there are {human_bytes(available)}"
 
 
 def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str, ...]:
     mark = "*" if model.name == present else " "
     about = summary(model, partners(model, models))
-    return f"{mark} {model.name}", shown_size(model.size), fit(model.size), about
+    return f"{mark} {model.name}", human_bytes(model.size), fit(model.size), about
 
 
 def _download_sizes(names: Sequence[str]) -> dict[str, int]:
@@ -238,10 +236,10 @@ def used_last() -> PairChoice | None:
         found = model.found
         if isinstance(found, ConvertedPair) and found.drafter is not None:
             return PairChoice(model.name)
-        if isinstance(found, Checkpoint) and not model.is_drafter:
+        if isinstance(found, CheckpointInfo) and not model.is_drafter:
             here = partners(model, models)
             if here:
-                return PairChoice(model.name, None if drafter_of(model.name) in here else here[0])
+                return PairChoice(model.name, None if made_for(model.name) in here else here[0])
     return None
 
 
@@ -273,7 +271,7 @@ def _absolute(name: str) -> str:
 
 
 def _is_complete(choice: PairChoice) -> bool:
-    drafter = choice.drafter or drafter_of(choice.target)
+    drafter = choice.drafter or made_for(choice.target)
     return all(map(_is_local, [choice.target, *([drafter] if drafter else [])]))
 
 

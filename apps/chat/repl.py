@@ -7,7 +7,7 @@ import re
 from contextlib import nullcontext
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.load import DEMO
+from mlx_spec.hub.catalog import DEMO
 
 from ..command import INTERRUPTED
 from .answer import ChatState, Outcome

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from mlx_spec.convert.progress import shown_size
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import human_bytes
 from mlx_spec.session import Piece, Statistics
 
 from .terminal import origin_name
@@ -71,7 +71,7 @@ def details(
         lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
     reason = statistics.reason.value.removeprefix("speculation ")
     state = "on" if statistics.reason.is_on else "off"
-    return [*lines, f"speculation {state}: {reason}", f"peak memory: {shown_size(peak_bytes)}"]
+    return [*lines, f"speculation {state}: {reason}", f"peak memory: {human_bytes(peak_bytes)}"]
 
 
 def as_json(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> dict[str, Any]:

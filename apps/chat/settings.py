@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -145,18 +143,3 @@ def typed_path(name: str) -> Path:
     if "\0" in name:
         raise InvalidValue("a path cannot hold a NUL: type it again")
     return path
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Replace `file` by `text` at once, readable by its owner only. Raises OSError and changes nothing."""
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    except BaseException:  # Ctrl-C too
-        temporary.unlink(missing_ok=True)
-        raise

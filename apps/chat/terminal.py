@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from mlx_spec.errors import InvalidValue, SpecError
 
 if TYPE_CHECKING:
-    from mlx_spec.answer import Span
+    from mlx_spec.text.stream import Span
 
 # Parameters of SGR escape codes. Colours are those of the 256; text of the target has none.
 DIM, PLAIN = "2", "0"

@@ -9,10 +9,9 @@ from typing import Annotated
 
 from typer import Context, Option
 
-from mlx_spec.apps.menubar.server_process import Address
 from mlx_spec.apps.menubar.app import Plan
 from mlx_spec.apps.menubar.menu import Selection
-from mlx_spec.apps.menubar.server_process import ServerOptions
+from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 
 from .. import command
 from ..command import BadOptions, flag

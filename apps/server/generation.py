@@ -18,9 +18,9 @@ from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, too
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.session import Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, TextPart

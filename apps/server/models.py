@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -16,12 +15,13 @@ import mlx.core as mx
 
 from mlx_spec import grammar, load
 from mlx_spec.apps.server.tool_formats import find_tool_format
+from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.hub import cached
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.hub.files import one_line
+from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
@@ -30,10 +30,9 @@ from mlx_spec.text import Text, read_text
 from .errors import Failure, unavailable, unknown_model
 from .log import LOG
 from .prefix_cache import PrefixCache
-from .settings import GB, ServedModel, Settings
+from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
-MEMORY_SHARE = 0.75  # of the machine's memory, if it does not say how much a GPU may use
 MAX_RESERVED_TOKENS = 8192  # of a conversation, for whose K/V a model needs memory before it is loaded
 MAX_GRAMMARS = 32  # compiled grammars per model; agents send the same few schemas with every request
 
@@ -121,7 +120,7 @@ class Models:
         self._loaded: dict[str, LoadedModel] = {}
         self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
-        self.budget = machine_bytes() if settings.memory_bytes is None else settings.memory_bytes
+        self.budget = memory_for_models() if settings.memory_bytes is None else settings.memory_bytes
 
     @property
     def first(self) -> str:
@@ -213,8 +212,8 @@ class Models:
         need = memory_need(served)
         pinned = sum(one.weights for one in self.loaded() if self._served[one.name].pinned)
         if need.total > self.budget - pinned:
-            reason = f", of which models that stay loaded take {shown_size(pinned)}" if pinned else ""
-            budget = shown_size(self.budget)
+            reason = f", of which models that stay loaded take {human_bytes(pinned)}" if pinned else ""
+            budget = human_bytes(self.budget)
             message = f"model {served.name!r} needs {need} and the server may use {budget}{reason}"
             raise Failure(503, message, type="server_error", code="insufficient_memory")
         unused = self._unused(busy)
@@ -281,7 +280,7 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         return (
-            f"{shown_size(self.total)} ({shown_size(self.weights)} of weights, {shown_size(self.caches)} for "
+            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, {human_bytes(self.caches)} for "
             f"{self.context} tokens of conversation)"
         )
 
@@ -299,18 +298,6 @@ def memory_need(served: ServedModel) -> MemoryNeed:
     return MemoryNeed(
         sum(int(size.held) for size in sizes), sum(int(size.kv_held) for size in sizes), context
     )
-
-
-def machine_bytes() -> int:
-    """Return the memory that this machine has for weights and caches."""
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
-    return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def shown_size(size: int) -> str:
-    """Return a number of bytes for people."""
-    return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / 10**6:.1f} MB"
 
 
 def _is_local(served: ServedModel) -> bool:

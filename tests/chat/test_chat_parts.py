@@ -20,7 +20,6 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from screen import GOLDEN, LIMIT
 
-from mlx_spec.answer import Span
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
 from mlx_spec.apps.chat.input import CommandCompleter, is_open, unquoted
@@ -48,6 +47,7 @@ from mlx_spec.apps.chat.terminal import (
 )
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.session import Positions, Session, Statistics
+from mlx_spec.text.stream import Span
 from mlx_spec.types import Reason
 
 TARGET = str(GOLDEN / "target")

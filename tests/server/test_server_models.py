@@ -19,8 +19,9 @@ from mlx_spec import demo
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.events import RoundDone
-from mlx_spec.apps.server.models import Models, load_served, machine_bytes, memory_need
+from mlx_spec.apps.server.models import Models, load_served, memory_need
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.device import memory_for_models
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 
 ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
@@ -81,7 +82,7 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     assert NEED.context == pair.info.context_length == 4096
     assert memory_need(replace(ONE, drafter="none")).weights == demo_bytes(demo.TARGET)
     assert memory_need(replace(ONE, drafter="lookup")).weights == demo_bytes(demo.TARGET)
-    assert machine_bytes() > 10**8
+    assert memory_for_models() > 10**8
 
 
 def demo_bytes(folder: Path) -> int:
