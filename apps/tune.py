@@ -53,8 +53,8 @@ def _run(options: Options) -> int:
     policies = pair.policies
     if not isinstance(policies, AdaptivePolicies) or policies.key is None:
         raise InvalidValue(
-            f"there is nothing to tune: {pair.info.target} has no drafter here, and plain decoding needs none; "
-            "name one with --drafter"
+            f"there is nothing to tune: {pair.info.target} has no drafter here, and plain decoding needs "
+            "none; name one with --drafter"
         )
     if options.import_ is not None:
         found = saved_costs.import_(options.import_, policies.key)

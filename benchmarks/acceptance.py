@@ -85,7 +85,7 @@ def measure(
     pair: Pair, prompt: list[int], sampling: Sampling, settings: argparse.Namespace
 ) -> Iterator[Measured]:
     for text in range(settings.texts):
-        law = Law(sampling, len(prompt), pair.info.vocab_size)
+        law = LogitsProcessor(sampling, len(prompt), pair.info.vocab_size)
         sampler = Unseeded(law, key=settings.seed * 1000 + text)
         decoding = pair.open()
         history = list(prompt)

@@ -21,10 +21,8 @@ from mlx_spec import load
 from mlx_spec.engine import generate, prefill
 from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
-from mlx_spec.policy import FixedPolicy
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.tuning import profile
-from mlx_spec.tuning.tuner import Tuner
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
 Read = Callable[[], None]  # what to call when the prompt has been read
@@ -169,9 +167,10 @@ def cold(pair: Pair) -> Decoder:
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         decoding, known = pair.open(), pair.policies
-        if isinstance(known, Tuner):
-            new = Tuner(known.names, known.key, profile.folder(), known.copying)
-            decoding = replace(decoding, policy=new.make(decoding.target, decoding.drafters))
+        if isinstance(known, AdaptivePolicies):
+            copying = [name for i, name in enumerate(known.names) if i in known.copying]
+            new = AdaptivePolicies(known.names, copying, key=known.key, folder=known.folder)
+            decoding = replace(decoding, policy=new.policy())
         return rounds(pair, decoding, prompt, read)
 
     return run

@@ -18,7 +18,6 @@ import argparse
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +34,11 @@ from peers import progress
 from shapes import RandomPair, llama_f32
 from timing import finish, interval, parser, table
 
-from mlx_spec.device import device_name
 from mlx_spec.engine import generate, prefill
-from mlx_spec.policy import FixedPolicy
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.calibrate import measure as calibrate
 from mlx_spec.sampling import Sampling
-from mlx_spec.tuning import calibrate, profile
-from mlx_spec.tuning.tuner import Tuner
 from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Features, FeatureSpec, Sampler
 
 FIXED = tuple(range(1, 9))
@@ -79,10 +77,9 @@ def main() -> None:
     pair = llama_f32(hidden=settings.hidden, layers=settings.layers)
     curve = costs(pair, settings)
     scripts = [script(pair, a, i, settings) for a in settings.acceptance for i in range(settings.prompts)]
-    with tempfile.TemporaryDirectory() as folder:
-        decoders = arms(pair, Path(folder))
-        names = [name for name in decoders if name != BASE]
-        blocks = measure(decoders, names, list[Prompt](scripts), settings)
+    decoders = arms(pair)
+    names = [name for name in decoders if name != BASE]
+    blocks = measure(decoders, names, list[Prompt](scripts), settings)
     results = summary(blocks, list[Prompt](scripts), names, settings)
     report(results, list[Prompt](scripts))
     results |= {"megabytes": round(pair.read / 1e6, 1), "verify": curve}
@@ -126,7 +123,7 @@ def costs(pair: RandomPair, settings: argparse.Namespace) -> dict[str, float]:
     target = LMTarget(pair.model)
     history = text(pair, 0, settings)
     target.prefill(history[:-1])
-    points = calibrate.measure(target, (), history, 0.02 if settings.quick else 5.0)
+    points = calibrate(target, (), history, time_limit_s=0.02 if settings.quick else 5.0)
     one = points.verify[1]
     print(f"{pair.read / 1e6:.0f} MB of weights, {1e3 * one:.1f} ms for one row, ", end="")
     print(f"{pair.read / one / 1e9:.1f} GB/s; plain token {1e3 * points.plain:.1f} ms\n")
@@ -150,7 +147,7 @@ def script(pair: RandomPair, acceptance: float, index: int, settings: argparse.N
     return replace(prompt, truth=tuple(truth), right=right)
 
 
-def arms(pair: RandomPair, folder: Path) -> dict[str, Decoder]:
+def arms(pair: RandomPair) -> dict[str, Decoder]:
     """mlx-lm, plain, every fixed K, adaptive."""
     learned: dict[str, Learning] = {}
 
@@ -166,7 +163,7 @@ def arms(pair: RandomPair, folder: Path) -> dict[str, Decoder]:
     def adaptive(prompt: Prompt, read: Read) -> Iterator[Step]:
         assert isinstance(prompt, Script)
         if prompt.kind not in learned:
-            learned[prompt.kind] = Learning(pair, folder / str(len(learned)))
+            learned[prompt.kind] = Learning(pair)
         return learned[prompt.kind].run(prompt, read)
 
     found: dict[str, Decoder] = {BASE: mlx_lm, PLAIN: partial(fixed, 0), AGAIN: partial(fixed, 0)}
@@ -175,33 +172,35 @@ def arms(pair: RandomPair, folder: Path) -> dict[str, Decoder]:
 
 
 class Learning:
-    """The adaptive policy of a pair: its costs are measured in the first answer."""
+    """The adaptive policies of a pair: costs are measured before the first answer."""
 
-    def __init__(self, pair: RandomPair, folder: Path) -> None:
-        key = profile.Key(device_name(), "random", ("scripted",), "float32", None, mlx="")
-        self._tuner = Tuner(["scripted"], key, folder)
+    def __init__(self, pair: RandomPair) -> None:
+        self._policies = AdaptivePolicies(["scripted"])
         self._pair = pair
 
     def run(self, script: Script, read: Read) -> Iterator[Step]:
         drafters = (Scripted(script, self._pair.vocab),)
-        return decode(self._pair, drafters, self._tuner, script, read)
+        if self._policies.costs is None:
+            target = LMTarget(self._pair.model)
+            target.prefill(script.tokens[:-1])
+            self._policies.use(calibrate(target, drafters, script.tokens))
+        return decode(self._pair, drafters, self._policies.policy(), script, read)
 
 
 def decode(
     pair: RandomPair,
     drafters: tuple[Drafter, ...],
-    policy: DraftLengthPolicy | Tuner,
+    policy: DraftLengthPolicy,
     prompt: Prompt,
     read: Read,
 ) -> Iterator[Step]:
-    """Greedy rounds; a tuner makes its policy on the sequence."""
+    """Greedy rounds."""
     target = LMTarget(pair.model)
-    made = policy.make(target, drafters) if isinstance(policy, Tuner) else policy
     sampler = Sampling().sampler(len(prompt.tokens), pair.vocab)
     for _ in prefill(target, drafters, prompt.tokens):
         pass
     read()
-    for done in generate(target, drafters, made, sampler, prompt.tokens, max_tokens=prompt.count):
+    for done in generate(target, drafters, policy, sampler, prompt.tokens, max_tokens=prompt.count):
         yield done.tokens, done.drafted
 
 

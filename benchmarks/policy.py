@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
 
 from mlx_spec.policy import AdaptivePolicies, lengths
-from mlx_spec.policy.acceptance import Acceptance, Belief
+from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.adaptive import PROBE_SHARE
 
 RECORDED = Path(__file__).parent / "results" / "policy-45e2a53.jsonl.gz"
@@ -283,7 +283,7 @@ class Batch:
 
 def run_planned(batch: Batch) -> Batch:
     """Share the rows of every pass out by the planner; probe the most promising sequence now and then."""
-    shared = Acceptance()
+    shared = DrafterStatistics()
     beliefs = [Belief(shared) for _ in range(batch.count)]
     host, drafted = batch.curve.host, batch.curve.drafted
     since = 0  # plain rounds since the last draft

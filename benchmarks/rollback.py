@@ -36,6 +36,7 @@ from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
+from mlx_spec.model.caches import RecurrentCache
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling

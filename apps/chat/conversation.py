@@ -132,7 +132,8 @@ class Conversation:
             self._resume(open_pair(former), turns)
         except SpecError as error:
             raise NoModelLeft(
-                f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot be either: {error}"
+                f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot be "
+                f"either: {error}"
             ) from error
         raise failure
 

@@ -280,8 +280,8 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         return (
-            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, {human_bytes(self.caches)} for "
-            f"{self.context} tokens of conversation)"
+            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, "
+            f"{human_bytes(self.caches)} for {self.context} tokens of conversation)"
         )
 
 

@@ -28,7 +28,7 @@ DECLINE_PRIOR = 20.0  # accepted tokens at a position that the assumption "as th
 DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
 
 
-class Acceptance:
+class DrafterStatistics:
     """Statistics of one drafter, shared by all answers of a pair. `prior` is worth some verified drafts."""
 
     def __init__(self, prior: Sequence[float] = tuple(LEVELS.values()), worth: int = PRIOR_DRAFTS) -> None:
@@ -38,7 +38,7 @@ class Acceptance:
         self._compute_rates()
 
     @classmethod
-    def with_mean(cls, mean: float) -> Acceptance:
+    def with_mean(cls, mean: float) -> DrafterStatistics:
         """Return statistics for one request: its text is followed with this probability, or not at all."""
         return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean], REQUEST_DRAFTS)
 
@@ -66,7 +66,7 @@ class Acceptance:
             self._accepted[position] *= keep
             self._expected[position] *= keep
         rates = np.minimum(np.outer(list(LEVELS), decline), 0.985)  # [level, position]
-        self.rates: list[list[float]] = rates.T.tolist()  # [position][level]
+        self.rates = [[float(rate) for rate in column] for column in rates.T]  # [position][level]
         tokens = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
         tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
         self.tokens: Floats = tokens  # [level, K]: tokens expected of a round with K draft tokens
@@ -75,7 +75,7 @@ class Acceptance:
 class Belief:
     """The belief about the level of one drafter's text in one answer. At its start the level may be any."""
 
-    def __init__(self, shared: Acceptance) -> None:
+    def __init__(self, shared: DrafterStatistics) -> None:
         self.shared = shared
         self.levels: list[float] = shared.frequencies
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_spec.policy import saved_costs
-from mlx_spec.policy.acceptance import Acceptance, Belief
+from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Table
 from mlx_spec.policy.planner import Floats, best_length
 from mlx_spec.policy.saved_costs import Key
@@ -62,7 +62,7 @@ class Proposal:
     """One drafter in one answer: its belief, and the plain tokens since its last draft."""
 
     def __init__(
-        self, acceptance: Acceptance, gains: Gains | None = None, request: RequestDrafter | None = None
+        self, acceptance: DrafterStatistics, gains: Gains | None = None, request: RequestDrafter | None = None
     ) -> None:
         self.belief, self.gains, self.request = Belief(acceptance), gains, request
         self.since = 0  # plain tokens since the last draft
@@ -109,7 +109,7 @@ class AdaptivePolicy:
     def _reset(self, request_drafters: Sequence[RequestDrafter]) -> None:
         for proposal in self._drafters:
             proposal.belief, proposal.verified = Belief(proposal.belief.shared), False
-        extras = [Proposal(Acceptance.with_mean(extra.prior), None, extra) for extra in request_drafters]
+        extras = [Proposal(DrafterStatistics.with_mean(r.prior), None, r) for r in request_drafters]
         self._proposals = [*self._drafters, *extras]
         self._choices: tuple[Choice, ...] = ()  # of the last decision
         self._queued = False  # the engine has queued the next token
@@ -253,7 +253,7 @@ class AdaptivePolicies:
     ) -> None:
         self.names, self.key, self.folder = tuple(names), key, folder
         self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
-        self.acceptance = [Acceptance() for _ in names]
+        self.acceptance = [DrafterStatistics() for _ in names]
         self.account = Account()
         self.costs: Costs | None = None
         self.measured: str | None = None  # date of the costs; None if they are assumed or unknown

@@ -38,7 +38,7 @@ def measure(
     """Return the costs after `history`, all of which but the last token is committed.
 
     The sequence is left as it was. Drafters in `copying` take no time. A drafter that has no draft here gets
-    assumed costs.
+    assumed costs; one that reads the target has a draft only after a token or two were decoded.
     """
     pending = mx.array(list(history[-1:]), dtype=mx.int32)
     vocab_size = target.verify(pending).shape[-1]

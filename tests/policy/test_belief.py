@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mlx_spec.policy.acceptance import CHANGE, Acceptance, Belief
+from mlx_spec.policy.acceptance import CHANGE, Belief, DrafterStatistics
 from mlx_spec.policy.acceptance import LEVELS as TABLE
 
 LEVELS, PRIOR = list(TABLE), list(TABLE.values())
@@ -23,8 +23,8 @@ def likelihood(level, accepted, rejected):
 
 
 def test_filter_is_bayes_rule(monkeypatch):
-    monkeypatch.setattr(Acceptance, "learn", lambda self, belief: None)  # frequencies stay as they are
-    belief = Belief(Acceptance())
+    monkeypatch.setattr(DrafterStatistics, "learn", lambda self, belief: None)  # frequencies stay as they are
+    belief = Belief(DrafterStatistics())
     for accepted, rejected, tokens in EVENTS:
         belief.update(accepted, rejected)
         belief.advance(tokens)
@@ -41,7 +41,7 @@ def test_filter_is_bayes_rule(monkeypatch):
 
 
 def test_expected_tokens_average_over_levels():
-    belief = Belief(Acceptance())
+    belief = Belief(DrafterStatistics())
     assert belief.expected_tokens()[0] == pytest.approx(1)
     by_level = [sum(level**k for k in range(4)) for level in LEVELS]
     assert belief.expected_tokens()[3] == pytest.approx(np.dot(PRIOR, by_level))
@@ -49,7 +49,7 @@ def test_expected_tokens_average_over_levels():
 
 
 def test_without_evidence_the_belief_returns_to_the_frequencies():
-    belief = Belief(Acceptance())
+    belief = Belief(DrafterStatistics())
     belief.update(0, rejected=True)
     assert first_rate(belief) < np.dot(PRIOR, LEVELS) - 0.1
     belief.advance(1000)
@@ -57,7 +57,7 @@ def test_without_evidence_the_belief_returns_to_the_frequencies():
 
 
 def test_frequencies_follow_the_pair():
-    shared = Acceptance()
+    shared = DrafterStatistics()
     for _ in range(50):
         belief = Belief(shared)
         for _ in range(4):
@@ -67,7 +67,7 @@ def test_frequencies_follow_the_pair():
 
 
 def test_a_drafter_that_gets_worse_within_its_draft():
-    shared, belief, chance = Acceptance(), None, np.random.default_rng(0)
+    shared, belief, chance = DrafterStatistics(), None, np.random.default_rng(0)
     belief = Belief(shared)
     for _ in range(2000):
         right = [chance.random() < rate for rate in (0.9, 0.45, 0.2)]
@@ -80,4 +80,4 @@ def test_a_drafter_that_gets_worse_within_its_draft():
 
 
 def test_a_mean_for_a_new_request():
-    assert first_rate(Belief(Acceptance.with_mean(0.75))) == pytest.approx(0.75, abs=0.03)
+    assert first_rate(Belief(DrafterStatistics.with_mean(0.75))) == pytest.approx(0.75, abs=0.03)

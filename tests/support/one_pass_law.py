@@ -1,7 +1,7 @@
 """Check that the engine keeps the target's distribution when a drafter of a family drafts.
 
-As in exact_distribution.py, tokens of a tiny model are counted over many generations and compared with its exact
-distribution. A right engine is rejected once in a million; the keys are fixed, so a pass stays a pass.
+As in exact_distribution.py, tokens of a tiny model are counted over many generations and compared with its
+exact distribution. A right engine is rejected once in a million; the keys are fixed, so a pass stays a pass.
 """
 
 from __future__ import annotations
