@@ -13,7 +13,7 @@ import time
 from timing import finish, parser, table
 
 import mlx_spec
-from mlx_spec.grammar import compile
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
@@ -61,7 +61,7 @@ def main() -> None:
     pair = mlx_spec.load("demo")
     vocabulary = pair.info.vocab_size
     grammars = {
-        name: compile("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=10)
+        name: compile_grammar("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=10)
         for name, schema in SCHEMAS.items()
     }
     ratios: dict[str, list[float]] = {name: [] for name in SCHEMAS}

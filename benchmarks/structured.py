@@ -28,7 +28,8 @@ from timing import finish, interval, latin_square, parser, table
 
 import mlx_spec
 from mlx_spec.engine import generate
-from mlx_spec.grammar import Grammar, compile
+from mlx_spec.grammar import Grammar
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.offers import offered
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
@@ -127,7 +128,7 @@ def answer(pairs: Mapping[bool, Pair], schema: Schema, number: int, arm: str, co
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     grammar: Grammar | None = None
     if constrained:
-        grammar = compile("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
+        grammar = compile_grammar("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
     decoding = pair.open()
     parts = offered(decoding, prompt, grammar=grammar) if drafted else decoding
     sampler = replace(Sampling(), grammar=grammar).sampler(len(prompt), vocabulary)

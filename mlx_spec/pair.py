@@ -157,7 +157,7 @@ class Pair:
         return rounds if recorder is None else _with_logprobs(rounds, recorder, len(prompt))
 
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """How many tokens may be generated behind a prompt. Raises InvalidValue and PromptTooLong."""
+        """Return how many tokens may be generated after a prompt. Raises InvalidValue and PromptTooLong."""
         if max_tokens < 1:
             raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more")
         if not prompt:
@@ -188,7 +188,7 @@ def _with_logprobs(
 
 
 def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:
-    """What the target must record: of several drafters only one may read its activations."""
+    """Return the features that the target must record. Only one of several drafters may read any."""
     wanted = [source.needs for source in drafters if source.needs != FeatureSpec()]
     assert len(wanted) <= 1, "two drafters that read activations"
     return wanted[0] if wanted else FeatureSpec()
