@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 
-from ..command import ERROR
-from .arguments import Options, parse, refuse
+from ..command import ERROR, parse, refuse
+from .arguments import Options
 from .interrupts import Interrupts
 from .terminal import ReaderLeft, Terminal, checked
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raises SystemExit with status 2.
     """
     with Interrupts() as interrupts:
-        options = parse(argv)
+        options = parse(Options, "chat", argv)
         terminal = Terminal()
         try:
             return _run(options, terminal, interrupts)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     prompt = _read_prompt(options.prompt, terminal)
     if prompt is None and options.json:
-        refuse("--json is for one answer: give -p TEXT, or pipe text to stdin")
+        refuse("mlx-spec chat", "--json is for one answer: give -p TEXT, or pipe text to stdin")
     if options.system is not None:
         checked(options.system, "--system")
     require_backend()

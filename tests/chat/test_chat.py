@@ -25,12 +25,13 @@ from screen import COMMAND, GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen, run
 
 from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import ChatState
-from mlx_spec.apps.chat.arguments import parse
+from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.models import choose, open_pair
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.apps.command import parse
 
 
 def only_line(text: str | bytes) -> str:
@@ -53,21 +54,22 @@ def answer(monkeypatch, *arguments: str, stdin: bytes = b"") -> int:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--max-tokens", "0"], "at least 1"),
-        (["--num-draft-tokens", "-1"], "at least 0"),
-        (["--num-draft-tokens", "many"], "'many'"),
-        (["--top-k", "-5"], "at least 0"),
-        (["--seed", "1.5"], "'1.5'"),
-        (["--kv-bits", "3"], "4, 8"),
-        (["--temperature", "warm"], "'warm'"),
+        (["--max-tokens", "0"], "or equal to 1"),
+        (["--num-draft-tokens", "-1"], "or equal to 0"),
+        (["--num-draft-tokens", "many"], "valid integer"),
+        (["--top-k", "-5"], "or equal to 0"),
+        (["--seed", "1.5"], "valid integer"),
+        (["--kv-bits", "3"], "'4', '8'"),
+        (["--temperature", "warm"], "valid number"),
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--temperature", "nan"], "temperature=nan"),
         (["--top-p", "0"], "top_p=0"),
         (["--top-p", "1.1"], "top_p=1.1"),
         (["--min-p", "2"], "min_p=2.0"),
-        (["--prompt"], "expected one argument"),
+        (["--prompt"], "requires an argument"),
         (["--temp", "1"], "--temp"),
-        (["hello\nthere"], "hello there"),
+        (["demo", "hello\nthere"], "hello"),
+        (["demo", "--target=demo"], "give one of them"),
         (["--json", "--top-p", "7"], "top_p=7"),
     ],
 )
@@ -81,11 +83,13 @@ def test_bad_arguments_are_one_line(arguments, said, monkeypatch, capfd):
 
 
 def test_arguments_reach_the_options():
-    options = parse(
-        ["-p", "hi", "--seed=-3", "--top-k=5", "--kv-bits=8", "--num-draft-tokens=0", "--system=Be."]
-    )
+    given = ["-p", "hi", "--seed=-3", "--top-k=5", "--kv-bits=8", "--num-draft-tokens=0", "--system=Be."]
+    options = parse(Options, "chat", given)
     assert options.sampling == {"seed": -3, "top_k": 5}
     assert (options.prompt, options.kv_bits, options.num_draft_tokens, options.system) == ("hi", 8, 0, "Be.")
+    assert choose(parse(Options, "chat", ["owner/name"])) == choose(
+        parse(Options, "chat", ["--target=owner/name"])
+    )
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
@@ -382,7 +386,7 @@ class PressedSoon(Interrupts):
 
 
 def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
-    options = parse([*endless, "--max-tokens=8"])
+    options = parse(Options, "chat", [*endless, "--max-tokens=8"])
     loaded, settings = open_pair(choose(options)), from_options(options)
     with PressedSoon() as interrupts:
         chat, fresh = (

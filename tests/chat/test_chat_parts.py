@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import os
 import pty
 import re
 import select
@@ -34,7 +33,6 @@ from mlx_spec.apps.chat.settings import (
     from_values,
     shown,
     values,
-    write_atomically,
 )
 from mlx_spec.apps.chat.terminal import (
     COPIED,
@@ -218,20 +216,6 @@ def test_names_of_files(tmp_path):
             files.file_named(name)
     with pytest.raises(InvalidValue, match="cannot be written"):
         files.write(tmp_path / "none" / "talk.json", SavedConversation("demo", None, None, []))
-
-
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_is_written_is_whole(failure, tmp_path, monkeypatch):
-    file = tmp_path / "talk.json"
-    write_atomically(file, "before")
-
-    def fail(_number: int) -> None:
-        raise failure
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(type(failure)):
-        write_atomically(file, "after")
-    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
 def test_loading_is_all_or_nothing(model):
