@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.menubar.menu import Figures, Phase, Selection
-from mlx_spec.apps.server.settings import CANNOT_LISTEN
+from ..server.settings import CANNOT_LISTEN
+from .menu import Figures, Phase, Selection
 
 SERVICE = "mlx_spec"  # the name by which /health tells our servers from others
 HTTP_TIMEOUT_S = 2.0  # a server that takes longer counts as silent
@@ -24,7 +23,6 @@ MAX_RESPONSE_BYTES = 4 * 2**20
 PORTS_TRIED = 10  # from the requested one
 LAST_PORT = 65535
 REFUSALS = (1, 2)  # exit statuses of a server that says what is wrong: another start would only repeat it
-POLL_S = 0.02  # between two looks at a process that is ending
 KILL_TIMEOUT_S = 5.0  # until a killed process is gone
 LOG_TAIL_BYTES = 4096  # read for the server's last words
 OWN_PREFIX = "mlx-spec: "  # of the lines that the server writes for its user
@@ -120,13 +118,11 @@ def is_free(address: Address) -> bool:
 
 
 def candidates(address: Address) -> list[Address]:
-    """Return where to try to listen, in order. For port 0, several free ports."""
+    """Return where to try to listen, in order. For port 0, one that is free."""
     if address.port == 0:
-        with contextlib.ExitStack() as held:  # all at once, so that they differ
-            probes = [held.enter_context(socket.socket()) for _ in range(PORTS_TRIED)]
-            for probe in probes:
-                probe.bind(("127.0.0.1", 0))
-            return [Address(address.host, probe.getsockname()[1]) for probe in probes]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return [Address(address.host, probe.getsockname()[1])]
     end = min(address.port + PORTS_TRIED, LAST_PORT + 1)
     return [Address(address.host, port) for port in range(address.port, end)]
 
@@ -186,8 +182,7 @@ class ServerProcess:
             self._watch(wanted, own=False)
             return
         addresses = candidates(wanted)
-        # With port 0 all may seem taken: a program that is started meanwhile holds them too, for a moment.
-        fallback = addresses[0] if wanted.port == 0 else None
+        fallback = addresses[0] if wanted.port == 0 else None  # if it is taken meanwhile, the server says so
         address = next(filter(is_free, addresses), fallback)
         if address is None:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
@@ -292,13 +287,13 @@ STOPPED: dict[str, Any] = {
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Ask a process to end, and kill it after `timeout_s` seconds."""
-    for number, limit in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
-        process.send_signal(number)
-        deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                return
-            time.sleep(POLL_S)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+        return
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT_S)
 
 
 def last_words(log: Path, start: int) -> str | None:
