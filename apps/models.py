@@ -263,7 +263,7 @@ def _pull(name: str, drafter: str, revision: str | None) -> int:
         if folder is not None:
             _note(f"{repo} is here")
     with _leave_on_interrupt(
-        f"interrupted: what has arrived is kept, `mlx-spec pull {name}` goes on from there"
+        f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"
     ):
         for plan in plans:
             folders[plan.name] = _fetch(plan)

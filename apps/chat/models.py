@@ -189,7 +189,7 @@ def fit(size: int) -> str:
 def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str, ...]:
     mark = "*" if model.name == present else " "
     about = summary(model, partners(model, models))
-    return f"{mark} {model.name}", human_bytes(model.size), fit(model.size), about
+    return mark, model.name, human_bytes(model.size), fit(model.size), about
 
 
 def _download_sizes(names: Sequence[str]) -> dict[str, int]:

@@ -38,10 +38,11 @@ from mlx_spec.apps.menubar.server_process import (
     Address,
     ServerOptions,
     ServerProcess,
-    StatusClient,
     Timeouts,
     candidates,
+    details,
     end,
+    health,
     is_free,
     last_words,
 )
@@ -205,10 +206,7 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
     command = [sys.executable, "-m", "mlx_spec", "serve", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            client, deadline = StatusClient(Address(HOST, port)), time.monotonic() + LIMIT
-            while client.health() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            eventually(lambda: health(Address(HOST, port)))
             one = watched(port)
             one.server.start(Selection(drafter="none"))
             one.reach(Phase.RUNNING)
@@ -253,9 +251,9 @@ def test_a_server_of_another_kind_is_not_ours(tmp_path):
     command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", HOST, "--directory", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        client = StatusClient(Address(HOST, int(process.stdout.readline().split()[5])))
+        address = Address(HOST, int(process.stdout.readline().split()[5]))
         try:
-            assert client.health() is client.names() is client.figures() is None
+            assert health(address) is None and details(address, None) == {}
         finally:
             process.terminate()
 
