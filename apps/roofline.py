@@ -153,23 +153,23 @@ def measure(format: WeightFormat, *, size: int = PROBE_BYTES, seconds: float = P
     """Return the GB/s with which one row is multiplied by `size` bytes of weights, as in plain decoding."""
     import mlx.core as mx
 
-    settings = {"group_size": format.group_size, "bits": format.bits, "mode": format.mode}
+    settings: dict[str, Any] = {"group_size": format.group_size, "bits": format.bits, "mode": format.mode}
     row = mx.ones((1, WIDTH), mx.bfloat16)
     try:
-        parts = mx.quantize(row, **settings)
+        parts: Any = mx.quantize(row, **settings)
     except ValueError:  # not quantized, or without a kernel: bfloat16 instead
         parts, settings = (row,), {}
-    weights = [mx.repeat(part, size // sum(part.nbytes for part in parts), axis=0) for part in parts]
-    mx.eval(*weights)
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:  # the first also compiles: it does not move the median
+    row_bytes: int = sum(part.nbytes for part in parts)
+    rows, times = size // row_bytes, list[float]()
+    weights: list[Any] = [mx.repeat(part, rows, axis=0) for part in parts]
+    while len(times) < 3 or sum(times) < seconds:  # the first also makes the weights: the median is another
         start, result = time.perf_counter(), row
         for _ in range(PASSES):  # each waits for the one before it
             product = mx.quantized_matmul(result, *weights, **settings) if settings else result @ weights[0].T
             result = row * product[:, :1]
         mx.eval(result)
         times.append(time.perf_counter() - start)
-    return PASSES * sum(part.nbytes for part in weights) / statistics.median(times) / 1e9
+    return PASSES * rows * row_bytes / statistics.median(times) / 1e9
 
 
 def _run(options: Options) -> int:

@@ -178,19 +178,17 @@ def origin_style(span: Span, drafters: Sequence[str]) -> str:
 
 def legend() -> list[tuple[str, str]]:
     """Return texts with their SGR styles that explain the colours of `origin_style`."""
-    last = len(DRAFTED)
-    positions = [
-        (f" {position}{'+' if position == last else ''}", style) for position, style in enumerate(DRAFTED, 1)
-    ]
+    positions = [(f" {position}", style) for position, style in enumerate(DRAFTED, 1)]
     return [
         ("target ", ""),
-        (BORDER, DIM),
-        (" drafted at position", DRAFTED[0]),
+        (f"{BORDER} ", DIM),
+        ("drafted at position", DRAFTED[0]),
         *positions,
-        (f" {BORDER}", DIM),
-        (" copied by lookup", COPIED),
-        (f" {BORDER}", DIM),
-        (" forced by the grammar", FORCED),
+        ("+", DRAFTED[-1]),
+        (f" {BORDER} ", DIM),
+        ("copied by lookup", COPIED),
+        (f" {BORDER} ", DIM),
+        ("forced by the grammar", FORCED),
         (f"   {BORDER} ends a round", DIM),
     ]
 

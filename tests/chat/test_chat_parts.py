@@ -175,7 +175,7 @@ def test_file_of_the_first_release(tmp_path):
     )
     (tmp_path / "old.json").write_text(text)
     found = files.read(tmp_path / "old.json")
-    assert (found.target, found.drafter, found.system, len(found.turns)) == ("demo", None, "Be brief.", 2)
+    assert (found.target, found.drafter, found.system, len(found.messages)) == ("demo", None, "Be brief.", 2)
     settings = from_values(found.settings)
     assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
 
