@@ -27,12 +27,10 @@ from typing import Any
 
 import mlx.core as mx
 from arms import Decoder, Prompt, Read, Step
-from blocks import AGAIN, BASE, PLAIN, Block, measure, summary, within
-from decode import report, show
+from decode import progress, report, show
 from mlx_lm.generate import generate_step
-from peers import progress
-from shapes import RandomPair, llama_f32
-from timing import finish, interval, parser, table
+from random_models import RandomPair, llama_f32
+from timing import AGAIN, BASE, PLAIN, Block, finish, interval, measure, parser, summary, table, within
 
 from mlx_spec.engine import generate, prefill
 from mlx_spec.model.target import LMTarget

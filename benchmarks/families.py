@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from arms import Decoder, Folders, Prompt, ours
-from blocks import AGAIN, PLAIN, Run, in_turns, shape
-from subject import Live, of_checkpoint
-from timing import finish, interval, latin_square, parser, table
+from round_costs import Live, of_checkpoint
+from timing import AGAIN, PLAIN, Run, finish, in_turns, interval, latin_square, parser, shape, table
 
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.hub.progress import StageProgress

@@ -31,8 +31,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
+from random_models import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 from timing import finish, parser, table
-from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import select
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any
+from signal import SIGCONT, SIGSTOP
+from typing import Any, Protocol
 
-from mixture import questions
-from serving import CHAT, Serving, serving
+from serving import CHAT, Serving, questions, serving
 from timing import finish, interval, parser, table
-from turns import Clock, go_on, in_turns, stop
 
 BASE, AGAIN = "engine", "engine, again"
 SHORT = 8  # tokens of the short request
@@ -54,7 +55,7 @@ class Given:
 
 @dataclass
 class Engine:
-    """A session in a process of its own; see `turns.Task`."""
+    """A session in a process of its own; see `Task`."""
 
     pid: int
     pipe: Connection
@@ -75,7 +76,7 @@ class Engine:
 
 @dataclass
 class Request:
-    """A request to a server, and what came of the reply; see `turns.Task`."""
+    """A request to a server, and what came of the reply; see `Task`."""
 
     pid: int
     connection: socket.socket
@@ -254,6 +255,62 @@ def summary(cells: list[list[Block]], seed: int) -> dict[str, Any]:
 
 def _ratio(block: Block, name: str) -> float:
     return 2 * block[name] / (block[BASE] + block[AGAIN])
+
+
+class Task(Protocol):
+    """Something that a process of its own does."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def fileno(self) -> int:
+        """What becomes readable when there is something to take."""
+        ...
+
+    def take(self, clock: Clock) -> None:
+        """Take what has come."""
+        ...
+
+
+@dataclass
+class Clock:
+    """The time that a process had, of `time.perf_counter()`, which is the same in all processes."""
+
+    begun: float
+    stops: list[tuple[float, float]] = field(default_factory=list)  # when it was stopped and went on
+
+    def at(self, moment: float) -> float:
+        """Seconds since the beginning, less those in which the process was stopped."""
+        lost = sum(min(end, moment) - begin for begin, end in self.stops if begin < moment)
+        return moment - self.begun - lost
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, SIGSTOP)
+
+
+def go_on(pid: int) -> None:
+    os.kill(pid, SIGCONT)
+
+
+def in_turns(tasks: Sequence[Task], seconds: float) -> None:
+    """Run tasks of stopped processes to their ends, one at a time, and leave the processes stopped."""
+    started = time.perf_counter()
+    clocks = {id(task): Clock(started) for task in tasks}
+    stopped = dict.fromkeys(clocks, started)
+    while any(not task.done for task in tasks):
+        for task in (task for task in tasks if not task.done):
+            clock, begun = clocks[id(task)], time.perf_counter()
+            clock.stops.append((stopped[id(task)], begun))
+            go_on(task.pid)
+            while not task.done and (left := begun + seconds - time.perf_counter()) > 0:
+                if select.select([task], [], [], left)[0]:
+                    task.take(clock)
+            stop(task.pid)
+            stopped[id(task)] = time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from time import time as clock
 from typing import Any
 
 import jsonschema
-from schema_draws import Draws
-from schemas import SCHEMAS, Schema
+from schemas import SCHEMAS, Draws, Schema
 from timing import finish, interval, latin_square, parser, table
 
 import mlx_spec

@@ -24,7 +24,7 @@ CASES = {
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
     "families": (["--families", "eagle3", "medusa"], {"eagle3", "medusa"}),
     "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
-    "policy": ([], {"simulated", "measured costs", "decide"}),
+    "policy": ([], {"simulated", "floors", "batches", "decision microseconds"}),
 }
 DOCUMENT = """Before
 <!-- table: decode -->
