@@ -1,6 +1,6 @@
-"""A hundred JSON schemas with short answers: objects, numbers, texts, choices, lists, unions, references.
+"""JSON schemas with short answers: a hundred fixed ones, three of records, and random ones by a seed.
 
-Nothing in them is without end: a small model writes digits and letters for as long as it may.
+All texts, lists and numbers have bounds, because a small model writes digits and letters without end.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NULL: Schema = {"type": "null"}
 
 
 def record(**properties: Schema) -> Schema:
-    """An object with all of these properties and no other."""
+    """Return an object with all of these properties and no other."""
     return optional(list(properties), **properties)
 
 
 def optional(required: Sequence[str], **properties: Schema) -> Schema:
-    """An object of which some properties may be left out."""
+    """Return an object of which some properties may be left out."""
     shape = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**shape, "required": list(required)}
 
@@ -186,7 +186,12 @@ SCHEMAS: list[Schema] = [
     {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Titled", **record(a=WHOLE)},
     record(description={"type": "string", "description": "what it does", "maxLength": 12}),
 ]
-
+FUNCTION = record(
+    function=one_of("zip", "map", "filter"), module=one_of("builtins", "os", "json"), is_builtin=YES, pure=YES
+)
+CITY = record(city=one_of("Rome", "Oslo"), temperature_unit=one_of("celsius", "fahrenheit"), ok=YES)
+RESULT = record(result=record(kind=one_of("function", "class"), pure=YES), confidence=one_of("low", "high"))
+RECORDS: list[Schema] = [FUNCTION, CITY, RESULT]  # as classification and extraction ask for
 
 WORDS = "name kind size color unit count city user note tag value state level from to".split()
 DRAWN_PATTERNS = [
@@ -199,49 +204,49 @@ DRAWN_PATTERNS = [
     "^\\+?[0-9]{3,7}$",
     '^[^"\\\\]{0,5}!$',
 ]
-DEEPEST = 3
+MAX_DEPTH = 3
 
 
 class Draws:
-    """Schemas by a seed."""
+    """Random schemas: nested objects and lists, choices, numbers, patterns, unions, references."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(f"schemas {seed}")
         self._defined: list[str] = []  # names that a reference may name
 
     def schemas(self, count: int) -> list[Schema]:
-        """So many, the kinds in turn."""
+        """Return `count` schemas, the kinds in turn."""
         kinds = [self._nested, self._choice, self._number, self._pattern, self._union, self._reference]
         return [kinds[i % len(kinds)]() for i in range(count)]
 
     def _nested(self) -> Schema:
-        """An object of objects or lists."""
+        """Return an object of objects or lists."""
         inner = self._object(1) if self._chance.random() < 0.6 else self._list(1)
         return record(**{self._word(): inner, "more": self._any(2)})
 
     def _choice(self) -> Schema:
-        """A few values of any type, by themselves or in an object."""
+        """Return a choice of a few values of any type."""
         values = [*self._words(2), self._chance.randint(-99, 999), None, True, 1.5, 'say "hi"', ["a", 2]]
         found = one_of(*self._chance.sample(values, self._chance.randint(2, 5)))
         return self._chance.choice([found, record(**{self._word(): found}), several(found, 1, 3)])
 
     def _number(self) -> Schema:
-        """Numbers within bounds, by themselves or several."""
+        """Return one number within bounds, or several."""
         found = {word: self._bounded() for word in self._words(3)}
         return self._chance.choice([self._bounded(), record(**found), several(self._bounded(), 1, 4)])
 
     def _pattern(self) -> Schema:
-        """A text by a pattern, in a list or an object, or alone."""
+        """Return a text by a pattern, alone, in a list or in an object."""
         found = text(self._chance.choice(DRAWN_PATTERNS))
         return self._chance.choice([found, several(found, 1, 2), record(**{self._word(): found})])
 
     def _union(self) -> Schema:
-        """One of several schemas."""
+        """Return a union of a few schemas."""
         found = either(*(self._any(1) for _ in range(self._chance.randint(2, 4))))
         return self._chance.choice([found, record(**{self._word(): found}), several(found, 1, 2)])
 
     def _reference(self) -> Schema:
-        """A schema that names another one twice or more, which may name a third."""
+        """Return a schema that refers to another one more than once, which may refer to a third."""
         inner = self._any(2)
         self._defined = ["inner"]
         outer = record(**{word: self._any(2) for word in self._words(2)}, it=ref("inner"))
@@ -251,11 +256,11 @@ class Draws:
         return defined(found, inner=inner, outer=outer)
 
     def _any(self, depth: int) -> Schema:
-        """Any schema; `depth` levels are around it."""
+        """Return any schema that may stand inside `depth` others."""
         flat: list[Callable[[], Schema]] = [self._leaf] * 3
         if self._defined:
             flat.append(lambda: ref(self._chance.choice(self._defined)))
-        if depth >= DEEPEST:
+        if depth >= MAX_DEPTH:
             return self._chance.choice(flat)()
         return self._chance.choice([*flat, lambda: self._object(depth + 1), lambda: self._list(depth + 1)])()
 
@@ -284,7 +289,7 @@ class Draws:
         )
 
     def _bounded(self) -> Schema:
-        """An integer, or a multiple of a power of two: its digits have an end."""
+        """Return an integer, or a multiple of a quarter: its digits have an end."""
         low = self._chance.randint(-200, 200)
         high = low + self._chance.choice([0, 3, 40, 5000])
         whole: Schema = {"type": "integer", "minimum": low, "maximum": high}

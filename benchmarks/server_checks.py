@@ -4,9 +4,9 @@
     python benchmarks/server_checks.py soak           # does it survive half an hour of mixed load?
     python benchmarks/server_checks.py conformance    # does it keep to OpenAI's interface?
 
-on_off: two servers on the same pair, one with `--drafter none`, get the same random requests, at temperature 0
-or (with `--seeded`, half of them) sampled with a seed. Bodies must be equal but for ids, times and `timings`;
-the chunks of a stream are joined first, because they follow rounds.
+on_off: two servers on the same pair, one with a fixed draft length and one with `--drafter none`, get the
+same random requests, greedy or (with `--seeded`, half of them) sampled with a seed. Bodies must be equal but
+for ids, times and `timings`; the chunks of a stream are joined first, because they follow rounds.
 
 soak: eight clients send good requests of all kinds, hang up in the middle of streams, and send malformed
 bodies and huge prompts. The answers to a fixed set of greedy requests are compared with those of a quiet
@@ -79,6 +79,7 @@ def main() -> None:
     options.add_argument("check", choices=["on_off", "soak", "conformance"])
     options.add_argument("--target", default="demo", help="on_off: demo, or a folder")
     options.add_argument("--requests", type=int, default=240, help="on_off: number of requests")
+    options.add_argument("--num-draft-tokens", default="4", metavar="K", help="on_off: draft length")
     options.add_argument("--seeded", action="store_true", help="on_off: sample half of them with a seed")
     options.add_argument("--minutes", type=float, default=30, help="soak: how long")
     options.add_argument("--clients", type=int, default=8, help="soak: clients at once")
@@ -102,7 +103,8 @@ def on_off(settings: argparse.Namespace) -> dict[str, Any]:
     statuses: Counter[int] = Counter()
     different: list[dict[str, Any]] = []
     drafted = 0
-    with serving(*target) as on, serving(*target, "--drafter", "none") as off:
+    fixed = ["--num-draft-tokens", settings.num_draft_tokens]
+    with serving(*target, *fixed) as on, serving(*target, "--drafter", "none") as off:
         for _ in range(count):
             path, body = requests.next()
             a, b = on.send(path, body), off.send(path, body)
