@@ -49,6 +49,15 @@ SMALL = ["mlx-lm draft model, K=2", "mlx-lm draft model, K=4", "draft model, K=2
 PEERS = ["mlx-vlm", *(f"mlx-vlm K={k}" for k in range(1, 5))]
 DEFAULT = ["mlx-lm, text", *OURS, *USELESS, *SMALL, "draft model, adaptive", *PEERS]
 QUICK = ["plain", "plain, again", "K=2", "adaptive", "lookup", *USELESS[1:2], *SMALL[::2], *PEERS[:3:2]]
+EXTRA_VISION = {  # an empty vision tower: mlx-vlm builds one although the checkpoint has none
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "position_embedding_size": 4,
+}
 MEASURES = ("decode", "whole", "to plain")
 COUNTS = ("tokens/s", "tokens a step", "differ")
 
@@ -128,30 +137,19 @@ def show(values: list[float] | None) -> str:
     return "-" if values is None else f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]"
 
 
-EXTRA_VISION = {  # an empty vision tower: mlx-vlm builds one although the checkpoint has none
-    "num_hidden_layers": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "position_embedding_size": 4,
-}
-
-
 def asked(prompt: Prompt) -> dict[str, Any]:
-    """How many tokens, and which of them are banned: as both packages take it."""
+    """Return the number of tokens and the banned ones as arguments of both packages."""
     processors = make_logits_processors(prompt.bias) if prompt.bias else None
     return {"max_tokens": prompt.count, "logits_processors": processors}
 
 
 def progress(read: Read) -> Callable[[int, int], None]:
-    """What mlx-lm tells how much of the prompt it has read; all of it is when the first token is there."""
+    """Return a callback for mlx-lm that calls `read` when all but the last prompt token is processed."""
     return lambda done, total: read() if done < total else None
 
 
 def of_mlx_lm(folders: Folders) -> Arms:
-    """mlx-lm's loop, the same with text, and its speculative loop where there is a draft model."""
+    """Return mlx-lm's loop, the same with text, and its speculative loop if there is a draft model."""
     model, tokenizer = mlx_lm.load(str(folders.target))[:2]
     mx.eval(model.parameters())
     endless = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[-1])
@@ -191,7 +189,7 @@ def of_mlx_lm(folders: Folders) -> Arms:
 
 
 def of_mlx_vlm(folders: Folders) -> Arms:
-    """mlx-vlm's loop, plain and with its own MTP rounds. Empty where it is not installed."""
+    """Return mlx-vlm's loop, plain and with its own MTP rounds; nothing if it is not installed."""
     if importlib.util.find_spec("mlx_vlm") is None:
         print("mlx-vlm is not installed: its arms are left out\n")
         return {}

@@ -1,6 +1,8 @@
-"""Targets of real shapes with random weights, and the assistants that would come with them.
+"""Models with random weights: targets of real shapes with assistants, and a toy for long contexts.
 
-Quantized weights are random bits, so that nothing larger than the model itself is ever held.
+Quantized weights are random bits, so that nothing larger than the model itself is ever held. The toy has the
+caches of a large model and almost no weights. Its prompts are written into the caches without attention, so
+64k tokens take a second; blocks of up to 64 tokens attend as usual.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ FOUR_BIT = WeightFormat(4, GROUP)
 ON_CPU = 2**30  # bytes; the most for a machine without an accelerator
 LOOKED_UP = "embed_tokens_per_layer"  # a table of which a token reads one row
 NIBBLE = 4.6  # standard deviation of 0 .. 15
+VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 256, 64, 4, 2, 64  # of the toy
+WINDOW = 1024  # of the toy's sliding layers
+LONGEST_BLOCK = 64  # tokens of the toy; longer ones are prompts
 ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "default", "rope_theta": 1e6},
@@ -52,7 +57,7 @@ class RandomPair:
 
 
 def gemma(args: gemma4_text.ModelArgs, assistant: AssistantConfig) -> RandomPair:
-    """A 4-bit target with a bfloat16 assistant."""
+    """Return a 4-bit target with a bfloat16 assistant."""
     model = gemma4_text.Model(args)
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=GROUP, bits=FOUR_BIT.bits)
@@ -75,7 +80,7 @@ def gemma(args: gemma4_text.ModelArgs, assistant: AssistantConfig) -> RandomPair
 
 
 def dense(args: llama.ModelArgs) -> RandomPair:
-    """A float32 target with tied embeddings and no drafter."""
+    """Return a float32 target with tied embeddings and no drafter."""
     model = llama.Model(args)
     _fit(model)
     mx.eval(model.parameters())
@@ -84,7 +89,7 @@ def dense(args: llama.ModelArgs) -> RandomPair:
 
 
 def e4b() -> RandomPair:
-    """The shape of Gemma 4 E4B and of its assistant."""
+    """Return a pair of the shape of Gemma 4 E4B and its assistant."""
     return gemma(
         gemma4_text.ModelArgs(
             hidden_size=2560,
@@ -114,7 +119,7 @@ def e4b() -> RandomPair:
 
 
 def tiny() -> RandomPair:
-    """All parts of E4B, each as small as it can be."""
+    """Return all parts of E4B, each as small as possible."""
     return gemma(
         gemma4_text.ModelArgs(
             hidden_size=64,
@@ -149,7 +154,7 @@ def tiny() -> RandomPair:
 
 
 def llama_f32(*, hidden: int = 1280, layers: int = 2, vocab: int = 4096) -> RandomPair:
-    """Few wide layers: 230 MB, and little that is not matrix products."""
+    """Return a target of few wide layers: 230 MB, nearly all time in matrix products."""
     return dense(
         llama.ModelArgs(
             model_type="llama",
@@ -171,12 +176,12 @@ def weights(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _size(model: nn.Module) -> int:
-    """Bytes of its weights."""
+    """Return the bytes of its weights."""
     return sum(array.nbytes for array in weights(model).values())
 
 
 def _fit(model: nn.Module) -> None:
-    """Stop where the weights, none of which exist yet, would be too many for this machine."""
+    """Exit if the weights, which are not allocated yet, are too large for this machine."""
     size = _size(model)
     most = device_memory() // 2 if mx.default_device().type == mx.gpu else ON_CPU
     if size > most:
@@ -184,7 +189,7 @@ def _fit(model: nn.Module) -> None:
 
 
 def _fill(model: nn.Module) -> None:
-    """Random bits for quantized weights, with scales that make them as large as usual."""
+    """Fill quantized weights with random bits, and scales that give them the usual size."""
     for module in model.modules():
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
             columns = module.scales.shape[-1] * GROUP
@@ -194,11 +199,6 @@ def _fill(model: nn.Module) -> None:
             module.biases = mx.full(module.scales.shape, -7.5 * scale, mx.bfloat16)
             mx.eval(module.parameters())
     mx.eval(model.parameters())
-
-
-VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 256, 64, 4, 2, 64
-WINDOW = 1024
-LONGEST_BLOCK = 64  # tokens; longer ones are prompts
 
 
 class Toy(nn.Module):
@@ -291,7 +291,7 @@ class _State(nn.Module):
 
 
 def assistant(parts: TargetParts, window: int = WINDOW) -> Gemma4Assistant:
-    """A random Gemma 4 assistant that reads the K/V of a Toy."""
+    """Return a random Gemma 4 assistant that reads the K/V of a Toy."""
     config = AssistantConfig(
         backbone_hidden_size=WIDTH,
         vocab_size=VOCAB,

@@ -93,7 +93,7 @@ def opened(settings: argparse.Namespace) -> Subject:
 
 
 def measure(subject: Subject, context: int, settings: argparse.Namespace) -> dict[str, Any]:
-    """Everything at one context length: quartiles in milliseconds, by job and its size."""
+    """Return quartiles in milliseconds at one context length, by job and size."""
     live = subject.open(context)
     points = calibrate(live.target, live.drafters, live.history, time_limit_s=settings.budget)
     running = {K: subject.rounds(context, K) for K in WHOLE if live.drafts and K in range(settings.draft + 1)}
@@ -112,7 +112,7 @@ def measure(subject: Subject, context: int, settings: argparse.Namespace) -> dic
 def once(
     live: Live, running: dict[int, Iterator[Round]], chance: random.Random, settings: argparse.Namespace
 ) -> Seconds:
-    """One turn of all jobs, in an order of its own."""
+    """Run all jobs once, in random order."""
     jobs = [("plain", 1), ("host", 1), *(("verify", rows) for rows in range(1, settings.rows + 1))]
     jobs += [("draft", K) for K in range(1, settings.draft + 1)] if running else []
     jobs += [("round", K) for K in running]
@@ -137,13 +137,13 @@ def once(
 
 
 def quartiles(seconds: list[float]) -> list[float]:
-    """First quartile, median and third, in milliseconds."""
+    """Return first quartile, median and third, in milliseconds."""
     cuts = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
     return [round(1e3 * s, 5) for s in cuts]
 
 
 def calibrated(points: Table) -> dict[str, Any]:
-    """What the calibration found, as `measure` gives its own."""
+    """Return the costs of the policy's calibration in the same form."""
     draft = points.draft[0] if points.draft else {}
     return {
         "plain": {"1": round(1e3 * points.plain, 5)},
@@ -196,7 +196,7 @@ Parts = tuple[LMTarget, tuple[Drafter, ...]]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured."""
+    """A target with its drafters, and a text to fill contexts with."""
 
     name: str
     format: WeightFormat
@@ -210,7 +210,7 @@ class Subject:
         return (self.text * (context // len(self.text) + 1))[:context]
 
     def open(self, context: int) -> Live:
-        """A sequence of `context` tokens behind which a drafter can draft."""
+        """Return a sequence of `context` tokens after which a drafter can draft."""
         target, drafters = self.parts()
         history = self.prompt(context - 2)
         for low in range(0, len(history) - 1, PREFILL_STEP):
@@ -224,7 +224,7 @@ class Subject:
         return live
 
     def rounds(self, context: int, K: int) -> Iterator[Round]:
-        """Rounds of the engine, with K draft tokens each."""
+        """Generate with K draft tokens in every round."""
         target, drafters = self.parts()
         sampler = Sampling().sampler(context, self.vocab)
         return generate(target, drafters, FixedPolicy(K), sampler, self.prompt(context), max_tokens=2**20)
@@ -232,7 +232,7 @@ class Subject:
 
 @dataclass
 class Live:
-    """All rows but the last are committed, and none is on trial."""
+    """A sequence that passes run on. None of them leaves a trace in its caches."""
 
     target: LMTarget
     drafters: tuple[Drafter, ...]
@@ -247,16 +247,16 @@ class Live:
             drafter.observe(self.history, features)
 
     def rows(self, count: int) -> mx.array:
-        """The pending token, and tokens of the text behind it."""
+        """Return the pending token and tokens of the text after it."""
         return mx.array([self.history[-1], *self.history[:count]][:count], dtype=mx.int32)
 
     @property
     def drafts(self) -> bool:
-        """Whether there is a drafter and it has a draft."""
+        """Return True if there is a drafter and it has a draft."""
         return bool(self.drafters) and self.drafters[0].draft(self.history, 1, self.sampler).tokens.size > 0
 
     def plain(self) -> float:
-        """Seconds of a token, the next one always on its way."""
+        """Return the seconds of a plain token, each queued while the one before it runs."""
         start = time.perf_counter()
         token, before = self.rows(1), None
         for _ in range(RUN):
@@ -270,13 +270,13 @@ class Live:
         return (time.perf_counter() - start) / RUN
 
     def host(self) -> float:
-        """Seconds to compute next to nothing and read it."""
+        """Return the seconds of one read by the host."""
         start = time.perf_counter()
         (self.rows(1) + 1).tolist()
         return time.perf_counter() - start
 
     def verify(self, rows: int) -> tuple[float, float]:
-        """Seconds of a pass that judges a draft, and those of building its graph."""
+        """Return the seconds of a verification pass, and those of building its graph."""
         start = time.perf_counter()
         tokens = self.rows(rows)
         verdict = self.sampler.verify(self.target.verify(tokens), self.history, Draft(tokens[1:]))
@@ -286,14 +286,14 @@ class Live:
         return time.perf_counter() - start, built - start
 
     def draft(self, K: int) -> float:
-        """Seconds until K draft tokens are there."""
+        """Return the seconds of K draft tokens."""
         start = time.perf_counter()
         mx.eval(self.drafters[0].draft(self.history, K, self.sampler).tokens)
         return time.perf_counter() - start
 
 
 def of_checkpoint(name: str, folders: Folders, kv_bits: int | None) -> Subject:
-    """A pair on disk."""
+    """Return a pair on disk."""
     pair = load(folders.target, folders.drafter or "none", num_draft_tokens=1, kv_bits=kv_bits)
     model = decode_sizes(folders.target, 1)
 
@@ -313,7 +313,7 @@ def of_checkpoint(name: str, folders: Folders, kv_bits: int | None) -> Subject:
 
 
 def of_shape(name: str) -> Subject:
-    """Random weights."""
+    """Return a pair with random weights."""
     made = SHAPES[name]()
 
     def parts() -> Parts:

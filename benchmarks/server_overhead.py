@@ -93,12 +93,12 @@ class Request:
 
     @property
     def seconds(self) -> float:
-        """That the server had until the last of its reply was there."""
+        """Return the time that the server had until its reply was complete."""
         return self.parts[-1][0]
 
     @property
     def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """What a stream brought."""
+        """Yield the chunks of a stream, each with its time."""
         left = b""
         for when, data in self.parts:
             *lines, left = (left + data).split(b"\n")
@@ -143,7 +143,7 @@ class Arena:
     burst: float
 
     def block(self, question: str, turn: int) -> list[Block]:
-        """Two answers of each engine, one beside a stream, one beside a whole answer."""
+        """Return two blocks: the engines beside a stream, and beside a whole answer."""
         return [self._streamed(question, turn), self._whole(question, turn)]
 
     def _streamed(self, question: str, turn: int) -> Block:
@@ -182,7 +182,7 @@ class Arena:
 
 @contextmanager
 def opened(given: Given, tokens: int, burst: float) -> Iterator[Arena]:
-    """The processes of a series."""
+    """Start the processes of a series and stop them until their turn."""
     with ExitStack() as stack:
         server = stack.enter_context(serving(*given.options))
         engines = stack.enter_context(engine(given)), stack.enter_context(engine(given))
@@ -199,7 +199,7 @@ def opened(given: Given, tokens: int, burst: float) -> Iterator[Arena]:
 
 @contextmanager
 def engine(given: Given) -> Iterator[Engine]:
-    """A bare engine in a process of its own."""
+    """Start a bare engine in a process of its own."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=sessions, args=(there, given))
@@ -234,7 +234,7 @@ def sessions(pipe: Connection, given: Given) -> None:
 
 
 def pace(marks: list[Mark]) -> float:
-    """Seconds a token between the first text and the last."""
+    """Return seconds a token between the first text and the last."""
     (first, few), (last, many) = marks[0], marks[-1]
     return (last - first) / (many - few)
 
@@ -258,7 +258,7 @@ def _ratio(block: Block, name: str) -> float:
 
 
 class Task(Protocol):
-    """Something that a process of its own does."""
+    """Work of another process."""
 
     @property
     def pid(self) -> int: ...
@@ -267,23 +267,23 @@ class Task(Protocol):
     def done(self) -> bool: ...
 
     def fileno(self) -> int:
-        """What becomes readable when there is something to take."""
+        """Return a descriptor that is readable when there is something to take."""
         ...
 
     def take(self, clock: Clock) -> None:
-        """Take what has come."""
+        """Read what has arrived."""
         ...
 
 
 @dataclass
 class Clock:
-    """The time that a process had, of `time.perf_counter()`, which is the same in all processes."""
+    """The running time of a process by `time.perf_counter()`, which all processes share."""
 
     begun: float
     stops: list[tuple[float, float]] = field(default_factory=list)  # when it was stopped and went on
 
     def at(self, moment: float) -> float:
-        """Seconds since the beginning, less those in which the process was stopped."""
+        """Return the seconds since the beginning in which the process was not stopped."""
         lost = sum(min(end, moment) - begin for begin, end in self.stops if begin < moment)
         return moment - self.begun - lost
 
@@ -297,7 +297,7 @@ def go_on(pid: int) -> None:
 
 
 def in_turns(tasks: Sequence[Task], seconds: float) -> None:
-    """Run tasks of stopped processes to their ends, one at a time, and leave the processes stopped."""
+    """Run tasks of stopped processes to their ends, one at a time; leave the processes stopped."""
     started = time.perf_counter()
     clocks = {id(task): Clock(started) for task in tasks}
     stopped = dict.fromkeys(clocks, started)

@@ -1,4 +1,8 @@
-"""What the benchmarks share: arms in a balanced order, bootstrap intervals, the table and the JSON line."""
+"""What the benchmarks share: options, tables, the JSON record, bootstrap intervals, and blocks of runs.
+
+A block holds one run of every arm on one prompt. The runs of a block take turns of a few tokens, so that a
+slow moment of the machine meets all of them; only runs of one block are compared.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "mlx-spec")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """An argument parser with the options that every benchmark has."""
+    """Return an argument parser with the options of every benchmark."""
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--quick", action="store_true", help="smallest sizes: does it run?")
     result.add_argument("--seed", type=int, default=0)
@@ -34,7 +38,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def latin_square(names: Sequence[str]) -> list[list[str]]:
-    """Orders in which every arm stands equally often at every place and after every other (Williams 1949)."""
+    """Return orders with every arm equally often in each place and after each other (Williams 1949)."""
     n = len(names)
     zigzag = [(i + 1) // 2 if i % 2 else (n - i // 2) % n for i in range(n)]
     rows = [[names[(z + shift) % n] for z in zigzag] for shift in range(n)]
@@ -42,7 +46,7 @@ def latin_square(names: Sequence[str]) -> list[list[str]]:
 
 
 def interval(ratios: list[list[float]], seed: int, draws: int = 2000) -> list[float]:
-    """Median of the prompts' medians, with a bootstrap 95 % interval over prompts and their blocks."""
+    """Return the median of the prompts' medians, with a bootstrap 95 % interval."""
 
     def middle(sample: list[list[float]]) -> float:
         return statistics.median(statistics.median(values) for values in sample)
@@ -67,7 +71,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def finish(question: str, results: Any, settings: argparse.Namespace, started: float) -> None:
-    """Print the JSON line: what was measured, on what, with what."""
+    """Print the JSON record: results, settings, device and versions."""
     given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()}
     record = {
         "benchmark": question,
@@ -80,7 +84,7 @@ def finish(question: str, results: Any, settings: argparse.Namespace, started: f
 
 
 def surroundings() -> dict[str, Any]:
-    """Device, system, versions and load."""
+    """Return device, system, versions and load."""
     info = mx.device_info() if mx.default_device().type == mx.gpu else {}
     return {
         "device": str(info.get("device_name") or _processor()),
@@ -112,7 +116,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with a plus sign where files were changed since."""
+    """Return the commit, with a plus sign if files were changed."""
     folder = Path(__file__).parent
     try:
         args = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"]
@@ -151,7 +155,7 @@ class Block:
         return self.last.decode / self.first.decode
 
     def ratio(self, arm: str, base: str, measure: str) -> float:
-        """To another arm: of mlx-lm and of our plain arm to the mean of their two runs."""
+        """Return the ratio to another arm; mlx-lm and plain count as the mean of their two runs."""
         runs = [self.first, self.last]
         if base != BASE:
             names = [name for name in ((PLAIN, AGAIN) if base == PLAIN else (base,)) if name != arm]
@@ -162,7 +166,7 @@ class Block:
 def measure(
     decoders: dict[str, Decoder], names: list[str], prompts: list[Prompt], settings: argparse.Namespace
 ) -> list[list[Block]]:
-    """Blocks by prompt, the first of each already dropped."""
+    """Return blocks by prompt, without the first of each."""
     square = latin_square(names)
     random.Random(settings.seed).shuffle(square)
     done: list[list[Block]] = [[] for _ in prompts]
@@ -178,7 +182,7 @@ def measure(
 
 
 def in_turns(decoders: Sequence[Decoder], prompt: Prompt, burst: int, start: int) -> list[Run]:
-    """One run of each, in bursts of tokens that take turns: slow changes of the machine meet all alike."""
+    """Run each decoder once, in turns of `burst` tokens."""
     going = [Going(decoder, prompt) for decoder in decoders]
     for turn in range(len(going) * prompt.count):
         for i in range(len(going)):
@@ -189,7 +193,7 @@ def in_turns(decoders: Sequence[Decoder], prompt: Prompt, burst: int, start: int
 
 
 class Going:
-    """A run under way. Waiting for what it has queued counts, but for what is queued behind its end.
+    """A run in progress. Its time includes waiting for queued work, except after its last token.
 
     A decoder that does not say when it has read the prompt is timed from its first step on, and that step's
     tokens are left out. It is flattered a little where it has begun the next one by then.
@@ -209,7 +213,7 @@ class Going:
         return len(self._tokens) >= self._count
 
     def go(self, burst: int) -> None:
-        """At least so many tokens more; the first step, with the prompt, is a turn of its own."""
+        """Decode at least `burst` more tokens; the first step, with the prompt, is a turn of its own."""
         if self.done:
             return
         goal = min(len(self._tokens) + burst, self._count) if self._tokens else 1
@@ -237,7 +241,7 @@ class Going:
 def summary(
     blocks: list[list[Block]], prompts: list[Prompt], names: list[str], settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Everything the record holds of the blocks."""
+    """Return the results of all blocks for the record."""
     used, kept = within(blocks, prompts, settings.spread)
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     nulls = sorted(b.null for by_prompt in blocks for b in by_prompt)
@@ -259,7 +263,7 @@ def summary(
 
 
 def within(blocks: list[list[Block]], prompts: list[Prompt], spread: float) -> tuple[list[list[Block]], int]:
-    """The blocks whose null is within the spread, and how many; all, if those leave a kind without any."""
+    """Return the quiet blocks and their number; all blocks if a kind had no quiet one."""
     quiet = [[b for b in by_prompt if abs(b.null - 1) <= spread] for by_prompt in blocks]
     kinds = {prompt.kind for prompt in prompts}
     left = {prompt.kind for prompt, found in zip(prompts, quiet, strict=True) if found}
@@ -274,13 +278,13 @@ def of_kind(
     prompts: list[Prompt],
     seed: int,
 ) -> dict[str, Any]:
-    """All arms on the prompts of one kind."""
+    """Return the results of all arms on prompts of one kind."""
     at = [i for i, prompt in enumerate(prompts) if prompt.kind == kind]
     return {name: summary_of(name, [used[i] for i in at], [every[i] for i in at], seed) for name in names}
 
 
 def summary_of(name: str, blocks: list[list[Block]], every: list[list[Block]], seed: int) -> dict[str, Any]:
-    """Medians of ratios with intervals, what the steps of an arm were like, and where its tokens differ."""
+    """Return ratios with intervals, tokens a step, and where the tokens differ from mlx-lm's."""
 
     def against(base: str, measure: str) -> list[float]:
         found = [[b.ratio(name, base, measure) for b in by_prompt] for by_prompt in blocks if by_prompt]
@@ -299,7 +303,7 @@ def summary_of(name: str, blocks: list[list[Block]], every: list[list[Block]], s
 
 
 def shape(runs: Sequence[Run]) -> dict[str, Any]:
-    """Tokens and draft tokens a step, and the share of steps without a draft."""
+    """Return tokens and draft tokens a step, and the share of steps without a draft."""
     drafted = [k for r in runs for k in r.drafted]
     return {
         "tokens a step": round(sum(len(r.tokens) for r in runs) / len(drafted), 2),
@@ -309,7 +313,7 @@ def shape(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def differences(name: str, blocks: list[list[Block]]) -> dict[str, Any]:
-    """How many prompts gave other tokens than mlx-lm, which, and where the first of them did."""
+    """Return how many prompts gave other tokens than mlx-lm, and the first position that differs."""
     places: dict[int, int] = defaultdict(int)
     hashes: dict[str, str] = {}
     for i, by_prompt in enumerate(blocks):
