@@ -4,8 +4,8 @@ A profiler notes every function of `mlx_spec`, `convert` and `apps` that runs, a
 bodies, dataclasses' generated code and `__init__.py` files that only re-export do not count. One token: a
 warm sequence of the demo pair decodes plain and speculative rounds. A chat request: the server in this
 process answers one streamed request with a model that is loaded already. A conversion: the command converts
-a small pair of the tests and tests it; what the self-test runs of the library (engine, model, drafters) does not
-count there. The limits are those that the house promises; more is an error.
+a small pair of the tests and tests it; what the self-test runs of the library (engine, model, drafters) does
+not count there. The limits are those that the house promises; more is an error.
 """
 
 from __future__ import annotations
