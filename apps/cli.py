@@ -35,7 +35,7 @@ PROGRAMS = {
     "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar.arguments:options", ANSWERS),
     "convert": Program("mlx_spec.convert.command:main", "mlx_spec.convert.command:Options", MODELS),
     "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:Inspect", MODELS),
-    "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:Models", MODELS),
+    "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:ListOptions", MODELS),
     "pull": Program("mlx_spec.apps.models:pull_main", "mlx_spec.apps.models:Pull", MODELS),
     "rm": Program("mlx_spec.apps.models:rm_main", "mlx_spec.apps.models:Remove", MODELS),
     "tune": Program("mlx_spec.apps.tune:main", "mlx_spec.apps.tune:Options", MEASUREMENTS),

@@ -1,4 +1,4 @@
-"""What all programs share: their options through typer, one-line errors, exit statuses, tables.
+"""Shared by all programs: options through typer, one-line errors, exit statuses, tables.
 
 A program declares its options as a dataclass: each field is annotated with `option` or `flag`, the docstring
 is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli.PROGRAMS` names both.

@@ -38,7 +38,7 @@ class Inspect:
 
 
 @dataclass(frozen=True)
-class Models:
+class ListOptions:
     """List the models on this disk: the demo, converted pairs, the Hugging Face cache."""
 
     folders: Annotated[
@@ -82,7 +82,7 @@ def inspect_main(arguments: Sequence[str] | None = None) -> int:
 
 def models_main(arguments: Sequence[str] | None = None) -> int:
     """Run `mlx-spec models`. Returns the exit status."""
-    options = parse(Models, "models", arguments)
+    options = parse(ListOptions, "models", arguments)
     return guarded(lambda: _list(options.folders or [], options.json))
 
 

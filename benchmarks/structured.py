@@ -26,7 +26,8 @@ from schemas import RECORDS, SCHEMAS, Draws, Schema
 from timing import finish, interval, latin_square, parser, table
 
 import mlx_spec
-from mlx_spec.grammar import Grammar, compile
+from mlx_spec.grammar import Grammar
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Round
@@ -127,7 +128,8 @@ def answer(pairs: Mapping[bool, Pair], schema: Schema, number: int, arm: str, co
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     grammar: Grammar | None = None
     if constrained:
-        grammar = compile("json_schema", json.dumps(schema), pair.text, pair.info.vocab_size, seconds=5.0)
+        size = pair.info.vocab_size
+        grammar = compile_grammar("json_schema", json.dumps(schema), pair.text, size, seconds=5.0)
     parts = pair.open()
     rounds = list(pair.run(parts, prompt, sampling=Sampling(grammar=grammar), max_tokens=count))
     return summed(rounds, len(parts.drafters))

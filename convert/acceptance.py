@@ -32,7 +32,7 @@ from .measure import (
     NARROWED,
     SAME_TYPE,
     SelfTestFailed,
-    Subject,
+    TestedConversion,
     difference,
     load_lazily,
     prompts,
@@ -76,7 +76,7 @@ class Walk:
         return max(tokens.values()) / tokens.total()
 
 
-def check_drafter(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Check acceptance, logits and losslessness; return figures. Raises SelfTestFailed."""
     config = subject.target.config
     text = read_text(subject.target_folder, config)
@@ -110,7 +110,7 @@ def check_drafter(subject: Subject, progress: StageProgress) -> dict[str, Any]:
     }
 
 
-def _why_not_before(subject: Subject) -> str | None:
+def _why_not_before(subject: TestedConversion) -> str | None:
     """Return why the original pair is not measured, None if it is."""
     if not (subject.target_conversion.changes or subject.drafter_conversion.changes):
         return "nothing was changed"
@@ -119,7 +119,7 @@ def _why_not_before(subject: Subject) -> str | None:
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 
-def _check_logits(subject: Subject, distance: float) -> None:
+def _check_logits(subject: TestedConversion, distance: float) -> None:
     """Compare the converted drafter's logits with the original's, unless it is quantized."""
     assert subject.drafter is not None
     conversion = subject.drafter_conversion
@@ -267,7 +267,10 @@ def _to_list(array: mx.array) -> list[int]:
 
 
 def check_lossless(
-    subject: Subject, prompts: Sequence[list[int]], plain: Sequence[list[int]], progress: StageProgress
+    subject: TestedConversion,
+    prompts: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    progress: StageProgress,
 ) -> dict[str, Any]:
     """Compare the text of the loaded pair with the target's `plain` continuations.
 
@@ -295,7 +298,7 @@ def check_lossless(
     return {"prompts": len(prompts), "tokens": sum(map(len, plain)), "ended_in_a_tie": ties}
 
 
-def _is_tie(subject: Subject, history: list[int], tokens: tuple[int, int]) -> bool:
+def _is_tie(subject: TestedConversion, history: list[int], tokens: tuple[int, int]) -> bool:
     """Return True if two tokens are equally likely within the logits' type."""
     logits = load_lazily(subject.target_folder, None)(mx.array([history]))[0, -1]
     a, b = (float(value) for value in np.array(logits[mx.array(tokens)].astype(mx.float32)))

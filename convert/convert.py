@@ -16,12 +16,11 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import NONE, made_for
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.load import differing_token
-from mlx_spec.text import has_tokenizer, read_text
+from mlx_spec.text import differing_token, has_tokenizer, read_text
 
 from .drafter import convert_drafter, embedded_family, family_or_model
 from .families import Family
-from .measure import PUBLISHED, UNQUANTIZED, Conversion, Plan, Subject
+from .measure import PUBLISHED, UNQUANTIZED, Conversion, ConversionPlan, TestedConversion
 from .selftest import self_test
 from .source import Source, cast, check_hashes, open_source, parse_quantization
 from .target import ConvertedPart, convert_model, explain_left_out
@@ -29,8 +28,8 @@ from .write import (
     DRAFTER,
     NOT_RUN,
     TARGET,
-    Part,
     WrittenFile,
+    WrittenPart,
     check_space,
     new_folder,
     refuse_existing,
@@ -45,7 +44,7 @@ DEFAULT_BITS = "4"  # of a target that is not quantized yet
 
 @dataclass(frozen=True)
 class Request:
-    """What to convert, and how."""
+    """A conversion as the command line asks for it."""
 
     target: str  # a folder or a repository
     drafter: str  # the same, "auto" or "none"
@@ -73,7 +72,7 @@ def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
         return write_manifest(folder, target, drafter, request.dtype, found)
 
 
-def _make_plan(request: Request, progress: StageProgress) -> Plan:
+def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
     choice = request.quantization
     if choice is not None:
         parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
@@ -89,7 +88,7 @@ def _make_plan(request: Request, progress: StageProgress) -> Plan:
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
         hashes[DRAFTER] = check_hashes(drafter, progress)
-    return Plan(
+    return ConversionPlan(
         target,
         Conversion(request.dtype, own),
         drafter,
@@ -136,8 +135,8 @@ def _check_tokens(drafter: Source, target: Source) -> None:
 
 
 def _write(
-    plan: Plan, folder: Path, progress: StageProgress, *, allow_unknown: bool
-) -> tuple[Part, Part | None]:
+    plan: ConversionPlan, folder: Path, progress: StageProgress, *, allow_unknown: bool
+) -> tuple[WrittenPart, WrittenPart | None]:
     """Write both parts and check that the drafter can be opened."""
     own = plan.target_conversion
     target = convert_model(plan.target, own.quantization, own.dtype)
@@ -162,12 +161,17 @@ def _write(
 
 
 def _write_part(
-    plan: Plan, role: str, source: Source, part: ConvertedPart, folder: Path, progress: StageProgress
-) -> Part:
+    plan: ConversionPlan,
+    role: str,
+    source: Source,
+    part: ConvertedPart,
+    folder: Path,
+    progress: StageProgress,
+) -> WrittenPart:
     count = len(part.tensors)
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
     files = _write_folder(folder / role, tokenizer, part.config, part.tensors, progress)
-    return Part(
+    return WrittenPart(
         source.name,
         source.revision,
         plan.hashes.get(role, {}),
@@ -204,8 +208,8 @@ def _write_folder(
     return files
 
 
-def _self_test(plan: Plan, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    subject = Subject(**vars(plan), folder=folder)
+def _self_test(plan: ConversionPlan, folder: Path, progress: StageProgress) -> dict[str, Any]:
+    subject = TestedConversion(**vars(plan), folder=folder)
     if plan.drafter is not None and plan.drafter_conversion.changes:
         _write_references(subject, plan.drafter, progress)
     found = self_test(subject, progress)
@@ -214,7 +218,7 @@ def _self_test(plan: Plan, folder: Path, progress: StageProgress) -> dict[str, A
     return found
 
 
-def _write_references(subject: Subject, source: Source, progress: StageProgress) -> None:
+def _write_references(subject: TestedConversion, source: Source, progress: StageProgress) -> None:
     """Write the drafters that the test compares with, for the time of the test."""
     conversion, family = subject.drafter_conversion, subject.family
     if family is not None and not family.runnable:

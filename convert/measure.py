@@ -69,7 +69,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """Both sources, and what to make of them."""
 
     target: Source
@@ -86,7 +86,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Subject(Plan):
+class TestedConversion(ConversionPlan):
     """A conversion to test."""
 
     folder: Path  # of the converted parts

@@ -21,7 +21,7 @@ from mlx_spec.hub.progress import StageProgress
 
 from .acceptance import check_drafter
 from .drafter import convert_drafter
-from .measure import NARROWED, SAME_TYPE, SelfTestFailed, Subject, difference, measure, texts
+from .measure import NARROWED, SAME_TYPE, SelfTestFailed, TestedConversion, difference, measure, texts
 from .target import convert_model
 from .write import DRAFTER, TARGET
 
@@ -39,7 +39,7 @@ class RoundTrip:
     error: float  # largest of a quantized tensor: root mean square of the error by that of the weights
 
 
-def self_test(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+def self_test(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Run all checks that apply. Return the figures for pair.json. Raises SelfTestFailed."""
     found: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(subject, progress)}
     found |= _check_target(subject, progress)
@@ -51,7 +51,7 @@ def self_test(subject: Subject, progress: StageProgress) -> dict[str, Any]:
     return found
 
 
-def _check_tensors(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+def _check_tensors(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Compare the files with the source, tensor by tensor."""
     model = convert_model(subject.target, None, subject.target_conversion.dtype)
     result = {TARGET: asdict(compare(subject.target_folder, model.tensors, progress))}
@@ -62,7 +62,7 @@ def _check_tensors(subject: Subject, progress: StageProgress) -> dict[str, Any]:
     return result
 
 
-def _check_target(subject: Subject, progress: StageProgress) -> dict[str, Any]:
+def _check_target(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Compare logits and perplexity with the original's."""
     conversion = subject.target_conversion
     dtype = conversion.reference_dtype(subject.target)

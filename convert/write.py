@@ -63,7 +63,7 @@ class WrittenFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenPart:
     """A written target or drafter, and its source."""
 
     name: str  # of the source, as given
@@ -87,7 +87,11 @@ class Part:
 
 
 def write_manifest(
-    folder: Path, target: Part, drafter: Part | None, dtype: str | None, self_test: Mapping[str, Any]
+    folder: Path,
+    target: WrittenPart,
+    drafter: WrittenPart | None,
+    dtype: str | None,
+    self_test: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write pair.json into `folder` and return it."""
     manifest = {

@@ -6,7 +6,6 @@ inside functions.
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -189,7 +188,7 @@ def _source(
 ) -> DrafterSource:
     """Return the drafter in `folder`, with the config `own`. It shares the target's tokens, or its text."""
     from mlx_spec.drafters import FAMILIES, open_drafter, open_retokenized
-    from mlx_spec.text import has_tokenizer, read_text
+    from mlx_spec.text import differing_token, has_tokenizer, read_text
 
     if own["model_type"] not in FAMILIES and not has_tokenizer(folder):
         sizes = _vocab_size(own, text), _vocab_size(config, text)
@@ -208,12 +207,17 @@ def _source(
 
 def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
+    from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
     from mlx_spec.drafters.model_free import LookupSource
 
     if found is None:
         return []
-    free = num_draft_tokens is None and found.folder is not None
-    return [found, *([_Drafter(LookupSource(), None)] if free else [])]
+    offered = [found]
+    if num_draft_tokens is None and found.folder is not None:
+        if isinstance(found.source, MedusaSource):
+            offered.append(_Drafter(MedusaTreeSource(found.source), found.folder))
+        offered.append(_Drafter(LookupSource(), None))
+    return offered
 
 
 def _policies(
@@ -245,30 +249,6 @@ def _quantization(config: Mapping[str, Any]) -> str:
         case {"bits": bits, "group_size": size}:
             return f"{bits}-bit, groups of {size}"
     return str(config.get("dtype") or config.get("torch_dtype") or "as saved")
-
-
-def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
-    """Return in words the first token that the two tokenizers have different; None if there is none.
-
-    `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
-    """
-    from mlx_spec.text import has_tokenizer, read_tokenizer
-
-    if not has_tokenizer(drafter):
-        return None
-    ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
-    if ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False):
-        return None
-    expected = {i: token for token, i in text.vocabulary().items()}
-    found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
-    differing = (i for i in sorted(expected.keys() | found.keys()) if expected.get(i) != found.get(i))
-    first = next(differing, None)
-    if first is None:
-        return None
-    return (
-        f"token {first} is {found.get(first)!r} for the drafter {drafter} and {expected.get(first)!r} for "
-        f"the target {target}"
-    )
 
 
 def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:

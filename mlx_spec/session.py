@@ -20,7 +20,7 @@ MIN_COMPARED_TOKENS = 24  # tokens; the time of fewer is mostly that of single r
 
 
 class Generating(Protocol):
-    """What a session needs of a pair."""
+    """The part of `Pair` that a session needs."""
 
     text: Text
 
@@ -59,7 +59,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Statistics:
-    """How an answer went."""
+    """Counts and times of an answer."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
@@ -295,13 +295,13 @@ class _Answer:
     _texts: dict[TextKind, list[str]] = field(default_factory=lambda: {"answer": [], "thinking": []})
 
     def pieces(self, round: Round) -> list[Piece]:
-        """What a round brought: at least one piece, the last of which has the round."""
+        """Return the pieces of a round, at least one. The last one has the round."""
         found = self.reading.read(round) or [TextPart(self.reading.kind, "")]
         last = len(found) - 1
         return [self._piece(part, round if i == last else None) for i, part in enumerate(found)]
 
     def rest(self) -> list[Piece]:
-        """What was held back."""
+        """Return the text that was held back."""
         return [self._piece(part, None) for part in self.reading.end()]
 
     def text(self, kind: TextKind) -> str:

@@ -1,7 +1,7 @@
 """The nouns of one decode round: values that go down, values that come up.
 
 Shapes, everywhere in the package: T block length (K + 1), K draft tokens, V vocabulary, D hidden size,
-S context length. p is the target's law and q the drafter's; those letters are used only in `verify.py`.
+S context length. p is the target's distribution and q the drafter's, in `sampling/verify.py` only.
 Terms follow the papers and vLLM: *draft tokens*, *accepted*, *recovered* (drawn after a rejection),
 *bonus* (drawn when all K are accepted). The *pending* token is the last one of the history: emitted, but
 not yet in the target's cache.
@@ -42,7 +42,7 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What a drafter reads from its target."""
+    """The features that a drafter reads from its target."""
 
     hidden_layers: tuple[int, ...] = ()  # decoder-layer outputs (residual stream), 0-based; -1 is the last
     final_hidden: bool = False  # output of the final norm: what the LM head reads
@@ -75,7 +75,7 @@ class Features:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a drafter borrows from its target, given to its constructor."""
+    """The parts of a target that a drafter borrows, given to its constructor."""
 
     embed: Callable[[mx.array], mx.array]  # [T] -> [T, D], scaled as the target scales it
     unembed: Callable[[mx.array], mx.array]  # [T, D] -> [T, V], softcap included
@@ -106,7 +106,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to draft in the next round, and why."""
+    """The drafters to try in the next round, and the reason."""
 
     choices: tuple[Choice, ...]  # tried in this order until one drafts a token; empty for plain decoding
     reason: Reason
@@ -156,7 +156,7 @@ class Round:
 
 
 class Target(Protocol):
-    """A model with a cache that takes writes on trial."""
+    """A model with caches that take uncommitted rows."""
 
     @property
     def size(self) -> int:
@@ -173,24 +173,24 @@ class Target(Protocol):
         ...
 
     def verify(self, tokens: mx.array) -> mx.array:
-        """Write T tokens on trial, or T more. Returns logits [T, V]; `commit` ends the trial."""
+        """Write T uncommitted tokens, or T more. Returns logits [T, V]. `commit` ends this."""
         ...
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
-        """Write the pending token and a tree of draft tokens on trial. Returns logits [K + 1, V]."""
+        """Write the pending token and a tree of draft tokens, uncommitted. Returns logits [K + 1, V]."""
         ...
 
     def commit(self, keep: int) -> Features:
-        """Keep the first `keep` rows of the trial and drop the rest. Returns the features of those kept."""
+        """Keep the first `keep` uncommitted rows and drop the rest. Returns the features of those kept."""
         ...
 
     def commit_path(self, rows: Sequence[int]) -> Features:
-        """Keep these rows of a tree on trial, a path from row 0 on. Returns the features of those kept."""
+        """Keep these uncommitted rows of a tree, a path from row 0 on. Returns the features of those kept."""
         ...
 
 
 class Sampler(Protocol):
-    """Logits to a law, draws from it, and the acceptance rule that keeps the law.
+    """Turns logits into a distribution, draws from it, and verifies drafts so that it is kept.
 
     In every method row j of T rows is conditioned on `history + drafted[: len(drafted) - T + 1 + j]`: the
     last row on all of `drafted`, earlier ones on shorter prefixes.
@@ -198,24 +198,24 @@ class Sampler(Protocol):
 
     @property
     def drafting(self) -> Sampler:
-        """What drafters draw with: without what only the target's own rows need, such as a grammar."""
+        """Return the sampler of drafters: it lacks what only the target's rows need, such as a grammar."""
         ...
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """One token a row. Returns tokens [T] int32 and the law [T, V] they were drawn from.
+        """Draw one token a row. Returns tokens [T] int32 and the distribution [T, V] they were drawn from.
 
-        The law is None when the draw involved no chance of its own (greedy, or noise shared with the target).
+        The distribution is None for greedy draws, and for draws with noise shared with the target.
         """
         ...
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Judge a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
+        """Verify a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
         ...
 
     def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Judge a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
+        """Verify a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
         ...
 
 

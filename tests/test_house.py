@@ -28,18 +28,19 @@ MAX_ROOT_MODULES, MAX_FOLDER_MODULES = 12, 25
 # A package imports from its own entry or from entries above it in this list.
 LAYERS = (
     ("errors", "types"),
-    ("device",),
+    ("device", "demo"),
     ("hub",),
+    ("grammar",),  # its protocols
     ("policy", "model", "sampling"),
-    ("text", "demo"),
-    ("grammar",),
+    ("text",),
+    ("hub.inspect", "hub.local", "grammar.matcher"),
     ("sampling.logprobs", "drafters", "model.sequence"),
     ("engine",),
     ("session",),
     ("pair",),
     ("load",),
     ("", "convert"),  # "" is mlx_spec/__init__.py, the public face
-    ("apps",),
+    ("apps", "convert.command"),
     ("__main__", "chat", "serve", "menubar"),
 )
 
@@ -61,8 +62,18 @@ SYNCS = {
 FAMILIES = re.compile(r"gemma|llama|qwen|deepseek", re.IGNORECASE)
 FAMILIES_ALLOWED = ("mlx_spec/hub/", "mlx_spec/drafters/", "mlx_spec/load.py", "convert/", "apps/")
 
+# Short files with one user, and why they stand apart.
+SHORT = {
+    "mlx_spec/drafters/per_request.py": "the drafters of a request; `pair.py` is about pairs",
+    "mlx_spec/policy/fixed.py": "the other policy beside the adaptive one",
+}
+
 # Class names used twice on purpose.
-SAME_NAME: dict[str, str] = {}
+SAME_NAME = {
+    "Options": "the options of a program, in its own file",
+    "ToolField": "a tool as one protocol writes it",
+    "ToolChoiceField": "the choice of tools as one protocol writes it",
+}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Problems = Iterator[str]
@@ -281,7 +292,8 @@ def short_files_have_two_users(sources: Sequence[Source]) -> Problems:
     for source in sources:
         lines = source.text.count("\n")
         is_entry = source.path.count("/") == 1 and users[source.module] == 0  # `python -m mlx_spec.chat`
-        if lines < MIN_LINES and users[source.module] < 2 and not source.is_face and not is_entry:
+        excused = source.path in SHORT or source.is_face or is_entry
+        if lines < MIN_LINES and users[source.module] < 2 and not excused:
             yield f"{source.path}: {lines} lines for {users[source.module]} user"
 
 
@@ -313,7 +325,10 @@ def test_the_house_keeps_the_rule(rule: Callable[[Sequence[Source]], Problems]) 
 @pytest.mark.parametrize(
     ("rule", "sources"),
     [
-        (imports_point_down, [("mlx_spec/types.py", "from mlx_spec.errors import E")]),
+        (
+            imports_point_down,
+            [("mlx_spec/errors.py", "from mlx_spec.text import E"), ("mlx_spec/text.py", "")],
+        ),
         (imports_point_down, [("mlx_spec/engine.py", "from . import load"), ("mlx_spec/load.py", "")]),
         (imports_point_down, [("mlx_spec/elsewhere.py", "")]),
         (folders_are_small, [(f"mlx_spec/m{i}.py", "") for i in range(13)]),

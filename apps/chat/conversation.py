@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_spec import grammar
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub.files import write_atomically
 from mlx_spec.pair import Pair
 from mlx_spec.session import Piece, Session
@@ -81,7 +81,7 @@ class Conversation:
         """Let answers match a JSON schema from now on. Raises SpecError."""
         self.schema = None
         size = self.pair.info.vocab_size
-        compiled = grammar.compile("json_schema", source, self.pair.text, size, seconds=SCHEMA_TIMEOUT_S)
+        compiled = compile_grammar("json_schema", source, self.pair.text, size, seconds=SCHEMA_TIMEOUT_S)
         self.schema = AnswerSchema(name, source, compiled)
 
     def switch(self, choice: PairChoice) -> None:

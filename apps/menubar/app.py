@@ -78,7 +78,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MenuPlan:
     """The parsed command line."""
 
     server: ServerOptions
@@ -91,7 +91,7 @@ class App:
     """Owns the state of the menu."""
 
     def __init__(
-        self, plan: Plan, folder: Folder, view: View, agent: Path | None, timeouts: Timeouts | None = None
+        self, plan: MenuPlan, folder: Folder, view: View, agent: Path | None, timeouts: Timeouts | None = None
     ) -> None:
         """Take `agent` as the file that starts the menu at login; None where there is no such thing."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Context, Option
 
-from mlx_spec.apps.menubar.app import Plan
+from mlx_spec.apps.menubar.app import MenuPlan
 from mlx_spec.apps.menubar.menu import Selection
 from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 
@@ -24,7 +24,7 @@ INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
 class Options:
     """The options of the menu, and the server that it keeps running."""
 
-    plan: Plan
+    plan: MenuPlan
     installs: bool = False
     removes: bool = False
 
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
     settings = parse_server(passed)
     is_named = any(word.split("=")[0] == "--model" for word in rest)
-    plan = Plan(
+    plan = MenuPlan(
         ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
         choice,
         fixed=is_named and choice.target is None,

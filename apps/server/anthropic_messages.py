@@ -47,7 +47,7 @@ def _known_block(block: Any) -> Any:
     return {"type": kind} if isinstance(kind, str) and kind not in BLOCK_TYPES else block
 
 
-class Block(Fields):
+class ContentBlock(Fields):
     """A block of text or thinking, a tool call or its result."""
 
     type: str
@@ -61,14 +61,14 @@ class Block(Fields):
     is_error: bool | None = None
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[ContentBlock], BeforeValidator(_as_blocks)]
 
 
-class Message(Fields):
+class AnthropicMessage(Fields):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(lambda given: given and _as_blocks(given))]
+    content: Annotated[list[ContentBlock], BeforeValidator(lambda given: given and _as_blocks(given))]
 
 
 class ToolField(Fields):
@@ -115,7 +115,7 @@ class PromptBody(Fields):
     """The fields that make up the prompt: those of `count_tokens`."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: list[AnthropicMessage] = Field(min_length=1)
     system: Blocks = Field(default_factory=list)
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
@@ -238,7 +238,7 @@ def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
     return parsing.merge_turns(turns)
 
 
-def _parse_answer(content: Sequence[Block], field: str, names: dict[str, str]) -> Json:
+def _parse_answer(content: Sequence[ContentBlock], field: str, names: dict[str, str]) -> Json:
     texts, thinking, calls = [], [], []
     for i, block in enumerate(content):
         place = f"{field}.{i}"
@@ -258,7 +258,7 @@ def _parse_answer(content: Sequence[Block], field: str, names: dict[str, str]) -
     return parsing.assistant_turn("".join(texts) if texts or not calls else None, "".join(thinking), calls)
 
 
-def _parse_user_turn(content: Sequence[Block], field: str, names: Mapping[str, str]) -> Iterator[Json]:
+def _parse_user_turn(content: Sequence[ContentBlock], field: str, names: Mapping[str, str]) -> Iterator[Json]:
     if not content:
         yield {"role": "user", "content": ""}
     for i, block in enumerate(content):
@@ -278,7 +278,7 @@ def _parse_user_turn(content: Sequence[Block], field: str, names: Mapping[str, s
                 raise _unsupported_block(block, place)
 
 
-def _join_text(content: Iterable[Block], field: str) -> str:
+def _join_text(content: Iterable[ContentBlock], field: str) -> str:
     """Return blocks that must be text as one text."""
     texts = []
     for i, block in enumerate(content):
@@ -288,7 +288,7 @@ def _join_text(content: Iterable[Block], field: str) -> str:
     return parsing.PARAGRAPH.join(texts)
 
 
-def _unsupported_block(block: Block, field: str) -> Failure:
+def _unsupported_block(block: ContentBlock, field: str) -> Failure:
     return unsupported(f"{field}: a block of type {block.type!r} is not supported here", field)
 
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 
-class Job(Protocol):
+class AdmittedRequest(Protocol):
     """An admitted request."""
 
     def cancel(self) -> None:
@@ -52,7 +52,7 @@ class Engine(Protocol):
         """Return the model that a name stands for, or the first for None. Raises Failure (404)."""
         ...
 
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> Job:
+    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> AdmittedRequest:
         """Admit a request; `send` is called on the engine thread. Raises Failure (404, 429, 503)."""
         ...
 

@@ -18,7 +18,7 @@ from mlx_spec.types import Reason
 from .engine_thread import Status
 from .errors import Failure
 from .events import Event, Failed, Finished, PromptRead, RoundDone
-from .http import Engine, Job
+from .http import AdmittedRequest, Engine
 from .log import LOG
 from .request import GenerationRequest
 
@@ -186,7 +186,7 @@ class CountedEngine:
         self.resolve = engine.resolve
         self.count_tokens = engine.count_tokens
 
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> Job:
+    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> AdmittedRequest:
         """Admit a request, as the engine does."""
         job = CountedJob(self._metrics, request.model)
 
@@ -208,7 +208,7 @@ class CountedJob:
         self._latest: dict[int, Statistics] = {}  # by choice, those that are not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
-        self.job: Job | None = None
+        self.job: AdmittedRequest | None = None
 
     def read(self, event: Event) -> None:
         """Count an event."""

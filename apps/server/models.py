@@ -13,11 +13,12 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_spec import grammar, load
+from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub import cached
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import read_config
@@ -79,13 +80,13 @@ class GrammarCache:
         self._compiled: OrderedDict[tuple[GrammarKind, str], Grammar] = OrderedDict()
 
     def compile(self, kind: GrammarKind, source: str, *, seconds: float) -> Grammar:
-        """Return a compiled grammar; raise what `grammar.compile` raises."""
+        """Return a compiled grammar; raise what `compile_grammar` raises."""
         key = kind, source
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
-        found = grammar.compile(kind, source, self._text, self._vocab_size, seconds=seconds)
+        found = compile_grammar(kind, source, self._text, self._vocab_size, seconds=seconds)
         with self._lock:
             self._compiled[key] = found
             while len(self._compiled) > self._count:

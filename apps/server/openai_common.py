@@ -72,7 +72,7 @@ class ResponseFormat(Fields):
     grammar: str | None = None
 
 
-class Prediction(Fields):
+class PredictionField(Fields):
     """Text that the answer is expected to contain."""
 
     type: str
@@ -101,7 +101,7 @@ class CompletionBody(Fields):
     repetition_penalty: float | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
-    prediction: Prediction | None = None
+    prediction: PredictionField | None = None
 
     # Accepted without effect.
     user: str | None = None

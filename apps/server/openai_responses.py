@@ -29,7 +29,7 @@ from .events import (
     timings_json,
 )
 from .http import Engine, Json, named_event, respond
-from .parsing import Fields, Part, Parts
+from .parsing import ContentPart, Fields, Parts
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from .settings import Limits, Settings
 
@@ -68,7 +68,7 @@ class ItemField(Fields):
     name: str | None = Field(default=None, min_length=1)
     arguments: str | None = None
     output: Parts | None = None
-    summary: list[Part] | None = None
+    summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -271,7 +271,7 @@ def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
     raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
 
 
-def _part_texts(parts: Sequence[Part] | None, field: str) -> list[str]:
+def _part_texts(parts: Sequence[ContentPart] | None, field: str) -> list[str]:
     return parsing.part_texts(parsing.required(parts, field), field, TEXT_PARTS)
 
 

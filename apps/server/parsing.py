@@ -39,7 +39,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Part(Fields):
+class ContentPart(Fields):
     """A part of a message."""
 
     type: str
@@ -57,7 +57,7 @@ def as_type(given: Any) -> Any:
     return {"type": given} if isinstance(given, str) else given
 
 
-Parts = Annotated[list[Part], BeforeValidator(as_parts)]
+Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -144,7 +144,7 @@ def make_tool_use(
 # --- messages of a conversation
 
 
-def part_texts(parts: Sequence[Part], field: str, types: Sequence[str] = ("text",)) -> list[str]:
+def part_texts(parts: Sequence[ContentPart], field: str, types: Sequence[str] = ("text",)) -> list[str]:
     """Return the texts of parts that must be text or refusals. Raises Failure (400)."""
     texts = []
     for i, part in enumerate(parts):

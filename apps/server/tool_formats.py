@@ -43,7 +43,7 @@ ReadCalls = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]  
 
 @dataclass(frozen=True)
 class Syntax:
-    """How calls are written between two markers. `read` raises ValueError or RecursionError for no call."""
+    """The syntax of calls between two markers. `read` raises ValueError or RecursionError for no call."""
 
     name: str
     marks: Markers
@@ -201,7 +201,7 @@ def _render(text: Text, messages: list[dict[str, Any]]) -> str:
 
 
 def _reads_probe(syntax: Syntax, written: str) -> bool:
-    """Whether some part of `written` is the call. Prompts may explain the syntax, too."""
+    """Return True if some part of `written` is the call. Prompts may explain the syntax, too."""
     bodies = [part.split(syntax.marks.close)[0] for part in written.split(syntax.marks.open)[1:]]
     expected = ([(PROBE, to_json(PROBE_ARGUMENTS))], "")
     return any(syntax.parse(body, [PROBE_TOOL]) == expected for body in bodies)

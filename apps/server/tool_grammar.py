@@ -1,4 +1,4 @@
-"""What the tools of a request demand of the answer, as a Lark grammar for llguidance.
+"""Write the demands of a request's tools on the answer as a Lark grammar for llguidance.
 
 Forced calls (`tool_choice`, `strict`) are possible in the syntaxes of CALLS. Values that are not JSON (Gemma,
 Qwen3-Coder) are limited by the common keywords of JSON Schema; a strict tool with another one is refused by

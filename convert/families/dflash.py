@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import DFLASH as KIND
 
 from . import layers
 from .table import (
     Config,
-    Conventions,
     Converted,
     Family,
     Row,

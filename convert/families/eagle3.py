@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
 
 from . import layers
 from .table import (
     Config,
-    Conventions,
     Converted,
     Family,
     Row,
@@ -59,7 +59,7 @@ quantizable = all_but("fc.weight")
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DraftConfig:
     """A drafter by its config.json and that of its target."""
 
     title: str
@@ -90,7 +90,7 @@ def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converte
     return _assemble("peagle", drafter, tensors, target, (row,), mask_token_id=int(mask))
 
 
-def _read(title: str, config: Config, target: Config) -> Drafter:
+def _read(title: str, config: Config, target: Config) -> DraftConfig:
     """Read `config` and `target`. Raises Mismatch if they contradict each other."""
     layer = layer_config(config)
     hidden, vocab = size(layer, "hidden_size", title), size(layer, "vocab_size", title)
@@ -109,7 +109,7 @@ def _read(title: str, config: Config, target: Config) -> Drafter:
         "draft": int(config.get("draft_vocab_size") or vocab),
         "one": 1,
     }
-    return Drafter(title, layer, config, capture, note, sizes)
+    return DraftConfig(title, layer, config, capture, note, sizes)
 
 
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
@@ -130,7 +130,7 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"
 
 
-def _rows(drafter: Drafter) -> tuple[Row, ...]:
+def _rows(drafter: DraftConfig) -> tuple[Row, ...]:
     top, layer, sizes = drafter.top, drafter.layer, drafter.sizes
     count = int(layer.get("num_hidden_layers") or 1)
     biases = layers.QKV_BIASES if layer.get("attention_bias") else ()
@@ -155,7 +155,12 @@ def _rows(drafter: Drafter) -> tuple[Row, ...]:
 
 
 def _assemble(
-    name: str, drafter: Drafter, tensors: Tensors, target: Config, extra: tuple[Row, ...] = (), **fields: Any
+    name: str,
+    drafter: DraftConfig,
+    tensors: Tensors,
+    target: Config,
+    extra: tuple[Row, ...] = (),
+    **fields: Any,
 ) -> Converted:
     """Take the tensors by table and `extra`, and write a config with `fields`."""
     source = spell(drafter.title, tensors, drafter.top, SPELLINGS)

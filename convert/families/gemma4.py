@@ -9,13 +9,13 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
-from mlx_spec.drafters.checkpoint import KEY
+from mlx_spec.drafters.checkpoint import KEY, Conventions
 from mlx_spec.drafters.gemma4 import AssistantConfig, check_fit
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import ASSISTANT
 from mlx_spec.hub.files import shortened
 
-from .table import Config, Conventions, Converted, Family, Tensors, finished, spell
+from .table import Config, Converted, Family, Tensors, finished, spell
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 TABLE, HEAD, ORDER = "model.embed_tokens.weight", "lm_head.weight", "masked_embedding.token_ordering"

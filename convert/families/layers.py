@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .table import Config, Row, Sizes, Source, same, size, under
+from .table import Config, PublishedTensors, Row, Sizes, same, size, under
 
 NORMS = (same("input_layernorm.weight", "hidden"), same("post_attention_layernorm.weight", "hidden"))
 QK_NORMS = (same("self_attn.q_norm.weight", "head"), same("self_attn.k_norm.weight", "head"))
@@ -119,7 +119,7 @@ FUSED = (
 )
 
 
-def experts(source: Source, prefix: str) -> tuple[Row, ...]:
+def experts(source: PublishedTensors, prefix: str) -> tuple[Row, ...]:
     """Return the routed experts below `prefix`, in the form of the checkpoint."""
     for rows in (STACKED, FUSED):
         if any(prefix + row.source in source.tensors for row in rows):

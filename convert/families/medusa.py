@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import MEDUSA as KIND
 
 from .mtp import TRUNK
 from .table import (
     Config,
-    Conventions,
     Converted,
     Family,
     Row,

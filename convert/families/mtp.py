@@ -21,6 +21,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import shortened
@@ -28,11 +29,10 @@ from mlx_spec.hub.files import shortened
 from . import layers
 from .table import (
     Config,
-    Conventions,
     Converted,
     Family,
+    PublishedTensors,
     Row,
-    Source,
     Taken,
     Tensors,
     all_but,
@@ -135,7 +135,7 @@ def _check_depth(title: str, names: Iterable[str], prefix: str) -> None:
         raise BadCheckpoint(f"{title} has {count} MTP layers: this version converts heads of one layer")
 
 
-def _without_copies(taken: Taken, source: Source) -> tuple[dict[str, mx.array], dict[str, str]]:
+def _without_copies(taken: Taken, source: PublishedTensors) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return the tensors that the target lacks, and why the others are dropped.
 
     Reads both of a pair. If the target's table is not in the checkpoint, the head keeps its own.
@@ -152,7 +152,7 @@ def _without_copies(taken: Taken, source: Source) -> tuple[dict[str, mx.array], 
 
 
 def _converted(
-    model_type: str, taken: Taken, source: Source, prefix: str, *, config: Config, target: Config
+    model_type: str, taken: Taken, source: PublishedTensors, prefix: str, *, config: Config, target: Config
 ) -> Converted:
     """Return a head in our form. Tensors of `source` not below `prefix` are the target's."""
     tensors, dropped = _without_copies(taken, source)
@@ -242,7 +242,7 @@ def _fold_norms(tensors: Mapping[str, mx.array]) -> tuple[dict[str, mx.array], t
 
 @dataclass(frozen=True)
 class _Layout:
-    """What differs between the families that keep their head as a further layer."""
+    """The differences between families that keep their head as a further layer."""
 
     name: str
     title: str
@@ -279,7 +279,7 @@ def _convert_nextn(layout: _Layout, tensors: Tensors, config: Config, target: Co
 
 
 def _nextn_layer(
-    text: Config, title: str, source: Source, prefix: str
+    text: Config, title: str, source: PublishedTensors, prefix: str
 ) -> tuple[tuple[Row, ...], dict[str, int]]:
     """Return the rows and axes of the decoder layer."""
     if text.get("kv_lora_rank"):

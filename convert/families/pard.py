@@ -5,6 +5,7 @@ Ours: the model's own names, as mlx-lm has them; `layer_config` is the config.js
 
 from __future__ import annotations
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.catalog import PARD as KIND
 
@@ -12,7 +13,6 @@ from . import layers
 from .table import (
     OTHER_DRAFTER,
     Config,
-    Conventions,
     Converted,
     Family,
     Row,

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.drafters.checkpoint import KEY, required
+from mlx_spec.drafters.checkpoint import KEY, Conventions, required
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import shortened
 
 Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
 Config = Mapping[str, Any]  # of a config.json
-Norm = Literal["post_norm", "pre_norm"]
 Sizes = Mapping[str, int]  # length of an axis by its name in the tables
 Change = Callable[[mx.array, Sizes], tuple[mx.array, ...]]
 
@@ -57,24 +56,6 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Conventions:
-    """How to run a drafter. Published checkpoints differ in all of these.
-
-    Row i belongs to the target's input token x_i, whose logits predict x_{i+1}. A wrong convention costs
-    acceptance without an error.
-    """
-
-    hidden: Norm | Literal["layers", "none"]  # what it reads: after or before the final norm, or of `capture`
-    capture: tuple[int, ...] = ()  # outputs of these layers, from 0 and never negative, in the order of fc
-    chain: Norm | Literal["none"] = "none"  # what its own next step reads instead of the target's hidden
-    fc_order: tuple[str, ...] = ()  # the columns of fc, from the left
-    shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts itself
-    position_offset: int = 0  # added to the positions of the drafted rows
-    norm_offset: int = 0  # added to the norm weights; what checkpoints leave out is folded in already
-    rope: Literal["target", "own", "none"] = "target"  # whose rotary parameters hold
-
-
-@dataclass(frozen=True)
 class Row:
     """One line of a table. `{e}` numbers the experts, the first axis of ours."""
 
@@ -86,7 +67,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedTensors:
     """A checkpoint under the names of a table."""
 
     tensors: Tensors
@@ -119,7 +100,7 @@ def under(source: str, ours: str, rows: Iterable[Row]) -> tuple[Row, ...]:
 
 def spell(
     title: str, tensors: Tensors, config: Mapping[str, Any], prefixes: Iterable[tuple[str, str]] = ()
-) -> Source:
+) -> PublishedTensors:
     """Replace `prefixes` (theirs, ours) of names. Raises BadCheckpoint for a clash."""
     names: dict[str, str] = {}
     for name in tensors:
@@ -132,10 +113,10 @@ def spell(
     quantization = config.get("quantization_config")
     blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
     block = int(blocks[0]) if blocks else FP8_BLOCK
-    return Source({new: tensors[old] for new, old in names.items()}, names, title, block)
+    return PublishedTensors({new: tensors[old] for new, old in names.items()}, names, title, block)
 
 
-def take(rows: Iterable[Row], source: Source, sizes: Sizes) -> Taken:
+def take(rows: Iterable[Row], source: PublishedTensors, sizes: Sizes) -> Taken:
     """Return the tensors of `rows` by our names, unread.
 
     Raises BadCheckpoint for tensors that are missing, quantized already, or of another shape than in `sizes`.
@@ -162,7 +143,7 @@ def take(rows: Iterable[Row], source: Source, sizes: Sizes) -> Taken:
     return Taken(tensors, used, origins)
 
 
-def finished(source: Source, converted: Converted) -> Converted:
+def finished(source: PublishedTensors, converted: Converted) -> Converted:
     """Return `converted`. Raises BadCheckpoint for source tensors not accounted for."""
     computed = {old: "computed from config.json" for new, old in source.names.items() if COMPUTED in new}
     dropped = {**computed, **converted.dropped}
@@ -192,7 +173,7 @@ def _sources(row: Row, sizes: Sizes) -> list[str]:
     return [row.source.replace("{e}", str(expert)) for expert in range(sizes["experts"])]
 
 
-def _read(source: Source, name: str) -> mx.array:
+def _read(source: PublishedTensors, name: str) -> mx.array:
     """Return a tensor; an 8-bit one with a factor a block becomes bfloat16."""
     tensor = source.tensors[name]
     scales = source.tensors.get(name + FP8_SCALE)
@@ -203,7 +184,7 @@ def _read(source: Source, name: str) -> mx.array:
     return (mx.from_fp8(tensor, dtype=mx.float32) * factors).astype(mx.bfloat16)
 
 
-def _refuse_quantized(source: Source, wanted: Mapping[str, Row]) -> None:
+def _refuse_quantized(source: PublishedTensors, wanted: Mapping[str, Row]) -> None:
     stems = {name.removesuffix(".weight") for name in wanted}
     marks = [
         name
@@ -224,7 +205,7 @@ def _refuse_quantized(source: Source, wanted: Mapping[str, Row]) -> None:
         )
 
 
-def _refuse_shapes(source: Source, wanted: Mapping[str, Row], sizes: Sizes) -> None:
+def _refuse_shapes(source: PublishedTensors, wanted: Mapping[str, Row], sizes: Sizes) -> None:
     found = {name: tuple(source.tensors[name].shape) for name in wanted}
     said = {name: _shape(row, sizes) for name, row in wanted.items()}
     wrong = [name for name in wanted if found[name] != said[name]]
@@ -357,7 +338,7 @@ def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) 
 
 
 def resolve_map(
-    source: Source, tensors: dict[str, mx.array], vocab_size: int
+    source: PublishedTensors, tensors: dict[str, mx.array], vocab_size: int
 ) -> tuple[list[str], dict[str, str]]:
     """Replace d2t and t2d in `tensors` by draft_ids. Return notes and drop reasons."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlx_spec.grammar.matcher import CompiledGrammar
-    from mlx_spec.text import Text
-
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 
 
@@ -43,20 +40,6 @@ class Grammar(Protocol):
     def thinking(self, thinks: bool) -> Grammar:
         """Return the same grammar for answers that may begin with thinking, or may not."""
         ...
-
-
-def compile(
-    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
-) -> CompiledGrammar:
-    """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
-
-    For "json_object" the source does not matter. JSON is written on one line, with ", " and ": " between its
-    parts. `vocab_size` is that of the logits. Raises InvalidValue with llguidance's reason if it does not
-    support the source or takes more than `seconds`, and SpecError if llguidance is not installed.
-    """
-    from mlx_spec.grammar.matcher import compile_grammar  # imports numpy and tokenizers
-
-    return compile_grammar(kind, source, text, vocab_size, seconds=seconds, thinks=thinks)
 
 
 def read_tokens(drafted: mx.array) -> list[int]:

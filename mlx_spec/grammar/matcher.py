@@ -205,9 +205,15 @@ class AnswerMatcher:
 
 
 def compile_grammar(
-    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool
+    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
 ) -> CompiledGrammar:
-    """Compile a grammar in the sandbox, then here. See `mlx_spec.grammar.compile`."""
+    """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
+
+    For "json_object" the source does not matter. JSON is written on one line, with ", " and ": " between its
+    parts. `vocab_size` is that of the logits. The grammar is compiled in the sandbox first, then here. Raises
+    InvalidValue with llguidance's reason if it does not support the source or takes more than `seconds`, and
+    SpecError if llguidance is not installed.
+    """
     if find_spec("llguidance") is None:
         raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
     if kind != "json_object" and len(source) > MAX_SOURCE_CHARS:

@@ -1,4 +1,4 @@
-"""What is known of checkpoints, as data.
+"""Facts about published checkpoints, as data.
 
 Short names, drafters made for a target, kinds of drafters, models of mlx-lm, repairs of config.json.
 

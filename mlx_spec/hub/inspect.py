@@ -262,8 +262,7 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
 
 def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
-    from mlx_spec.load import differing_token
-    from mlx_spec.text import read_text
+    from mlx_spec.text import differing_token, read_text
 
     target = folder / manifest.get("target", ".")
     try:

@@ -48,7 +48,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `mlx-spec rm` will remove."""
+    """The files that `mlx-spec rm` will remove."""
 
     name: str
     folder: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -265,3 +266,25 @@ def _converted(folder: Path) -> Tokenizer:
 def _ids(value: Any) -> list[int]:
     """Return a token id, a list of them or nothing as a list."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+
+def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
+    """Return in words the first token that the two tokenizers have different; None if there is none.
+
+    `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
+    """
+    if not has_tokenizer(drafter):
+        return None
+    ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
+    if ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False):
+        return None
+    expected = {i: token for token, i in text.vocabulary().items()}
+    found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
+    differing = (i for i in sorted(expected.keys() | found.keys()) if expected.get(i) != found.get(i))
+    first = next(differing, None)
+    if first is None:
+        return None
+    return (
+        f"token {first} is {found.get(first)!r} for the drafter {drafter} and {expected.get(first)!r} for "
+        f"the target {target}"
+    )

@@ -22,7 +22,8 @@ from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.drafters.per_request import for_request
 from mlx_spec.engine import generate
-from mlx_spec.grammar import Grammar, compile
+from mlx_spec.grammar import Grammar
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
@@ -45,7 +46,7 @@ SAMPLINGS = [
 
 
 def grammar(schema: Schema = SCHEMA, *, thinks: bool = False) -> Grammar:
-    return compile("json_schema", json.dumps(schema), TEXT, V, seconds=5.0, thinks=thinks)
+    return compile_grammar("json_schema", json.dumps(schema), TEXT, V, seconds=5.0, thinks=thinks)
 
 
 def bare() -> SequenceParts:
@@ -250,7 +251,7 @@ def test_a_good_prediction_takes_few_rounds() -> None:
 
 def demo_answer(pair: Pair, schema: Schema, question: str, offer: bool, sampling: Sampling) -> list[Round]:
     vocabulary = pair.info.vocab_size
-    form = compile("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
+    form = compile_grammar("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     sampling = replace(sampling, grammar=form)
     return run(pair.open(), sampling, 30, prompt, offer=offer, stop=pair.text.eos, vocabulary=vocabulary)

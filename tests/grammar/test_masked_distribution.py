@@ -21,7 +21,8 @@ from lossless import emitted
 
 from mlx_spec.drafters.model_free import GrammarFilter, Lookup
 from mlx_spec.engine import generate
-from mlx_spec.grammar import Matcher, compile
+from mlx_spec.grammar import Matcher
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
@@ -35,7 +36,7 @@ PATTERN = "[abe][abcd]{2}|d[ad]f|c{3,4}|fa*"
 
 
 def sampling(seed: int | None = None) -> Sampling:
-    return Sampling(1.0, seed=seed, grammar=compile("regex", PATTERN, TEXT, V, seconds=5.0))
+    return Sampling(1.0, seed=seed, grammar=compile_grammar("regex", PATTERN, TEXT, V, seconds=5.0))
 
 
 SAMPLING = sampling()

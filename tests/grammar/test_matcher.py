@@ -11,8 +11,8 @@ import pytest
 from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import GrammarKind, compile
-from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS
+from mlx_spec.grammar import GrammarKind
+from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS, compile_grammar
 from mlx_spec.sampling import Sampling
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"
@@ -217,7 +217,9 @@ def test_unsupported_grammars_are_refused_in_one_line(kind: GrammarKind, source:
 def test_a_grammar_that_takes_too_long_is_refused() -> None:
     parts = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
     with pytest.raises(InvalidValue, match=r"takes more than 0.3 s to compile"):
-        compile("json_schema", json.dumps({"type": "string", "allOf": parts}), byte_text(), V, seconds=0.3)
+        compile_grammar(
+            "json_schema", json.dumps({"type": "string", "allOf": parts}), byte_text(), V, seconds=0.3
+        )
     assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}, "the next one starts anew"
 
 

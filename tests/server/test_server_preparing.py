@@ -103,7 +103,7 @@ def test_closing_does_not_wait_for_a_grammar() -> None:
 
 def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
-    compile = grammar.compile
+    compile = grammar.compile_grammar
 
     def counted(kind: grammar.GrammarKind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
         sources.append(source)
@@ -185,7 +185,7 @@ def test_a_rehearsal_can_be_closed_and_used_again() -> None:
 
 def small() -> tuple[str, int]:
     text = Models(DEMO).text("demo")
-    found = grammar.compile("regex", "a", text, len(text.vocabulary()), seconds=9)
+    found = grammar.compile_grammar("regex", "a", text, len(text.vocabulary()), seconds=9)
     return found.vocabulary.small
 
 

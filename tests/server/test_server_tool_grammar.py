@@ -104,7 +104,7 @@ def format_of(text, syntax=SYNTAXES[0]):
 
 def matcher(source, text):
     size = len(text.vocabulary())
-    return grammar.compile("lark", source, text, size, seconds=10).start.deep_copy()
+    return grammar.compile_grammar("lark", source, text, size, seconds=10).start.deep_copy()
 
 
 def accepts(source, text, written):
@@ -288,8 +288,8 @@ def test_one_of_in_a_response_format_counts_as_any_of(text):
     schema = json.dumps({"oneOf": [{"type": "number"}, {"type": "integer"}]})
     size = len(text.vocabulary())
     with pytest.raises(InvalidValue, match="oneOf"):
-        grammar.compile("json_schema", schema, text, size, seconds=10)
-    assert grammar.compile("json_schema", coerce_one_of(schema), text, size, seconds=10)
+        grammar.compile_grammar("json_schema", schema, text, size, seconds=10)
+    assert grammar.compile_grammar("json_schema", coerce_one_of(schema), text, size, seconds=10)
     for other in ('{"oneOf"', '{"type": "object"}', '["oneOf"]'):
         assert coerce_one_of(other) == other
 
@@ -330,7 +330,7 @@ def test_the_demo_calls_what_it_must(pair):
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
     found = find_tool_format(pair.text)
     source = answer_grammar(found, use)
-    compiled = grammar.compile("lark", source, pair.text, pair.info.vocab_size, seconds=10)
+    compiled = grammar.compile_grammar("lark", source, pair.text, pair.info.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
     prompt = chat_prompt(chat, pair.text, "demo")
     answers = []

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec.grammar import Grammar, GrammarKind, Matcher, compile
+from mlx_spec.grammar import Grammar, GrammarKind, Matcher
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
@@ -37,7 +38,7 @@ def _written() -> list[str]:
 
 
 def compiled(kind: GrammarKind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
-    return compile(kind, source, text or byte_text(), V, seconds=5.0, thinks=thinks)
+    return compile_grammar(kind, source, text or byte_text(), V, seconds=5.0, thinks=thinks)
 
 
 def language(pattern: str, letters: str, longest: int) -> set[str]:
