@@ -53,7 +53,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "subject": subject.name,
         "GB read for a token": round(subject.read / 1e9, 4),
-        "bandwidth, GB/s": round(speed, 2),
+        "bandwidth, GB/s": {"row": round(speed, 2)},
         "contexts": {str(c): measure(subject, c, settings) for c in settings.contexts},
     }
     for found in results["contexts"].values():
