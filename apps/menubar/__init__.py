@@ -20,8 +20,8 @@ from mlx_spec.errors import InvalidValue
 
 from ..command import ERROR, guarded
 from . import macos
-from .app import QUIT, App, Folder, MenuPlan
-from .arguments import parse
+from .app import QUIT, App, Folder
+from .arguments import MenuPlan, parse
 from .menu import View
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -10,7 +10,7 @@ import threading
 import traceback
 import webbrowser
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.files import write_atomically
 
 from . import macos
+from .arguments import MenuPlan
 from .menu import (
     LOOKUP,
     NONE,
@@ -32,7 +33,7 @@ from .menu import (
     environment_example,
     menu,
 )
-from .server_process import ServerOptions, ServerProcess, Timeouts
+from .server_process import ServerProcess
 
 IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
 QUIT = Click(Action.QUIT)
@@ -62,28 +63,14 @@ class Folder:
             self.log.replace(self.log.with_suffix(".1.log"))
 
 
-@dataclass(frozen=True)
-class MenuPlan:
-    """The parsed command line."""
-
-    server: ServerOptions
-    selection: Selection  # empty if the pair selected last is to be served
-    fixed: bool  # the models are named by --model
-    passed: tuple[str, ...]  # options of the server, for the next login
-    installs: bool = False
-    removes: bool = False
-
-
 class App:
     """Owns the state of the menu."""
 
-    def __init__(
-        self, plan: MenuPlan, folder: Folder, view: View, agent: Path | None, timeouts: Timeouts | None = None
-    ) -> None:
+    def __init__(self, plan: MenuPlan, folder: Folder, view: View, agent: Path | None) -> None:
         """Take `agent` as the file that starts the menu at login; None where there is no such thing."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
         self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
-        self._server = ServerProcess(plan.server, folder.log, self._update, timeouts)
+        self._server = ServerProcess(plan.server, folder.log, self._update)
         selection = plan.selection if plan.fixed else _remembered(plan.selection, folder.selection)
         self._state = State(selection=selection, fixed=plan.fixed)
         self._shown: Menu | None = None

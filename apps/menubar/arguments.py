@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from typer import Context, Option
@@ -11,11 +12,22 @@ from typer import Context, Option
 from .. import command
 from ..command import BadOptions, flag
 from ..server.arguments import parse as parse_server
-from .app import MenuPlan
 from .menu import Selection
 from .server_process import Address, ServerOptions
 
 INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
+
+
+@dataclass(frozen=True)
+class MenuPlan:
+    """The parsed command line."""
+
+    server: ServerOptions
+    selection: Selection  # empty if the pair selected last is to be served
+    fixed: bool  # the models are named by --model
+    passed: tuple[str, ...]  # options of the server, for the next login
+    installs: bool = False
+    removes: bool = False
 
 
 def parse(arguments: Sequence[str] | None) -> MenuPlan:

@@ -237,9 +237,10 @@ def _server(state: State) -> tuple[Item, ...]:
 
 def _selections(state: State) -> tuple[Submenu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
-    target, drafter = state.selection.target, state.selection.drafter
+    served = state.selection.target or (None if state.fixed else DEMO)
+    drafter = state.selection.drafter
     targets = tuple(
-        _item(label, Action.TARGET, name, allowed=allowed, checked=_is_target(name, target, state))
+        _item(label, Action.TARGET, name, allowed=allowed, checked=name == served)
         for name, label in _targets(state)
     )
     ways = [*DRAFTERS]
@@ -258,10 +259,6 @@ def _targets(state: State) -> list[tuple[str, str]]:
     if state.selection.target is not None:
         labels.setdefault(state.selection.target, state.selection.target)
     return [(name, _shortened(label)) for name, label in labels.items()]
-
-
-def _is_target(name: str, target: str | None, state: State) -> bool:
-    return name == target or (name == DEMO and target is None and not state.fixed)
 
 
 def _endpoint(state: State) -> tuple[Item, ...]:
