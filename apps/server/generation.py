@@ -317,7 +317,7 @@ class ChoiceStream:
         if round.drafter is not None and round.drafted:
             self.drafted[self._sources[round.drafter]] = None
         yield from self._events(self._answer.read(round, round.logprobs))
-        yield RoundDone(self._index, self.statistics)
+        yield RoundDone(self._index, self.statistics, self._sources)
 
     def end(self) -> Iterator[Event]:
         """Yield the text that was held back, and the reason of the end."""

@@ -70,6 +70,7 @@ STATISTICS = Statistics(
 )
 USAGE = Usage(5, 2, 4, 1, 3, 1)
 READ = PromptRead(5, 2)
+ROUND = RoundDone(0, STATISTICS, ("lookup",))
 CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12))
 TOKENS = tuple(
     TokenLogprob(i, text, -0.5, (Alternative(i, text, -0.5), Alternative(9, b"\xff", -float("inf"))))
@@ -80,9 +81,9 @@ ANSWER: tuple[Event, ...] = (
     TextDelta(0, "thinking", "Hm."),
     TextDelta(0, "answer", "Hel", TOKENS[:1], (SourceSpan("Hel", "lookup", 1),)),
     TextDelta(0, "answer", "lo", TOKENS[1:], (SourceSpan("lo", None, 0),)),
-    RoundDone(0, STATISTICS),
+    ROUND,
     TextDelta(0, "answer", " you"),
-    RoundDone(0, STATISTICS),
+    ROUND,
     ChoiceEnded(0, "stop"),
     CLOSED,
 )
@@ -90,12 +91,12 @@ ARGUMENTS = '{"city": "Köln", "days": [1, 2]}'
 TURN: tuple[Event, ...] = (  # thinking, text and two calls, with borders in awkward places
     READ,
     TextDelta(0, "thinking", "Wea"),
-    RoundDone(0, STATISTICS),
+    ROUND,
     TextDelta(0, "thinking", "ther?"),
     TextDelta(0, "answer", ""),
     TextDelta(0, "answer", "I ask: "),
     TextDelta(0, "answer", "zwölf\n\n🌦 data: x"),
-    RoundDone(0, STATISTICS),
+    ROUND,
     ToolCall(0, 0, "call_1", "weather", ARGUMENTS),
     ToolCall(0, 1, "call_2", "now", ""),
     ChoiceEnded(0, "tool_calls"),
