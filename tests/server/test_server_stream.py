@@ -20,6 +20,7 @@ from endpoint import (
     MESSAGES,
     READ,
     RESPONSES,
+    ROUND,
     SHUTDOWN,
     STATISTICS,
     TEXT,
@@ -39,7 +40,6 @@ from mlx_spec.apps.server.events import (
     Event,
     Failed,
     PromptRead,
-    RoundDone,
     TextDelta,
     Timings,
     logprob_json,
@@ -57,7 +57,7 @@ from mlx_spec.types import Alternative, Reason, TokenLogprob
 
 ENDLESS = {"max_tokens": 3900, "temperature": 0, "logit_bias": {"106": -100, "1": -100}}
 REQUEST = GenerationRequest("demo", Chat(()), Sampling())
-DELTA, DONE = TextDelta(0, "answer", "x"), RoundDone(0, STATISTICS)
+DELTA, DONE = TextDelta(0, "answer", "x"), ROUND
 
 
 # --- measurements
@@ -86,10 +86,12 @@ def test_timings():
         "queued_ms": 10.0,
         "ttft_ms": 120.0,
     }
-    assert (
-        timings_json(Timings(replace(STATISTICS, last_reason=Reason.COST), None, 0, 0))["speculation"]
-        == "off"
-    )
+    for changes, state in (
+        ({"last_reason": Reason.COST}, ("off", Reason.COST)),
+        ({"plain_seconds": 0.1}, ("on", Reason.LEARNING)),  # a gain below 1 never stands beside "pays"
+    ):
+        found = timings_json(Timings(replace(STATISTICS, **changes), None, 0, 0))
+        assert (found["speculation"], found["reason"]) == state
 
 
 def test_timings_of_nothing():
@@ -330,11 +332,17 @@ def test_only_the_stream_ends_lines():
     assert "".join(contents) == text
 
 
-def test_silence_is_filled_with_comments():
-    settings = Settings(DEMO, keepalive_seconds=0.02)
-    text = stubbed(Stub(pause=0.1), settings).chat(stream=True).text
-    assert text.startswith(": keepalive\n\n") and text.count(": keepalive\n\n") > 5
-    assert events_of(text)[-1] == "[DONE]"
+@pytest.mark.parametrize(
+    ("path", "sign"),
+    [(CHAT, ": keepalive"), (TEXT, ": keepalive"), (MESSAGES, "event: ping"), (RESPONSES, ": keep-alive")],
+)
+@pytest.mark.parametrize("waiting", [(0.06,), (0.02, ROUND) * 4], ids=["silence", "rounds of a long call"])
+def test_silence_is_filled(path, sign, waiting):
+    stub = Stub((READ, *waiting, *said("late")[1:], *waiting, CLOSED))
+    endpoint = stubbed(stub, Settings(DEMO, keepalive_seconds=0.02))
+    text = endpoint.post(path, **BODIES[path], stream=True).text
+    first, second = text.split("late", 1)
+    assert first.count(f"{sign}\n") >= 2 and second.count(f"{sign}\n") >= 1
 
 
 def test_headers_of_a_stream():

@@ -12,12 +12,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
-from mlx_spec import demo, grammar
+from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
 from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
 from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
@@ -104,7 +105,7 @@ def format_of(text, syntax=SYNTAXES[0]):
 
 def matcher(source, text):
     size = len(text.vocabulary())
-    return grammar.compile_grammar("lark", source, text, size, seconds=10).start.deep_copy()
+    return compile_grammar("lark", source, text, size, seconds=10).start.deep_copy()
 
 
 def accepts(source, text, written):
@@ -288,8 +289,8 @@ def test_one_of_in_a_response_format_counts_as_any_of(text):
     schema = json.dumps({"oneOf": [{"type": "number"}, {"type": "integer"}]})
     size = len(text.vocabulary())
     with pytest.raises(InvalidValue, match="oneOf"):
-        grammar.compile_grammar("json_schema", schema, text, size, seconds=10)
-    assert grammar.compile_grammar("json_schema", coerce_one_of(schema), text, size, seconds=10)
+        compile_grammar("json_schema", schema, text, size, seconds=10)
+    assert compile_grammar("json_schema", coerce_one_of(schema), text, size, seconds=10)
     for other in ('{"oneOf"', '{"type": "object"}', '["oneOf"]'):
         assert coerce_one_of(other) == other
 
@@ -330,7 +331,7 @@ def test_the_demo_calls_what_it_must(pair):
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
     found = find_tool_format(pair.text)
     source = answer_grammar(found, use)
-    compiled = grammar.compile_grammar("lark", source, pair.text, pair.info.vocab_size, seconds=10)
+    compiled = compile_grammar("lark", source, pair.text, pair.info.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
     prompt = chat_prompt(chat, pair.text, "demo")
     answers = []

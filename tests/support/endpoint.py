@@ -106,7 +106,6 @@ SHUTDOWN = Failed(Failure(503, "shutting down", type="server_error", code="shutt
 
 
 def said(*texts: str, reason: Any = "stop", stop: str | None = None) -> tuple[Event, ...]:
-    """An answer of text."""
     return (READ, *(TextDelta(0, "answer", text) for text in texts), ChoiceEnded(0, reason, stop), CLOSED)
 
 
@@ -179,7 +178,6 @@ class Endpoint:
         return self.post(CHAT, **BODIES[CHAT] | body)
 
     def refused(self, path: str = CHAT, status: int = 400, **body: Any) -> dict[str, Any]:
-        """The error object of a request that must be refused."""
         given = BODIES[CHAT] | body if path == CHAT else body
         return error_of(self.post(path, **given), status)
 
@@ -225,14 +223,12 @@ def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
 
 
 def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
-    """The application with a stub for an engine."""
     app = create(settings or Settings(DEMO), engine)  # type: ignore[arg-type]
     return Endpoint(TestClient(app, base_url=HOST), app)
 
 
 @contextmanager
 def running(settings: Settings | None = None) -> Iterator[Endpoint]:
-    """The application with a real engine, ready, until the context ends."""
     given = settings or Settings(DEMO)
     app = create(given, EngineThread(given))
     with TestClient(app, base_url=HOST) as client:
@@ -252,7 +248,6 @@ def wait_until(holds: Callable[[], bool], seconds: float = LOADING_TIMEOUT_S) ->
 
 @contextmanager
 def listening(engine: Any, settings: Settings) -> Iterator[str]:
-    """The address of a server."""
     config = uvicorn.Config(create(settings, engine), port=0, log_level="error", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -269,8 +264,6 @@ def listening(engine: Any, settings: Settings) -> Iterator[str]:
 
 
 class Place:
-    """A server with a stub, and one of its routes."""
-
     def __init__(self, stub: Stub, url: str, path: str) -> None:
         self.stub, self.url, self.path = stub, url + path, path
 
@@ -284,7 +277,6 @@ class Place:
         return frames(self.url, BODIES[self.path] | changes)
 
     def request(self, **changes: Any) -> Any:
-        """What the engine is asked for a body."""
         status, reply = self.post(**changes)
         assert status == 200, reply
         return self.stub.requests[-1]
