@@ -25,6 +25,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from serving import CHAT, Serving, serving  # noqa: E402
 
+SUPPORT = Path(__file__).parents[1] / "support"
 ZIP = [{"role": "user", "content": "What does zip do?"}]
 EXACT = {"model": "demo", "temperature": 0}
 WEATHER = {
@@ -180,6 +181,7 @@ def test_prediction(client: Any) -> None:
         ({"temperature": 9}, "BadRequestError", "temperature"),
         ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
         ({"logit_bias": {"x": 1}}, "BadRequestError", "logit_bias"),
+        ({"logit_bias": {"999999999": 1}}, "BadRequestError", "logit_bias"),
         ({"messages": []}, "BadRequestError", "messages"),
         ({"messages": [{"role": "user", "content": "long " * 9000}]}, "BadRequestError", "messages"),
         ({"modalities": ["audio"]}, "BadRequestError", "modalities"),
@@ -215,12 +217,7 @@ def test_models(server: Serving, client: Any) -> None:
 
 @pytest.mark.skipif(find_spec("litellm") is None, reason="needs LiteLLM")
 def test_litellm(server: Serving) -> None:
-    program = [
-        sys.executable,
-        str(Path(__file__).parents[1] / "support" / "litellm_client.py"),
-        server.url,
-        "demo",
-    ]
+    program = [sys.executable, str(SUPPORT / "litellm_client.py"), server.url, "demo"]
     offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, env=offline)
     assert done.returncode == 0, done.stderr

@@ -32,16 +32,7 @@ WEATHER = {
 TEMPERATURE = {"extra_body": {"temperature": 0}}  # newer clients have no field for it
 CLAUDE: dict[str, Any] = {"model": "demo", "max_tokens": 30, "messages": ASKED, **TEMPERATURE}
 OPENAI: dict[str, Any] = {"model": "demo", "max_output_tokens": 30, "temperature": 0, "input": QUESTION}
-NEW = (
-    "id",
-    "item_id",
-    "created_at",
-    "completed_at",
-    "timings",
-    "parsed_output",
-    "parsed_arguments",
-    "call_id",
-)
+NEW = "id item_id created_at completed_at timings parsed_output parsed_arguments call_id".split()
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +134,23 @@ def test_responses_streamed_and_whole_are_the_same(gpt: Any, url: str, kind: str
     else:
         call = whole.output[-1]
         assert call.name == "weather" and json.loads(call.arguments)["days"] in (1, 2)
+
+
+def test_a_call_that_is_cut_off_is_text_without_markup(claude: Any, gpt: Any):
+    """An agent shows such a text as the answer."""
+    said = claude.messages.create(**CLAUDE | CLAUDE_ASKS["call"] | {"max_tokens": 12})
+    response = gpt.responses.create(**OPENAI | GPT_ASKS["call"] | {"max_output_tokens": 12})
+    function = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+    chat: dict[str, Any] = {"model": "demo", "messages": ASKED, "tools": [function], "max_tokens": 12}
+    chat |= {"temperature": 0, "tool_choice": "required"}
+    choice = gpt.chat.completions.create(**chat).choices[0]
+    pieces = [piece.choices[0].delta for piece in gpt.chat.completions.create(**chat, stream=True)]
+    streamed = "".join(piece.content or "" for piece in pieces)
+    assert [block.type for block in said.content] == ["text"] and said.stop_reason == "max_tokens"
+    assert response.status == "incomplete" and choice.finish_reason == "length"
+    assert choice.message.tool_calls is None and not any(piece.tool_calls for piece in pieces)
+    (text,) = {said.content[0].text, response.output_text, choice.message.content, streamed}
+    assert text.startswith('call:weather{city:"') and not set("<|>") & set(text)
 
 
 def test_the_next_turn_reads_on(claude: Any):
