@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
@@ -73,9 +73,9 @@ def prepare(
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(text)
     sampling = request.sampling
-    if use is not None and dialect is not None:
-        bias = {**(sampling.logit_bias or {}), **tool_call_ban(dialect, use)}
-        sampling = replace(sampling, logit_bias=bias or None)
+    if use is not None and dialect is not None and use.choice == "none":
+        ban = {dialect.open: float("-inf")}
+        sampling = replace(sampling, logit_bias={**(sampling.logit_bias or {}), **ban})
     format = _output_format(request, dialect, use)
     if format is not None:
         sampling = replace(sampling, grammar=_compile(format, request, grammars, limits))

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
 from .log import LOG
+from .metrics import CountedEngine
 from .request import GenerationRequest
 from .settings import Settings
 
@@ -35,30 +36,6 @@ STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptRead, RoundDone, Choi
 
 T = TypeVar("T")
 Json = dict[str, Any]
-
-
-class AdmittedRequest(Protocol):
-    """An admitted request."""
-
-    def cancel(self) -> None:
-        """End the request within a round. Does nothing if it has ended."""
-        ...
-
-
-class Engine(Protocol):
-    """The engine as the routes use it. They call `resolve` and `submit` on the event loop."""
-
-    def resolve(self, name: str | None) -> str:
-        """Return the model that a name stands for, or the first for None. Raises Failure (404)."""
-        ...
-
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> AdmittedRequest:
-        """Admit a request; `send` is called on the engine thread. Raises Failure (404, 429, 503)."""
-        ...
-
-    def count_tokens(self, request: GenerationRequest) -> int:
-        """Return the number of tokens of the prompt, after a while. Raises Failure."""
-        ...
 
 
 class Writer(Protocol):
@@ -157,7 +134,7 @@ class EventQueue:
 
 
 async def read_events(
-    engine: Engine,
+    engine: CountedEngine,
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
@@ -182,7 +159,7 @@ async def read_events(
 
 async def respond(
     http_request: Request,
-    engine: Engine,
+    engine: CountedEngine,
     request: GenerationRequest,
     writer: Writer,
     settings: Settings,
@@ -236,7 +213,7 @@ def _one_line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
 
-async def _collect(engine: Engine, request: GenerationRequest) -> list[Event]:
+async def _collect(engine: CountedEngine, request: GenerationRequest) -> list[Event]:
     found: list[Event] = []
     async with aclosing(read_events(engine, request, wakes=LAST_EVENTS)) as source:
         async for event in source:

@@ -16,10 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
-from .engine_thread import Status
+from .engine_thread import EngineThread, Job, Status
 from .errors import Failure
 from .events import Event, Failed, Finished, PromptRead, RoundDone
-from .http import AdmittedRequest, Engine
 from .log import LOG
 from .request import GenerationRequest
 
@@ -186,14 +185,14 @@ class _StatusCollector(Collector):
 class CountedEngine:
     """An engine whose requests are counted while they run."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineThread, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self.resolve = engine.resolve
         self.count_tokens = engine.count_tokens
 
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> AdmittedRequest:
-        """Admit a request, as the engine does."""
+    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> CountedJob:
+        """Admit a request as the engine does; `send` is called on its thread."""
         job = CountedJob(self._metrics, request.model)
 
         def counted(event: Event) -> None:
@@ -214,7 +213,7 @@ class CountedJob:
         self._latest: dict[int, RoundDone] = {}  # by choice, those that are not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
-        self.job: AdmittedRequest | None = None
+        self.job: Job | None = None
 
     def read(self, event: Event) -> None:
         """Count an event."""

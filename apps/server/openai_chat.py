@@ -14,7 +14,8 @@ from mlx_spec.types import TokenLogprob
 from . import parsing
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, PromptRead, TextDelta, ToolCall, logprob_json
-from .http import Engine, Json, respond
+from .http import Json, respond
+from .metrics import CountedEngine
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -123,7 +124,7 @@ class ChatBody(CompletionBody):
 # --- from the body to a request
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
+async def create(http_request: Request, engine: CountedEngine, settings: Settings) -> Response:
     """Answer a conversation, whole or as a stream."""
     body = await parsing.read_body(http_request, ChatBody)
     request = parse(body, engine.resolve(body.model or None), settings.limits)

@@ -15,7 +15,8 @@ from mlx_spec.types import TokenLogprob
 from . import parsing
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, TextDelta, finite
-from .http import Engine, Json, respond
+from .http import Json, respond
+from .metrics import CountedEngine
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -44,7 +45,7 @@ class TextBody(CompletionBody):
     suffix: str | None = None
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
+async def create(http_request: Request, engine: CountedEngine, settings: Settings) -> Response:
     """Continue texts, whole or as a stream."""
     body = await parsing.read_body(http_request, TextBody)
     request = parse(body, engine.resolve(body.model or None), settings.limits)

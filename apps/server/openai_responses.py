@@ -28,7 +28,8 @@ from .events import (
     logprob_json,
     timings_json,
 )
-from .http import Engine, Json, named_event, respond
+from .http import Json, named_event, respond
+from .metrics import CountedEngine
 from .parsing import ContentPart, Fields, Parts
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from .settings import Limits, Settings
@@ -148,7 +149,7 @@ class ResponsesBody(Fields):
 # --- from the body to a request
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
+async def create(http_request: Request, engine: CountedEngine, settings: Settings) -> Response:
     """Answer a conversation, whole or as a stream."""
     body = await parsing.read_body(http_request, ResponsesBody)
     request = parse(body, engine.resolve(body.model or None), settings.limits)

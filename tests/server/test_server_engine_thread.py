@@ -264,17 +264,6 @@ def test_as_many_as_may_run_and_wait_are_admitted_at_once() -> None:
             closed(stream.all())
 
 
-def test_drain_answers_what_was_admitted() -> None:
-    with working() as engine:
-        stream = begin(engine, chat(QUESTION))
-        engine.drain()
-        with pytest.raises(Failure, match="shutting down") as caught:
-            begin(engine, chat(QUESTION))
-        assert caught.value.status == 503
-        assert text_of(stream.all()).startswith("os.path.join")
-        assert engine.status().state == "draining"
-
-
 def test_close_ends_what_runs_and_what_waits() -> None:
     with working(replace(DEMO, limits=Limits(running=1))) as engine:
         streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=3000)) for _ in range(2)]

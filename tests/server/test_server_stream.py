@@ -260,7 +260,7 @@ def test_only_the_stream_ends_lines():
 )
 @pytest.mark.parametrize("waiting", [(0.06,), (0.02, ROUND) * 4], ids=["silence", "rounds of a long call"])
 def test_silence_is_filled(path, sign, waiting):
-    stub = Stub((READ, *waiting, *said("late")[1:2], *waiting, *said()[1:]))
+    stub = Stub((READ, *waiting, *said("late")[1:2], ROUND, *waiting, *said()[1:]))
     endpoint = stubbed(stub, Settings(DEMO, keepalive_seconds=0.02))
     text = endpoint.post(path, **BODIES[path], stream=True).text
     first, second = text.split("late", 1)

@@ -16,7 +16,7 @@ from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.sampling import Sampling
@@ -171,12 +171,6 @@ def test_choices(text):
     assert not accepts(of(SIMPLE), text, "<|tool_call>call:f{a:1.5}<tool_call|>")
     with pytest.raises(Failure, match="tool_choice: 'g' is none of the tools"):
         of(SIMPLE, choice="required", named="g")
-
-
-def test_none_is_a_ban(text):
-    found = format_of(text)
-    assert tool_call_ban(found, ToolUse((PING,), "none")) == {found.open: float("-inf")}
-    assert tool_call_ban(found, ToolUse((PING,))) == {}
 
 
 def test_an_answer_format_or_calls(text):
