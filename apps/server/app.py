@@ -7,8 +7,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route as StarletteRoute
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
@@ -26,7 +27,7 @@ from mlx_spec.errors import InvalidValue
 from . import anthropic_messages, log, openai_chat, openai_completions, openai_responses
 from .engine_thread import EngineThread
 from .errors import unknown_model
-from .http import LastResort, add_error_handlers
+from .http import LastResort, Route, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import ModelCard
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
@@ -37,12 +38,17 @@ RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
 CLOSE_POLL_S = 0.02  # between two checks whether it has
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
-POST_ROUTES = {
-    "/v1/chat/completions": openai_chat.create,
-    "/v1/completions": openai_completions.create,
-    "/v1/responses": openai_responses.create,
-    "/v1/messages": anthropic_messages.create,
-    "/v1/messages/count_tokens": anthropic_messages.count_tokens,
+ROUTES = {
+    "/v1/chat/completions": Route(openai_chat.ChatBody, openai_chat.parse, openai_chat.ChatWriter),
+    "/v1/completions": Route(
+        openai_completions.TextBody, openai_completions.parse, openai_completions.TextWriter
+    ),
+    "/v1/responses": Route(
+        openai_responses.ResponsesBody, openai_responses.parse, openai_responses.ResponseWriter
+    ),
+    "/v1/messages": Route(
+        anthropic_messages.MessagesBody, anthropic_messages.parse, anthropic_messages.MessageWriter
+    ),
 }
 
 
@@ -69,8 +75,11 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     )
     metrics = Metrics(engine.status)
     counted = CountedEngine(engine, metrics)
-    for path, answer in POST_ROUTES.items():
-        app.add_route(path, _endpoint(answer, counted, settings), methods=["POST"])
+    for path, route in ROUTES.items():
+        endpoint = partial(answer, engine=counted, settings=settings, route=route)
+        app.add_route(path, endpoint, methods=["POST"])
+    count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
+    app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
     app.include_router(page.router())
     add_error_handlers(app)
@@ -80,20 +89,9 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(OriginGuard, settings=settings)
     app.add_middleware(HostGuard, settings=settings)
-    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    paths = frozenset(route.path for route in app.routes if isinstance(route, StarletteRoute))
     app.add_middleware(RequestCounter, metrics=metrics, paths=paths)  # the last one added is the outermost
     return app
-
-
-def _endpoint(
-    answer: Callable[[Request, CountedEngine, Settings], Awaitable[Response]],
-    engine: CountedEngine,
-    settings: Settings,
-) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(http_request: Request) -> Response:
-        return await answer(http_request, engine, settings)
-
-    return endpoint
 
 
 def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> None:

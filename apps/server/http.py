@@ -1,6 +1,6 @@
 """From the engine thread to HTTP: events to the event loop, streams, and failures as responses.
 
-The route of a protocol parses a body, and calls `respond` with a `Writer` for its answers.
+Each protocol is a `Route`: a body, its parser, and a `Writer` for its answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
 from .log import LOG
 from .metrics import CountedEngine
+from .parsing import check_limits, read_body
 from .request import GenerationRequest
 from .settings import Settings
 
@@ -157,20 +159,27 @@ async def read_events(
 # --- answers
 
 
-async def respond(
-    http_request: Request,
-    engine: CountedEngine,
-    request: GenerationRequest,
-    writer: Writer,
-    settings: Settings,
-    *,
-    stream: bool,
+@dataclass(frozen=True)
+class Route:
+    """A protocol: the form of its bodies, how to read one, and how to write an answer."""
+
+    body: type[Any]
+    parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
+    writer: Callable[[Any, GenerationRequest], Writer]
+
+
+async def answer(
+    http_request: Request, *, engine: CountedEngine, settings: Settings, route: Route
 ) -> Response:
-    """Answer a request, whole or as a stream. The request is cancelled when the client hangs up.
+    """Answer a request, whole or as a stream. It is cancelled when the client hangs up.
 
     Raises Failure if the request is not admitted, or fails before its response begins.
     """
-    if not stream:
+    body = await read_body(http_request, route.body)
+    request = route.parse(body, engine.resolve(body.model or None))
+    check_limits(request, settings.limits)
+    writer = route.writer(body, request)
+    if not body.stream:
         events = await _while_connected(http_request, _collect(engine, request))
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)

@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_spec.types import TokenLogprob
 
 from . import parsing
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, PromptRead, TextDelta, ToolCall, logprob_json
-from .http import Json, respond
-from .metrics import CountedEngine
+from .http import Json
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -29,7 +26,6 @@ from .openai_common import (
 )
 from .parsing import Fields, Parts
 from .request import Chat, GenerationRequest, Tool, ToolUse
-from .settings import Limits, Settings
 
 REFUSED = {  # field that is not declared below -> why it is not supported
     "audio": "answers are text",
@@ -124,31 +120,21 @@ class ChatBody(CompletionBody):
 # --- from the body to a request
 
 
-async def create(http_request: Request, engine: CountedEngine, settings: Settings) -> Response:
-    """Answer a conversation, whole or as a stream."""
-    body = await parsing.read_body(http_request, ChatBody)
-    request = parse(body, engine.resolve(body.model or None), settings.limits)
-    writer = ChatWriter(body, request)
-    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
-
-
-def parse(body: ChatBody, model: str, limits: Limits) -> GenerationRequest:
+def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     check_options(body, REFUSED)
     _check_supported(body)
-    request = GenerationRequest(
+    return GenerationRequest(
         model=model,
         prompt=Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body)),
         sampling=parse_sampling(body),
         max_tokens=parse_max_tokens(body, 1),
         stop=parse_stop(body),
-        n=parse_n(body, 1, limits),
+        n=parse_n(body),
         top_logprobs=_parse_logprobs(body),
         format=parse_format(body),
         prediction=parse_prediction(body),
     )
-    parsing.check_limits(request, limits)
-    return request
 
 
 def _check_supported(body: ChatBody) -> None:

@@ -307,24 +307,21 @@ def test_not_ready_while_the_first_model_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "message"),
+    ("given", "param", "message"),
     [
-        (raw((1,) * 4096), "context_length_exceeded", "has 4096 tokens and the context of this target ends"),
-        (raw((1, 9999)), "invalid_value", "the prompt holds token 9999"),
-        (raw(()), "invalid_value", "the prompt is empty"),
-        (chat(QUESTION, stop=("",)), "invalid_value", "stop"),
-        (chat(QUESTION, format=OutputFormat("regex", "[")), "invalid_value", "regular expression"),
+        (raw((1,) * 4096), "prompt", "has 4096 tokens and the context of this target ends"),
+        (raw((1, 9999)), "prompt", "the prompt holds token 9999"),
+        (raw((-1,)), "prompt", "the prompt holds token -1"),
+        (raw(()), "prompt", "the prompt is empty"),
+        (chat(QUESTION, stop=("",)), None, "stop"),
+        (chat(QUESTION, format=OutputFormat("regex", "[")), "response_format", "regular expression"),
     ],
 )
-def test_what_cannot_be_answered(engine: EngineThread, given: Any, code: str, message: str) -> None:
+def test_what_cannot_be_answered(engine: EngineThread, given: Any, param: str | None, message: str) -> None:
     found = failure(answer(engine, given))
-    assert (found.status, found.code) == (400, code) and message in found.message
+    assert (found.status, found.param) == (400, param) and message in found.message
+    assert found.code == ("context_length_exceeded" if "context" in message else "invalid_value")
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
-
-
-@pytest.mark.parametrize("prompt", [(), (-1,), (5, 9999)])
-def test_a_prompt_that_cannot_be_is_named(engine: EngineThread, prompt: tuple[int, ...]) -> None:
-    assert failure(answer(engine, raw(prompt))).param == "prompt"
 
 
 @pytest.mark.parametrize("limit", [None, 7])
@@ -374,9 +371,7 @@ def test_no_answer_before_its_time(engine: EngineThread) -> None:
     """Names and status are for any thread, and touch nothing of the engine."""
     assert engine.resolve(None) == "demo"
     card = engine.models()[0]
-    assert (card.name, card.loaded, card.context_length, card.thinks, card.tools) == (
-        *("demo", True, 4096),
-        *(True, True),
-    )
+    assert (card.name, card.loaded, card.context_length) == ("demo", True, 4096)
+    assert card.thinks and card.tools
     status = engine.status()
     assert status.state == "ready" and status.models[0].weights > 10**7 and status.memory.active > 10**7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,18 +94,13 @@ def test_timings_of_nothing():
 # --- events from the engine thread
 
 
-def read_all(source: AsyncIterator[Event | None]) -> list[Event | None]:
-    async def read() -> list[Event | None]:
-        return [event async for event in source]
-
-    return asyncio.run(read())
-
-
 def test_silence_loses_nothing():
+    async def read() -> list[Event | None]:
+        return [event async for event in read_events(stub, REQUEST, 0.01)]
+
     deltas = [TextDelta(0, "answer", str(i)) for i in range(20)]
     stub = Stub(tuple(step for delta in deltas for step in (0.0101, delta)) + said()[-1:])
-    found = read_all(read_events(stub, REQUEST, 0.01))
-    assert [event for event in found if event is not None] == [*deltas, said()[-1]]
+    assert [event for event in asyncio.run(read()) if event is not None] == [*deltas, said()[-1]]
 
 
 def test_text_waits_for_the_end_of_its_step():

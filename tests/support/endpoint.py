@@ -17,7 +17,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.engine_thread import EngineThread, Status
+from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, unknown_model
 from mlx_spec.apps.server.events import (
     ChoiceEnded,
@@ -225,15 +225,6 @@ def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
 def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
     app = create(settings or Settings(DEMO), engine)  # type: ignore[arg-type]
     return Endpoint(TestClient(app, base_url=HOST), app)
-
-
-@contextmanager
-def running(settings: Settings | None = None) -> Iterator[Endpoint]:
-    given = settings or Settings(DEMO)
-    app = create(given, EngineThread(given))
-    with TestClient(app, base_url=HOST) as client:
-        wait_until(lambda: client.get("/health").json()["status"] == "ok")
-        yield Endpoint(client, app)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = LOADING_TIMEOUT_S) -> None:
