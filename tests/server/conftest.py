@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from endpoint import DEMO, Place, Stub, listening, said
+from endpoint import DEMO, Place, Stub, listening, said, stubbed
 
 from mlx_spec.apps.server.settings import Limits, Settings
 
 
 @pytest.fixture(scope="module")
 def running_place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    stub = Stub()
-    with listening(stub, Settings(DEMO, keepalive_seconds=0.05, limits=Limits(schema_bytes=2000))) as url:
-        yield Place(stub, url, request.module.PATH)
+    stub, settings = Stub(), Settings(DEMO, keepalive_seconds=0.05, limits=Limits(schema_bytes=2000))
+    with listening(stub, settings) as url:
+        yield Place(stub, stubbed(stub, settings), request.module.PATH, url)
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
 
 @pytest.fixture
 def client(place: Place) -> Iterator[Any]:
-    url = place.url.removesuffix(MESSAGES)
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as made:
+    with anthropic.Anthropic(base_url=place.url, api_key="none", max_retries=0) as made:
         yield made
 
 

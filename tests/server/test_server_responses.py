@@ -41,8 +41,7 @@ NEW = "id item_id created_at completed_at sequence_number timings parsed parsed_
 
 @pytest.fixture
 def client(place: Place) -> Iterator[Any]:
-    url = place.url.removesuffix("/responses")
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{place.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 

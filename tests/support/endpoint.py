@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -254,18 +252,21 @@ def listening(engine: Any, settings: Settings) -> Iterator[str]:
         thread.join()
 
 
+@dataclass(frozen=True)
 class Place:
-    def __init__(self, stub: Stub, url: str, path: str) -> None:
-        self.stub, self.url, self.path = stub, url + path, path
+    stub: Stub
+    endpoint: Endpoint
+    path: str
+    url: str  # of a server with the same stub
 
-    def post(self, body: dict[str, Any] | bytes | None = None, **changes: Any) -> tuple[int, Any]:
-        """Status and JSON of a response. A body of bytes is sent as it is."""
-        given = BODIES[self.path] | changes if body is None else body
-        return post(self.url, given)
+    def post(self, **changes: Any) -> tuple[int, Any]:
+        response = self.endpoint.post(self.path, **BODIES[self.path] | changes)
+        return response.status_code, response.json()
 
     def frames(self, **changes: Any) -> list[tuple[str | None, Any]]:
-        """Names and contents of a stream's events; a comment has neither."""
-        return frames(self.url, BODIES[self.path] | changes)
+        response = self.endpoint.post(self.path, **BODIES[self.path] | changes, stream=True)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return frames(response.text)
 
     def request(self, **changes: Any) -> Any:
         status, reply = self.post(**changes)
@@ -281,29 +282,10 @@ class Place:
         return error
 
 
-def post(url: str, body: object) -> tuple[int, Any]:
-    """Status and JSON of a response; `body` is JSON, or bytes as they are."""
-    try:
-        with _open(url, body) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
-
-
-def frames(url: str, body: dict[str, Any]) -> list[tuple[str | None, Any]]:
+def frames(stream: str) -> list[tuple[str | None, Any]]:
     """Names and contents of a stream's events; a comment has neither."""
-    with _open(url, body | {"stream": True}) as reply:
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        blocks = reply.read().decode().split("\n\n")
-    assert blocks.pop() == ""
-    return [_frame(block) for block in blocks]
-
-
-def _open(url: str, body: object) -> Any:
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url, raw, {"content-type": "application/json"})
-    return urllib.request.urlopen(request)
+    assert stream.endswith("\n\n")
+    return [_frame(block) for block in stream[:-2].split("\n\n")]
 
 
 def _frame(block: str) -> tuple[str | None, Any]:
