@@ -146,7 +146,7 @@ class Generation:
             with self._model.prefix_cache.borrow(prompt) as sequence:
                 for i in range(self._request.n):
                     yield from self._generate_choice(prepared, sequence, number, i)
-        self._send(Finished(self._usage(prepared), self._timings()))
+        self._send(self._finished(prepared))
 
     def _check_prompt(self, prompt: list[int]) -> None:
         try:
@@ -255,11 +255,11 @@ class Generation:
                 prefill_seconds = 0.0
                 yield
 
-    def _usage(self, prepared: PreparedRequest) -> Usage:
+    def _finished(self, prepared: PreparedRequest) -> Finished:
         total = added([choice.statistics for choice in self._choices])
         expected = prepared.prediction
         counts = [prediction_counts(expected, choice.tokens) for choice in self._choices if expected]
-        return Usage(
+        usage = Usage(
             total.prompt_tokens,
             total.reused_tokens,
             sum(len(choice.tokens) for choice in self._choices),
@@ -267,12 +267,9 @@ class Generation:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-
-    def _timings(self) -> Timings:
-        drafted = dict.fromkeys(source for choice in self._choices for source in choice.drafted)
-        total = added([choice.statistics for choice in self._choices])
-        return Timings(
-            total, "+".join(drafted) or None, self._queued_seconds, self._first_token_seconds or 0.0
+        drafted = "+".join(dict.fromkeys(source for choice in self._choices for source in choice.drafted))
+        return Finished(
+            usage, Timings(total, drafted or None, self._queued_seconds, self._first_token_seconds or 0.0)
         )
 
 

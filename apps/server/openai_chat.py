@@ -278,39 +278,30 @@ class ChatWriter(ChunkWriter):
         return {**_delta_choice(event.index, {}), "finish_reason": event.reason}
 
     def _choices(self, events: Iterable[Event]) -> list[Json]:
-        found = [_WholeChoice() for _ in range(self._n)]
+        found: list[list[Event]] = [[] for _ in range(self._n)]
         for event in events:
             if isinstance(event, TextDelta | ToolCall | ChoiceEnded):
-                found[event.index].add(event)
-        return [choice.json(i, with_logprobs=self._with_logprobs) for i, choice in enumerate(found)]
+                found[event.index].append(event)
+        return [self._choice(i, own) for i, own in enumerate(found)]
 
-
-class _WholeChoice:
-    def __init__(self) -> None:
-        self._texts = {"answer": "", "thinking": ""}
-        self._calls: list[Json] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._reason: str | None = None
-
-    def add(self, event: TextDelta | ToolCall | ChoiceEnded) -> None:
-        match event:
-            case TextDelta(kind=kind, text=text):
-                self._texts[kind] += text
-                self._logprobs += event.logprobs if kind == "answer" else ()
-            case ToolCall():
-                self._calls.append(_call_json(event))
-            case ChoiceEnded(reason=reason):
-                self._reason = reason
-
-    def json(self, index: int, *, with_logprobs: bool) -> Json:
-        content: str | None = self._texts["answer"]
-        if self._calls and not content:
-            content = None
+    def _choice(self, index: int, events: Iterable[Event]) -> Json:
+        texts, calls, reason = {"answer": "", "thinking": ""}, list[Json](), None
+        tokens: list[TokenLogprob] = []
+        for event in events:
+            match event:
+                case TextDelta(kind=kind, text=text):
+                    texts[kind] += text
+                    tokens += event.logprobs if kind == "answer" else ()
+                case ToolCall():
+                    calls.append(_call_json(event))
+                case ChoiceEnded():
+                    reason = event.reason
+        content = texts["answer"] or (None if calls else "")
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": self._texts["thinking"]} if self._texts["thinking"] else {}
-        message |= {"tool_calls": self._calls} if self._calls else {}
-        logprobs = _logprobs_json(self._logprobs) if with_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason}
+        message |= {"reasoning_content": texts["thinking"]} if texts["thinking"] else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = _logprobs_json(tokens) if self._with_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _delta_choice(index: int, delta: Json) -> Json:

@@ -238,9 +238,9 @@ class ChunkWriter(ABC):
         self._pending: TextDelta | None = None  # text of a round that is not over
         self._last: Json | None = None  # the chunk that ended a choice
 
-    @abstractmethod
     def _start(self, event: Event) -> Iterable[Json]:
-        """Yield choices for an event that is no text: the begin of an answer, a tool call."""
+        """Return choices for an event that is no text: the begin of an answer, a tool call."""
+        return ()
 
     @abstractmethod
     def _delta(self, delta: TextDelta) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -95,9 +95,6 @@ class TextWriter(ChunkWriter):
         self._with_logprobs = request.top_logprobs is not None
         assert isinstance(request.prompt, RawPrompts)
         self._lengths = [0] * len(request.prompt.prompts) * request.n  # characters of each choice so far
-
-    def _start(self, event: Event) -> Iterator[Json]:
-        return iter(())
 
     def _delta(self, delta: TextDelta) -> Json:
         start = self._lengths[delta.index]

@@ -183,13 +183,13 @@ def test_prediction(client: Any) -> None:
         ({"temperature": 9}, "BadRequestError", "temperature"),
         ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
         ({"logit_bias": {"x": 1}}, "BadRequestError", "logit_bias"),
-        ({"logit_bias": {"999999999": 1}}, "BadRequestError", "logit_bias"),
+        ({"logit_bias": {"999999999": 1}}, "BadRequestError", None),  # found by the engine
         ({"messages": []}, "BadRequestError", "messages"),
         ({"messages": [{"role": "user", "content": "long " * 9000}]}, "BadRequestError", "messages"),
         ({"modalities": ["audio"]}, "BadRequestError", "modalities"),
     ],
 )
-def test_errors(client: Any, change: dict[str, Any], error: str, param: str) -> None:
+def test_errors(client: Any, change: dict[str, Any], error: str, param: str | None) -> None:
     with pytest.raises(getattr(openai, error)) as caught:
         client.chat.completions.create(**{"messages": ZIP, "max_tokens": 4, **EXACT, **change})
     assert caught.value.param == param
