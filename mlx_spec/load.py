@@ -207,12 +207,17 @@ def _source(
 
 def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
+    from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
     from mlx_spec.drafters.model_free import LookupSource
 
     if found is None:
         return []
-    free = num_draft_tokens is None and found.folder is not None
-    return [found, *([_Drafter(LookupSource(), None)] if free else [])]
+    offered = [found]
+    if num_draft_tokens is None and found.folder is not None:
+        if isinstance(found.source, MedusaSource):
+            offered.append(_Drafter(MedusaTreeSource(found.source), found.folder))
+        offered.append(_Drafter(LookupSource(), None))
+    return offered
 
 
 def _policies(

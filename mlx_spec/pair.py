@@ -10,11 +10,13 @@ import mlx.nn as nn
 
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
 from mlx_spec.drafters.per_request import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.adaptive import Gains
 from mlx_spec.policy.calibrate import measure
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
@@ -94,7 +96,14 @@ class Pair:
         """Return the parts of a new sequence with empty caches."""
         target = LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
         drafters = tuple(source.make(target.parts) for source in self._drafters)
-        return SequenceParts(target, drafters, self.policies.policy())
+        refuses = target.refuses_trees() is not None
+        gains: dict[int, Gains] = {}
+        for i, source in enumerate(self._drafters):
+            if isinstance(source, MedusaSource):
+                gains[i] = source.rates.chain_gains
+            if isinstance(source, MedusaTreeSource):
+                gains[i] = no_gains if refuses else source.heads.rates.tree_gains
+        return SequenceParts(target, drafters, self.policies.policy(gains=gains))
 
     def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:
         """Measure what passes and drafts cost, on a scratch sequence, unless that is known already.
@@ -189,6 +198,11 @@ def _with_logprobs(
 
 def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:
     """Return the features that the target must record. Only one of several drafters may read any."""
-    wanted = [source.needs for source in drafters if source.needs != FeatureSpec()]
-    assert len(wanted) <= 1, "two drafters that read activations"
-    return wanted[0] if wanted else FeatureSpec()
+    wanted = {source.needs for source in drafters} - {FeatureSpec()}
+    assert len(wanted) <= 1, "two drafters that read different features"
+    return wanted.pop() if wanted else FeatureSpec()
+
+
+def no_gains() -> Sequence[float]:
+    """Return the gains of trees for a target that refuses them."""
+    return ()

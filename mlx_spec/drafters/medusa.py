@@ -1,13 +1,16 @@
 """Medusa (arXiv:2401.10774): K heads on the hidden state that the target's LM head reads.
 
 Head k looks at the position before the pending token and guesses the k-th token after it. The heads do not
-see each other's guesses. A draft is the likeliest token of each head, or a small tree of likely ones.
+see each other's guesses, so a second guess for a place is nearly free to draft. `Medusa` drafts a chain, the
+likeliest token of each head. `MedusaTrees` beside it drafts trees; the policy weighs both by measured costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,23 @@ from mlx_spec.drafters.checkpoint import (
 )
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.model.tree import Tree
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.model.tree import Tree, TreeTemplate, tree_of, tree_template
+from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 # The hidden states of a prompt are not worth their memory: the first token comes without a draft.
 NEEDS = {
     POST_NORM: FeatureSpec(final_hidden=True, prompt=False),
     PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt=False),
 }
+
+MAX_GUESSES = 4  # guesses for one place: rarer ones are accepted too seldom to be worth a row
+FIRST_GUESS, OTHER_GUESS = (
+    0.6,
+    0.35,
+)  # acceptance assumed of a first guess, and of another if those before fail
+PRIOR_WEIGHT = 6.0  # drafts that the assumption is worth
+FORGET = 0.995  # of the counts, a draft: the last 200 drafts count
+REBUILD_INTERVAL = 16  # drafts between two shapes of the tree: building one takes as long as a decision
 
 
 @dataclass(frozen=True)
@@ -75,27 +87,78 @@ class _Head(nn.Module):
         return logits
 
 
-class Medusa(SequenceDrafter):
-    """Drafts one sequence: a chain, or the tree that `tree` returns if it fits the limit.
+class GuessRates:
+    """The acceptance of guesses that sequences have seen: first guesses by depth, others by rank.
 
-    Keeps the newest hidden state of the target and nothing else.
+    Shared by all sequences of a pair. A guess of rank r counts only if all guesses before it were wrong.
     """
 
-    def __init__(
-        self, network: MedusaNetwork, needs: FeatureSpec, tree: Callable[[], Tree | None] = lambda: None
-    ) -> None:
+    def __init__(self, heads: int) -> None:
+        self._first = [[PRIOR_WEIGHT * FIRST_GUESS, PRIOR_WEIGHT] for _ in range(heads)]  # accepted, judged
+        self._other = [[PRIOR_WEIGHT * OTHER_GUESS, PRIOR_WEIGHT] for _ in range(MAX_GUESSES - 1)]
+        self._judged = 0  # drafts
+        self._template: TreeTemplate | None = None
+
+    def observe(self, tree: Tree, drafted: Sequence[int], tokens: Sequence[int]) -> None:
+        """Learn from a draft and the tokens that were emitted in its place."""
+        row = 0
+        for depth, token in enumerate(tokens):
+            guesses = [j for j, parent in enumerate(tree.parents) if parent == row]
+            if not guesses:
+                break
+            found = next((r for r, j in enumerate(guesses) if drafted[j] == token), None)
+            for rank in range(len(guesses) if found is None else found + 1):
+                counts = self._first[depth] if rank == 0 else self._other[rank - 1]
+                counts[0] = FORGET * counts[0] + (rank == found)
+                counts[1] = FORGET * counts[1] + 1
+            if found is None:
+                break
+            row = guesses[found] + 1
+        self._judged += 1
+        if self._judged % REBUILD_INTERVAL == 0:
+            self._template = None
+
+    def template(self) -> TreeTemplate:
+        """Return the places that are likeliest to be accepted, as many as fit a pass."""
+        if self._template is None:
+            others = [accepted / judged for accepted, judged in self._other]
+            rates = []
+            for accepted, judged in self._first:
+                row = [accepted / judged]
+                for other in others:
+                    row.append(other * (1 - sum(row)))
+                rates.append(row)
+            self._template = tree_template(MAX_DRAFT_TOKENS, rates)
+        return self._template
+
+    def tree_gains(self) -> Sequence[float]:
+        """Return the expected accepted tokens that each further draft token of a tree adds."""
+        return self.template().reach
+
+    def chain_gains(self) -> Sequence[float]:
+        """Return the same for a chain, which ends with the last head."""
+        return [*accumulate((accepted / judged for accepted, judged in self._first), mul)]
+
+
+class Medusa(SequenceDrafter):
+    """Drafts chains for one sequence. Keeps the newest hidden state of the target and its last draft."""
+
+    def __init__(self, network: MedusaNetwork, needs: FeatureSpec, rates: GuessRates) -> None:
         self.needs = needs
         self._network = network
-        self._tree = tree
+        self._rates = rates
         self._hidden: mx.array | None = None  # [1, D], of the position before the pending token
         self._length = 0  # of the history that it belongs to
-
-    def with_trees(self, tree: Callable[[], Tree | None]) -> Medusa:
-        """Return a drafter with the same heads that asks `tree` for the shape of every draft."""
-        return Medusa(self._network, self.needs, tree)
+        self._last: tuple[int, Draft] | None = None  # the last draft, and the history it was made for
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Keep the newest row of `features`, of the position before the last token of `history`."""
+        if self._last is not None:
+            length, draft = self._last
+            parents = draft.parents or tuple(range(draft.tokens.size))
+            drafted: list[int] = draft.tokens.tolist()  # type: ignore[assignment]  # computed already
+            self._rates.observe(tree_of(parents), drafted, history[length:])
+            self._last = None
         hidden = features.hidden[0] if features.hidden else features.final_hidden
         self._hidden = None if hidden is None else hidden[-1:]
         self._length = len(history)
@@ -104,10 +167,20 @@ class Medusa(SequenceDrafter):
         """Return the likeliest tokens of the heads; none if the hidden state is not that of `history`."""
         if limit < 1 or self._hidden is None or self._length != len(history):
             return no_draft()
-        tree = self._tree()
-        if tree is None or limit < len(tree.parents):
-            return Draft(self._network(self._hidden, limit).argmax(axis=-1).astype(mx.int32))
-        ranked = _likeliest(self._network(self._hidden, tree.height), max(tree.ranks) + 1)
+        draft = self._guess(self._hidden, limit)
+        self._last = len(history), draft
+        return draft
+
+    def _guess(self, hidden: mx.array, limit: int) -> Draft:
+        return Draft(self._network(hidden, limit).argmax(axis=-1).astype(mx.int32))
+
+
+class MedusaTrees(Medusa):
+    """Drafts the tree of `limit` tokens that is likeliest to be accepted."""
+
+    def _guess(self, hidden: mx.array, limit: int) -> Draft:
+        tree = self._rates.template().tree(limit)
+        ranked = _likeliest(self._network(hidden, tree.height), max(tree.ranks) + 1)
         depths, ranks = mx.array(tree.depths[1:]), mx.array(tree.ranks[1:])
         return Draft(ranked[depths - 1, ranks], parents=tree.parents)
 
@@ -126,16 +199,34 @@ class MedusaSource:
     network: MedusaNetwork
     needs: FeatureSpec
     vocab_size: int
+    rates: GuessRates
     name: str = "medusa"
-
-    @property
-    def height(self) -> int:
-        """Return the number of tokens on the longest path of a tree."""
-        return len(self.network.heads)
 
     def make(self, parts: TargetParts) -> Medusa:
         """Return the drafter of one sequence."""
-        return Medusa(self.network, self.needs)
+        return Medusa(self.network, self.needs, self.rates)
+
+
+@dataclass(frozen=True)
+class MedusaTreeSource:
+    """The same heads, drafting trees."""
+
+    heads: MedusaSource
+    name: str = "medusa trees"
+
+    @property
+    def needs(self) -> FeatureSpec:
+        """Return what the heads read."""
+        return self.heads.needs
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens that the heads know."""
+        return self.heads.vocab_size
+
+    def make(self, parts: TargetParts) -> MedusaTrees:
+        """Return the drafter of one sequence."""
+        return MedusaTrees(self.heads.network, self.heads.needs, self.heads.rates)
 
 
 def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> MedusaSource:
@@ -156,4 +247,4 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     )
     network = MedusaNetwork(sizes)
     load_weights(network, path)
-    return MedusaSource(network, NEEDS[conventions.hidden], sizes.vocab_size)
+    return MedusaSource(network, NEEDS[conventions.hidden], sizes.vocab_size, GuessRates(sizes.num_heads))

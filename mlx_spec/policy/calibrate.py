@@ -38,7 +38,8 @@ def measure(
     """Return the costs after `history`, all of which but the last token is committed.
 
     The sequence is left as it was. Drafters in `copying` take no time. A drafter that has no draft here gets
-    assumed costs; one that reads the target has a draft only after a token or two were decoded.
+    assumed costs; one that reads the target has a draft only after a token or two were decoded. The extra
+    cost of verifying a tree counts as drafting.
     """
     pending = mx.array(list(history[-1:]), dtype=mx.int32)
     vocab_size = target.verify(pending).shape[-1]
@@ -63,9 +64,17 @@ def measure(
         target.commit(0)
 
     def draft(index: int, tokens: int) -> int:
-        found = drafters[index].draft(history, tokens, sampler).tokens
-        mx.eval(found)
-        return found.size
+        found = drafters[index].draft(history, tokens, sampler)
+        if found.parents is None:
+            mx.eval(found.tokens)
+        else:  # a tree: its pass costs more than that of a chain
+            trees.add(index)
+            logits = target.verify_tree(mx.concatenate([pending, found.tokens]), found.parents)
+            sampler.verify_tree(logits, history, found).tolist()
+            target.commit(0)
+        return found.tokens.size
+
+    trees: set[int] = set()
 
     required: dict[Hashable, Job] = {"plain": plain, "host": lambda: (pending + 1).tolist()}
     required |= {rows: partial(verify, rows) for rows in ROWS[:3]}
@@ -80,7 +89,8 @@ def measure(
     passes = {rows: seconds[rows] for rows in ROWS if rows in seconds}
     drafts = []
     for i in range(len(drafters)):
-        found = {k: max(seconds[i, k] - host, 0.0) for k in DRAFTED if (i, k) in seconds}
+        taken = {k: seconds[i, k] for k in DRAFTED if (i, k) in seconds and k + 1 in passes}
+        found = {k: max(s - (passes[k + 1] if i in trees else host), 0.0) for k, s in taken.items()}
         drafts.append({} if i in copying else found or assumed_drafting(one))
     return Table(one, passes, drafts, host, len(history))
 
