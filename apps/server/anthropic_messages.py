@@ -17,7 +17,7 @@ from mlx_spec.sampling import Sampling
 from . import parsing
 from .errors import Failure, anthropic_body, invalid, unsupported
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
-from .http import Json, named_event
+from .http import Api, Json, named_event
 from .metrics import CountedEngine
 from .parsing import Fields
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
@@ -405,3 +405,6 @@ def _usage_json(usage: Usage) -> Json:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
+
+
+API = Api(MessagesBody, parse, MessageWriter)

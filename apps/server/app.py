@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route as StarletteRoute
+from starlette.routing import Route
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
@@ -27,7 +27,7 @@ from mlx_spec.errors import InvalidValue
 from . import anthropic_messages, log, openai_chat, openai_completions, openai_responses
 from .engine_thread import EngineThread
 from .errors import unknown_model
-from .http import LastResort, Route, add_error_handlers, answer
+from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import ModelCard
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
@@ -38,17 +38,11 @@ RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
 CLOSE_POLL_S = 0.02  # between two checks whether it has
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
-ROUTES = {
-    "/v1/chat/completions": Route(openai_chat.ChatBody, openai_chat.parse, openai_chat.ChatWriter),
-    "/v1/completions": Route(
-        openai_completions.TextBody, openai_completions.parse, openai_completions.TextWriter
-    ),
-    "/v1/responses": Route(
-        openai_responses.ResponsesBody, openai_responses.parse, openai_responses.ResponseWriter
-    ),
-    "/v1/messages": Route(
-        anthropic_messages.MessagesBody, anthropic_messages.parse, anthropic_messages.MessageWriter
-    ),
+APIS = {
+    "/v1/chat/completions": openai_chat.API,
+    "/v1/completions": openai_completions.API,
+    "/v1/responses": openai_responses.API,
+    "/v1/messages": anthropic_messages.API,
 }
 
 
@@ -75,8 +69,8 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     )
     metrics = Metrics(engine.status)
     counted = CountedEngine(engine, metrics)
-    for path, route in ROUTES.items():
-        endpoint = partial(answer, engine=counted, settings=settings, route=route)
+    for path, api in APIS.items():
+        endpoint = partial(answer, engine=counted, settings=settings, api=api)
         app.add_route(path, endpoint, methods=["POST"])
     count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
@@ -89,7 +83,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(OriginGuard, settings=settings)
     app.add_middleware(HostGuard, settings=settings)
-    paths = frozenset(route.path for route in app.routes if isinstance(route, StarletteRoute))
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(RequestCounter, metrics=metrics, paths=paths)  # the last one added is the outermost
     return app
 

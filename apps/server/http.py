@@ -1,6 +1,6 @@
 """From the engine thread to HTTP: events to the event loop, streams, and failures as responses.
 
-Each protocol is a `Route`: a body, its parser, and a `Writer` for its answers.
+Each protocol is an `Api`: a body, its parser, and a `Writer` for its answers.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ async def read_events(
 
 
 @dataclass(frozen=True)
-class Route:
+class Api:
     """A protocol: the form of its bodies, how to read one, and how to write an answer."""
 
     body: type[Any]
@@ -168,17 +168,15 @@ class Route:
     writer: Callable[[Any, GenerationRequest], Writer]
 
 
-async def answer(
-    http_request: Request, *, engine: CountedEngine, settings: Settings, route: Route
-) -> Response:
+async def answer(http_request: Request, *, engine: CountedEngine, settings: Settings, api: Api) -> Response:
     """Answer a request, whole or as a stream. It is cancelled when the client hangs up.
 
     Raises Failure if the request is not admitted, or fails before its response begins.
     """
-    body = await read_body(http_request, route.body)
-    request = route.parse(body, engine.resolve(body.model or None))
+    body = await read_body(http_request, api.body)
+    request = api.parse(body, engine.resolve(body.model or None))
     check_limits(request, settings.limits)
-    writer = route.writer(body, request)
+    writer = api.writer(body, request)
     if not body.stream:
         events = await _while_connected(http_request, _collect(engine, request))
         return JSONResponse(writer.whole(events))

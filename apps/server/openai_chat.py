@@ -12,7 +12,7 @@ from mlx_spec.types import TokenLogprob
 from . import parsing
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, PromptRead, TextDelta, ToolCall, logprob_json
-from .http import Json
+from .http import Api, Json
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -314,3 +314,6 @@ def _call_json(call: ToolCall) -> Json:
 
 def _logprobs_json(tokens: Iterable[TokenLogprob]) -> Json:
     return {"content": [logprob_json(token) for token in tokens], "refusal": None}
+
+
+API = Api(ChatBody, parse, ChatWriter)

@@ -12,7 +12,7 @@ from mlx_spec.types import TokenLogprob
 
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, TextDelta, finite
-from .http import Json
+from .http import Api, Json
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -158,3 +158,6 @@ def _token_text(token: bytes) -> str:
         return token.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+API = Api(TextBody, parse, TextWriter)

@@ -26,7 +26,7 @@ from .events import (
     logprob_json,
     timings_json,
 )
-from .http import Json, named_event
+from .http import Api, Json, named_event
 from .parsing import ContentPart, Fields, Parts
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 
@@ -483,3 +483,6 @@ def _error_code(failure: Failure) -> str:
     if failure.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if failure.status < 500 else "server_error"
+
+
+API = Api(ResponsesBody, parse, ResponseWriter)
