@@ -201,7 +201,7 @@ def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, 
     assert closed(long.all()).usage.prompt_tokens > 16 * 30
 
 
-def test_requests_do_not_meet(engine: EngineThread, plain: EngineThread) -> None:
+def test_concurrent_requests_do_not_mix(engine: EngineThread, plain: EngineThread) -> None:
     requests = [chat(f"What does {name} do?") for name in ("json.loads", "re.sub", "map")]
     streams = [begin(engine, request) for request in requests]
     for request, stream in zip(requests, streams, strict=True):
@@ -357,7 +357,9 @@ def test_an_error_fails_one_request(
     assert body(answer(engine, request)) == body(answer(plain, request))
 
 
-def test_one_who_cannot_take_events_is_gone(engine: EngineThread, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_cannot_take_events_is_cancelled(
+    engine: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(_: Any) -> None:
         raise OSError("hung up")
 
@@ -367,7 +369,7 @@ def test_one_who_cannot_take_events_is_gone(engine: EngineThread, caplog: pytest
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
 
-def test_no_answer_before_its_time(engine: EngineThread) -> None:
+def test_names_and_status_are_for_any_thread(engine: EngineThread) -> None:
     """Names and status are for any thread, and touch nothing of the engine."""
     assert engine.resolve(None) == "demo"
     card = engine.models()[0]

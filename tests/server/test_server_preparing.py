@@ -69,7 +69,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(engine: EngineThread) ->
     wait_until_idle(engine)
 
 
-def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(engine: EngineThread) -> None:
+def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(engine: EngineThread) -> None:
     slow = begin(engine, chat(QUESTION, format=SLOW))
     while not engine.status().running:
         time.sleep(0.005)
