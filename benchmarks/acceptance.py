@@ -75,7 +75,7 @@ def main() -> None:
 
 @dataclass
 class Measured:
-    """Sums over the positions of one text, by rule: expected accepted tokens for K = 1 .. 7."""
+    """Return sums over the positions of one text, by rule: expected accepted tokens for K = 1 .. 7."""
 
     positions: int
     accepted: dict[str, Floats]
@@ -109,7 +109,7 @@ def measure(
 def sampled(
     decoding: SequenceParts, law: LogitsProcessor, sampler: Unseeded, history: list[int]
 ) -> dict[str, Floats]:
-    """Every rule's expectation on a chain drawn from the drafter."""
+    """Return every rule's expectation on a chain drawn from the drafter."""
     draft = decoding.drafters[0].draft(history, K, sampler)
     if draft.probs is None:
         sys.exit("acceptance needs a drafter with a law: lookup has none")
@@ -127,7 +127,7 @@ def sampled(
 
 
 def walked(pair: Pair, decoding: SequenceParts, law: LogitsProcessor, history: list[int]) -> Floats:
-    """The expectation of the target's draws following the drafter's greedy chain."""
+    """Return the expected agreement of the target's draws with the drafter's greedy chain."""
     draft = decoding.drafters[0].draft(history, K, Sampling().sampler(len(history), pair.info.vocab_size))
     p = target_law(decoding, law, history, draft.tokens)
     return runs(p[np.arange(K), np.array(draft.tokens)])
@@ -136,7 +136,7 @@ def walked(pair: Pair, decoding: SequenceParts, law: LogitsProcessor, history: l
 def target_law(
     decoding: SequenceParts, law: LogitsProcessor, history: list[int], drafted: mx.array
 ) -> Floats:
-    """The target's law [K + 1, V] along a chain; its cache is left as it was."""
+    """Return the target's distribution [K + 1, V] along a chain; its cache is left as it was."""
     logits = decoding.target.verify(mx.concatenate([mx.array(history[-1:], dtype=mx.int32), drafted]))
     p = np.array(mx.softmax(law.scores(logits, history, drafted), axis=-1), dtype=np.float64)
     decoding.target.commit(0)
@@ -144,12 +144,12 @@ def target_law(
 
 
 def runs(passing: Floats) -> Floats:
-    """Expected length of the run of passes, if position j passes with probability passing[j]: for 1 .. K."""
+    """Return the expected accepted prefix for 1 .. K, if position j passes with passing[j]."""
     return np.cumsum(np.cumprod(passing))
 
 
 def coupled(p: Floats, q: Floats, px: Floats, qx: Floats) -> Floats:
-    """Probability that both draw x with the same Gumbel noise, given that the drafter did.
+    """Return the probability that both draw x with the same Gumbel noise, given that the drafter did.
 
     Both do with probability 1 / sum over y of max(p_y / p_x, q_y / q_x).
     """
@@ -159,7 +159,7 @@ def coupled(p: Floats, q: Floats, px: Floats, qx: Floats) -> Floats:
 
 
 def block(p: Floats, q: Floats, ratio: Floats) -> Floats:
-    """Expected longest prefix that passes block verification, for 1 .. K draft tokens."""
+    """Return the expected prefix that passes block verification, for 1 .. K draft tokens."""
     mass, masses = 1.0, []
     for r in ratio:
         mass = min(mass * r, 1.0)
@@ -181,7 +181,7 @@ def block(p: Floats, q: Floats, ratio: Floats) -> Floats:
 
 
 def summary(texts: list[Measured]) -> dict[str, Any]:
-    """Mean accepted per rule and K, with the standard error of a ratio of sums over texts."""
+    """Return mean accepted tokens by rule and K, with the standard error of a ratio of sums."""
     counts = np.array([t.positions for t in texts], dtype=np.float64)
     result: dict[str, Any] = {"texts": len(texts), "positions": int(counts.sum())}
     for rule in texts[0].accepted:

@@ -1,4 +1,4 @@
-"""Our decoders to compare: each takes a prompt and yields what its rounds bring.
+"""Prompts, checkpoints and the decoders of mlx_spec that benchmarks compare.
 
 Each says, where it can tell, when the prompt has been read: all of it but its last token, whose pass is the
 first that decodes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.sampling import Sampling
+from mlx_spec.text.chat_template import special_tokens
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
 Read = Callable[[], None]  # what to call when the prompt has been read
@@ -40,7 +42,7 @@ class Prompt:
 
     @property
     def bias(self) -> dict[int, float] | None:
-        """Of the logits."""
+        """Return the logit bias that bans these tokens."""
         return dict.fromkeys(sorted(self.banned), float("-inf")) or None
 
 
@@ -63,7 +65,7 @@ class Folders:
         return cls(Path(target).expanduser(), Path(drafter).expanduser() if drafter else None, small)
 
     def cast(self, dtype: str) -> Folders:
-        """Copies with every floating-point weight in another type."""
+        """Return copies whose floating-point weights have another type."""
         wanted = getattr(mx, dtype)
 
         def change(array: mx.array) -> mx.array:
@@ -76,7 +78,7 @@ class Folders:
         return result
 
     def shuffled(self, folder: Path, seed: int) -> Path:
-        """A copy whose weights stand in random places of their tensors: as large as before, and useless."""
+        """Return a copy whose weights are shuffled within each tensor: as large, and useless."""
         keys = iter(mx.random.split(mx.random.key(seed), 10_000))
 
         def change(array: mx.array) -> mx.array:
@@ -88,7 +90,7 @@ class Folders:
         return self.copy(folder, change)
 
     def copy(self, folder: Path, change: Callable[[mx.array], mx.array] | None, **config: Any) -> Path:
-        """A copy with keys of config.json set (None: left out); weights are linked unless they change."""
+        """Copy a checkpoint with keys of config.json set, or left out if None; link unchanged weights."""
         self._kept.append(tempfile.TemporaryDirectory())
         new = Path(self._kept[-1].name)
         for file in folder.iterdir():
@@ -105,12 +107,12 @@ class Folders:
 
 
 def read(file: Path) -> dict[str, mx.array]:
-    """The tensors of a safetensors file."""
+    """Return the tensors of a safetensors file."""
     return cast(dict[str, mx.array], mx.load(str(file)))
 
 
 def prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
-    """The prompts of a benchmark as tokens: one a line, with the chat template where there is one."""
+    """Return the prompts of a text file, one a line, as tokens, with the chat template if there is one."""
     file = settings.prompts or PROMPTS / ("demo.txt" if settings.target == "demo" else "chat.txt")
     lines = file.read_text().splitlines()[: 1 if settings.quick else None]
     if not pair.text.chats:
@@ -119,7 +121,7 @@ def prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
 
 
 def ours(folders: Folders, seed: int) -> tuple[Pair, Arms]:
-    """The pair, and mlx_spec at every depth and with every drafter."""
+    """Return the pair, and arms of mlx_spec with every draft length and drafter."""
 
     @cache
     def open_pair(drafter: Path | str) -> Pair:
@@ -152,7 +154,7 @@ def ours(folders: Folders, seed: int) -> tuple[Pair, Arms]:
 
 
 def fixed(pair: Pair, k: int) -> Decoder:
-    """k draft tokens in every round, from the pair's own drafter: lookup is only offered to a free policy."""
+    """Draft k tokens in every round with the pair's own drafter."""
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         opened = pair.open()
@@ -163,7 +165,7 @@ def fixed(pair: Pair, k: int) -> Decoder:
 
 
 def cold(pair: Pair) -> Decoder:
-    """The policy of a new process: costs are saved, but nothing is known of earlier answers."""
+    """Decode with the policy of a new process: costs are known, earlier answers are not."""
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         decoding, known = pair.open(), pair.policies
@@ -177,7 +179,7 @@ def cold(pair: Pair) -> Decoder:
 
 
 def conversation(pair: Pair) -> Decoder:
-    """The pair's own policy, which outlives an answer, as in a conversation."""
+    """Decode with one policy for all answers, as in a conversation."""
     decoding = pair.open()
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
@@ -188,7 +190,7 @@ def conversation(pair: Pair) -> Decoder:
 
 
 def rounds(pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read) -> Iterator[Step]:
-    """Greedy rounds of a fixed number of tokens: nothing stops them."""
+    """Decode greedily a fixed number of tokens, past end-of-text tokens."""
     target, drafters, policy = decoding.target, decoding.drafters, decoding.policy
     sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.info.vocab_size)
     for _ in prefill(target, drafters, prompt.tokens):
@@ -199,10 +201,64 @@ def rounds(pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read) -> I
 
 
 def size(folders: Folders) -> dict[str, int]:
-    """Parameters of target and drafters."""
+    """Return the number of parameters of target and drafters."""
     found = {"target": folders.target, "drafter": folders.drafter, "draft model": folders.draft_model}
     return {
         name: sum(array.size for file in folder.glob("*.safetensors") for array in read(file).values())
         for name, folder in found.items()
         if folder is not None
     }
+
+
+def read_prompts(settings: argparse.Namespace, pair: Pair, target: Path) -> list[Prompt]:
+    """Return the prompts that fit the context, each with the number of tokens to generate.
+
+    A folder of prompts has a file for each kind. Each line is JSON: a message, a conversation as a list of
+    messages that the user begins and ends, or {"text": ...}, which is continued. An answer has as many tokens
+    as the plain greedy one, at most `--tokens`; a text that is continued gets `--tokens`.
+    """
+    folder = settings.prompts or PROMPTS / ("demo" if settings.target == "demo" else "general")
+    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
+    wanted = settings.kinds or [file.stem for file in files]
+    begin = special_tokens(target).get("bos_token", "")
+    found = []
+    for file in files:
+        lines = file.read_text(encoding="utf-8").splitlines() if file.stem in wanted else []
+        for line in lines[: settings.per_kind]:
+            prompt = _prompt(file.stem, *_tokens(json.loads(line), pair, begin), pair, settings)
+            found += [prompt] if prompt else []
+    return found
+
+
+def _prompt(
+    kind: str, tokens: list[int], ends: bool, pair: Pair, settings: argparse.Namespace
+) -> Prompt | None:
+    length = pair.info.context_length
+    most = min(settings.tokens, length - len(tokens)) if length else settings.tokens
+    if most < min(settings.least, settings.tokens):
+        print(f"a prompt of kind {kind} has {len(tokens)} tokens, too many for this target: left out")
+        return None
+    if not ends:
+        return Prompt(kind, tokens, most, pair.text.eos)
+    steps = fixed(pair, 0)(Prompt(kind, tokens, most), lambda: None)
+    answer = [token for step, _ in steps for token in step]
+    stops = [i + 1 for i, token in enumerate(answer) if token in pair.text.eos]
+    return Prompt(kind, tokens, min(most, max(stops[0] if stops else most, settings.least)))
+
+
+def _tokens(written: object, pair: Pair, begin: str) -> tuple[list[int], bool]:
+    """Return the tokens of a prompt, and True if the answer has an end."""
+    match written:
+        case {"text": str(text)}:
+            return pair.text.encode(begin + text), False
+        case str():
+            turns = [written]
+        case list():
+            turns = [str(turn) for turn in written]
+        case _:
+            sys.exit(f"a prompt is a message, a list of messages or a text, not {written!r}")
+    if not pair.text.chats:
+        return pair.text.encode(begin + "\n\n".join(turns)), False
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return pair.text.prompt(messages), True

@@ -27,12 +27,10 @@ from typing import Any
 
 import mlx.core as mx
 from arms import Decoder, Prompt, Read, Step
-from blocks import AGAIN, BASE, PLAIN, Block, measure, summary, within
-from decode import report, show
+from decode import progress, report, show
 from mlx_lm.generate import generate_step
-from peers import progress
-from shapes import RandomPair, llama_f32
-from timing import finish, interval, parser, table
+from random_models import RandomPair, llama_f32
+from timing import AGAIN, BASE, PLAIN, Block, finish, interval, measure, parser, summary, table, within
 
 from mlx_spec.engine import generate, prefill
 from mlx_spec.model.target import LMTarget
@@ -46,14 +44,14 @@ FIXED = tuple(range(1, 9))
 
 @dataclass(frozen=True)
 class Script(Prompt):
-    """A prompt, its true continuation and which of its positions are drafted right."""
+    """A prompt, its true continuation, and the positions at which the draft is accepted."""
 
     truth: tuple[int, ...] = ()
     right: tuple[bool, ...] = ()
 
 
 class Scripted:
-    """Drafts the truth of one script at the positions that it gets right, something else at the others."""
+    """Drafts the truth at the script's accepted positions, another token at the others."""
 
     needs = FeatureSpec()
 
@@ -110,7 +108,7 @@ def arguments() -> argparse.Namespace:
 
 
 def restart(settings: argparse.Namespace) -> None:
-    """Begin again with the library in front: it must be there before MLX is loaded."""
+    """Restart with the library preloaded: it must be there before MLX is loaded."""
     if not settings.blas.is_file():
         sys.exit(f"--blas: there is no file {settings.blas}")
     named = {"OPENBLAS_CORETYPE": settings.coretype} if settings.coretype else {}
@@ -119,7 +117,7 @@ def restart(settings: argparse.Namespace) -> None:
 
 
 def costs(pair: RandomPair, settings: argparse.Namespace) -> dict[str, float]:
-    """A pass by its rows, in passes of one row: is this the regime in question?"""
+    """Return the cost of a pass by its rows, in passes of one row."""
     target = LMTarget(pair.model)
     history = text(pair, 0, settings)
     target.prefill(history[:-1])
@@ -133,13 +131,13 @@ def costs(pair: RandomPair, settings: argparse.Namespace) -> dict[str, float]:
 
 
 def text(pair: RandomPair, index: int, settings: argparse.Namespace) -> list[int]:
-    """A prompt of 32 random tokens."""
+    """Return a prompt of 32 random tokens."""
     chance = random.Random(settings.seed * 1000 + index)
     return [chance.randrange(pair.vocab) for _ in range(32)]
 
 
 def script(pair: RandomPair, acceptance: float, index: int, settings: argparse.Namespace) -> Script:
-    """What plain decoding says, and where it is drafted right."""
+    """Return the plain continuation with randomly chosen accepted positions."""
     prompt = Script(f"acceptance {acceptance}", text(pair, index, settings), settings.tokens)
     truth = [token for step, _ in decode(pair, (), FixedPolicy(0), prompt, lambda: None) for token in step]
     chance = random.Random(f"{settings.seed} {index} {acceptance}")
@@ -148,7 +146,7 @@ def script(pair: RandomPair, acceptance: float, index: int, settings: argparse.N
 
 
 def arms(pair: RandomPair) -> dict[str, Decoder]:
-    """mlx-lm, plain, every fixed K, adaptive."""
+    """Return the arms: mlx-lm, plain, every fixed K, adaptive."""
     learned: dict[str, Learning] = {}
 
     def mlx_lm(prompt: Prompt, read: Read) -> Iterator[Step]:
@@ -172,7 +170,7 @@ def arms(pair: RandomPair) -> dict[str, Decoder]:
 
 
 class Learning:
-    """The adaptive policies of a pair: costs are measured before the first answer."""
+    """Return the adaptive policies of a pair, with measured costs."""
 
     def __init__(self, pair: RandomPair) -> None:
         self._policies = AdaptivePolicies(["scripted"])
@@ -194,7 +192,7 @@ def decode(
     prompt: Prompt,
     read: Read,
 ) -> Iterator[Step]:
-    """Greedy rounds."""
+    """Decode greedily."""
     target = LMTarget(pair.model)
     sampler = Sampling().sampler(len(prompt.tokens), pair.vocab)
     for _ in prefill(target, drafters, prompt.tokens):
@@ -207,7 +205,7 @@ def decode(
 def best(
     results: dict[str, Any], kind: str, scripts: list[Script], blocks: list[list[Block]], seed: int
 ) -> dict[str, Any]:
-    """The best fixed K of one acceptance, and the adaptive policy against it in the same blocks."""
+    """Return the best fixed K, and the adaptive policy against it in the same blocks."""
     found = results["kinds"][kind]
     k = max((0, *FIXED), key=lambda k: found[f"K={k}" if k else PLAIN]["to plain"][0])
     name = f"K={k}" if k else PLAIN

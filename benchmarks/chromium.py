@@ -1,4 +1,7 @@
-"""A headless Chromium, driven by its DevTools protocol through a pipe: no package, no port."""
+"""Drive a headless Chromium by its DevTools protocol through a pipe: no package, no port.
+
+Used by the tests of the server's page and by pictures.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Json = dict[str, Any]
 
 
 def found() -> str | None:
-    """Where a Chromium is; None: there is none."""
+    """Return the path of Chromium; None if it is not installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -53,7 +56,7 @@ class _Pipe:
         self._sending.flush()
 
     def next(self, seconds: float) -> Json | None:
-        """The next message; None: there was none for that long. Raises EOFError when the browser is gone."""
+        """Return the next message; None after a timeout. Raises EOFError when the browser ends."""
         end = time.monotonic() + seconds
         while b"\0" not in self._held:
             if not select.select([self._receiving], [], [], max(end - time.monotonic(), 0))[0]:
@@ -69,7 +72,7 @@ class _Pipe:
 
 @dataclass
 class Tab:
-    """A page, and what it said and asked for."""
+    """A page with its messages and requests."""
 
     pipe: _Pipe
     session: str | None = None
@@ -77,7 +80,7 @@ class Tab:
     events: list[Json] = field(default_factory=list)
 
     def call(self, method: str, **parameters: Any) -> Json:
-        """One command and its result."""
+        """Send a command and return its result."""
         self.pipe.count += 1
         number = self.pipe.count
         message: Json = {"id": number, "method": method, "params": parameters}
@@ -95,7 +98,7 @@ class Tab:
                 return result
 
     def open(self, url: str, width: int = 1280, height: int = 800, scale: float = 1) -> None:
-        """A window of that many CSS pixels at a page that has been loaded."""
+        """Load a page in a window of that many CSS pixels."""
         self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -105,23 +108,23 @@ class Tab:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def close(self) -> None:
-        """The page is left."""
+        """Leave the page."""
         target, self.session = self.target, None
         if target is not None:
             self.call("Target.closeTarget", targetId=target)
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
-        """Another size of the window."""
+        """Change the size of the window."""
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def prefer(self, scheme: str) -> None:
-        """The user's choice of colours: light or dark."""
+        """Prefer light or dark colours."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def value(self, expression: str) -> Any:
-        """What an expression is worth in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
@@ -136,18 +139,18 @@ class Tab:
             time.sleep(0.02)
 
     def write(self, text: str) -> None:
-        """As if typed where the focus is."""
+        """Insert text where the focus is."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """A key, down and up."""
+        """Press and release a key."""
         code, number, text = KEYS[key]
         about = {"key": key, "code": code, "windowsVirtualKeyCode": number, "modifiers": SHIFT * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
 
     def click(self, selector: str) -> None:
-        """The mouse, on the middle of an element that it really reaches."""
+        """Click on the middle of an element; it must be on top there."""
         where = self.value(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
             "node.scrollIntoView({block: 'nearest'}); const box = node.getBoundingClientRect();"
@@ -161,18 +164,18 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, **mouse)
 
     def picture(self) -> bytes:
-        """A PNG of the window."""
+        """Return a PNG of the window."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     @property
     def requested(self) -> list[str]:
-        """The addresses of all requests so far."""
+        """Return the addresses of all requests so far."""
         sent = (e for e in self.events if e["method"] == "Network.requestWillBeSent")
         return [event["params"]["request"]["url"] for event in sent]
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings of the page and of the browser about it."""
+        """Return errors and warnings of the page and of the browser."""
         logged = [e["params"]["entry"] for e in self.events if e["method"] == "Log.entryAdded"]
         thrown = [e["params"] for e in self.events if e["method"] == "Runtime.exceptionThrown"]
         said = [e["params"] for e in self.events if e["method"] == "Runtime.consoleAPICalled"]
@@ -183,13 +186,13 @@ class Tab:
 
 @dataclass(frozen=True)
 class Browser:
-    """A running one."""
+    """A running Chromium."""
 
     pipe: _Pipe
 
     @contextmanager
     def tab(self) -> Iterator[Tab]:
-        """A tab that is closed with the context."""
+        """Open a tab; close it with the context."""
         made = Tab(self.pipe)
         try:
             yield made
@@ -199,7 +202,7 @@ class Browser:
 
 @contextmanager
 def browser(binary: str) -> Iterator[Browser]:
-    """A browser with a profile of its own; both end with the context."""
+    """Start a browser with a profile of its own; remove both with the context."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         wired = 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1'  # it reads from 3 and writes to 4
         process = subprocess.Popen(

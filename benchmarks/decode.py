@@ -26,15 +26,22 @@ all the same. Tokens are compared with mlx-lm's: how many prompts differ, and th
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from arms import Folders, Prompt, ours, size
-from blocks import BASE, measure, summary
-from peers import of_mlx_lm, of_mlx_vlm
-from timing import finish, parser, table
-from workload import read_prompts
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from arms import Arms, Decoder, Folders, Prompt, Read, Step, ours, read_prompts, size
+from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from timing import BASE, finish, measure, parser, summary, table
 
 OURS = ["no drafter", "plain", "plain, again", *(f"K={k}" for k in range(1, 7)), "adaptive", "adaptive, cold"]
 USELESS = ["lookup", "random drafter, adaptive", "random drafter, K=4"]
@@ -42,6 +49,15 @@ SMALL = ["mlx-lm draft model, K=2", "mlx-lm draft model, K=4", "draft model, K=2
 PEERS = ["mlx-vlm", *(f"mlx-vlm K={k}" for k in range(1, 5))]
 DEFAULT = ["mlx-lm, text", *OURS, *USELESS, *SMALL, "draft model, adaptive", *PEERS]
 QUICK = ["plain", "plain, again", "K=2", "adaptive", "lookup", *USELESS[1:2], *SMALL[::2], *PEERS[:3:2]]
+EXTRA_VISION = {  # an empty vision tower: mlx-vlm builds one although the checkpoint has none
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "position_embedding_size": 4,
+}
 MEASURES = ("decode", "whole", "to plain")
 COUNTS = ("tokens/s", "tokens a step", "differ")
 
@@ -119,6 +135,96 @@ def shown(place: int | None) -> object:
 
 def show(values: list[float] | None) -> str:
     return "-" if values is None else f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]"
+
+
+def asked(prompt: Prompt) -> dict[str, Any]:
+    """Return the number of tokens and the banned ones as arguments of both packages."""
+    processors = make_logits_processors(prompt.bias) if prompt.bias else None
+    return {"max_tokens": prompt.count, "logits_processors": processors}
+
+
+def progress(read: Read) -> Callable[[int, int], None]:
+    """Return a callback for mlx-lm that calls `read` when all but the last prompt token is processed."""
+    return lambda done, total: read() if done < total else None
+
+
+def of_mlx_lm(folders: Folders) -> Arms:
+    """Return mlx-lm's loop, the same with text, and its speculative loop if there is a draft model."""
+    model, tokenizer = mlx_lm.load(str(folders.target))[:2]
+    mx.eval(model.parameters())
+    endless = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[-1])
+
+    @cache
+    def small() -> nn.Module:
+        loaded = mlx_lm.load(str(folders.draft_model))[0]
+        mx.eval(loaded.parameters())
+        return loaded
+
+    def tokens(prompt: Prompt, read: Read) -> Iterator[Step]:
+        settings = {**asked(prompt), "prompt_progress_callback": progress(read)}
+        for token, _ in generate_step(mx.array(prompt.tokens), model, **settings):
+            yield [int(token)], 0
+
+    def text(prompt: Prompt, read: Read) -> Iterator[Step]:
+        settings = {**asked(prompt), "prompt_progress_callback": progress(read)}
+        for response in stream_generate(model, endless, mx.array(prompt.tokens), **settings):
+            yield [int(response.token)], 0
+
+    def speculative(K: int) -> Decoder:
+        drafting = small()
+
+        def run(prompt: Prompt, _: Read) -> Iterator[Step]:
+            ids = mx.array(prompt.tokens)
+            for token, *_ in speculative_generate_step(
+                ids, model, drafting, num_draft_tokens=K, **asked(prompt)
+            ):
+                yield [int(token)], 0
+
+        return run
+
+    arms: Arms = {"mlx-lm": lambda: tokens, "mlx-lm, text": lambda: text}
+    if folders.draft_model is not None:
+        arms |= {f"mlx-lm draft model, K={k}": partial(speculative, k) for k in range(1, 9)}
+    return arms
+
+
+def of_mlx_vlm(folders: Folders) -> Arms:
+    """Return mlx-vlm's loop, plain and with its own MTP rounds; nothing if it is not installed."""
+    if importlib.util.find_spec("mlx_vlm") is None:
+        print("mlx-vlm is not installed: its arms are left out\n")
+        return {}
+
+    @cache
+    def models(K: int) -> tuple[nn.Module, Any, Any]:  # of one arm: its rounds keep state in the drafter
+        from mlx_vlm.speculative.drafters import load_drafter
+        from mlx_vlm.utils import load_model
+
+        config = json.loads((folders.target / "config.json").read_text())
+        target = folders.target
+        if config.get("vision_config", 0) is None:
+            target = folders.copy(target, None, vision_config=EXTRA_VISION)
+        model = load_model(target, strict=False)
+        mx.eval(model.parameters())
+        return model, *(load_drafter(str(folders.drafter)) if folders.drafter else (None, None))
+
+    def decoder(K: int) -> Decoder:
+        from mlx_vlm.generate.ar import generate_step as vlm_step
+
+        model, drafter, kind = models(K)
+        mtp = {"draft_model": drafter, "draft_kind": kind, "draft_block_size": K + 1} if K else {}
+
+        def run(prompt: Prompt, _: Read) -> Iterator[Step]:
+            ids, settings = mx.array([prompt.tokens]), {**asked(prompt), **mtp}
+            for token, *_ in vlm_step(ids, model, None, None, temperature=0.0, **settings):
+                yield [int(token)], 0
+
+        return run
+
+    depths = range(1, 9) if folders.drafter is not None else ()
+    return {
+        "mlx-vlm": partial(decoder, 0),
+        **{f"mlx-vlm K={k}": partial(decoder, k) for k in depths},
+    }
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Score:
     accepted: list[int] = field(default_factory=list)  # a round that drafted K tokens
 
     def length(self, limit: int) -> float | None:
-        """Tokens a round, had it drafted at most `limit`."""
+        """Return tokens a round if each had drafted at most `limit`."""
         return (
             round(1 + sum(min(a, limit) for a in self.accepted) / len(self.accepted), 2)
             if self.accepted
@@ -39,7 +39,7 @@ class Score:
 
 
 def questions(per_kind: int, rng: random.Random) -> list[tuple[str, str, str]]:
-    """(kind, question, right answer); 0 a kind: all of them."""
+    """Return (kind, question, right answer) of `per_kind` facts of each kind; of all if 0."""
     taught = read_taught()
     kinds: dict[str, list[Fact]] = defaultdict(list)
     for fact in taught.facts:
@@ -58,7 +58,7 @@ def questions(per_kind: int, rng: random.Random) -> list[tuple[str, str, str]]:
 
 
 def ask(pair: mlx_spec.Pair, question: str, sampling: mlx_spec.Sampling, score: Score) -> str:
-    """The answer; the rounds it took are added to the score."""
+    """Return the answer; add its rounds to the score."""
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     tokens: list[int] = []
     for step in pair.generate(prompt, sampling=sampling, max_tokens=100):
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def report(scores: dict[str, Score], settings, started: float) -> None:
-    """The table, a row a kind, and the JSON line."""
+    """Print a row for each kind, and the record."""
     every = Score(
         sum(s.right for s in scores.values()),
         sum(s.asked for s in scores.values()),

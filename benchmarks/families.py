@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from arms import Decoder, Folders, Prompt, ours
-from blocks import AGAIN, PLAIN, Run, in_turns, shape
-from subject import Live, of_checkpoint
-from timing import finish, interval, latin_square, parser, table
+from round_costs import Live, of_checkpoint
+from timing import AGAIN, PLAIN, Run, finish, in_turns, interval, latin_square, parser, shape, table
 
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.hub.progress import StageProgress
@@ -57,7 +56,7 @@ CONTEXT = 64  # tokens before a draft is timed
 
 @dataclass(frozen=True)
 class Family:
-    """A loaded pair and what of it takes turns."""
+    """A loaded pair, its decoders, prompts and live sequence."""
 
     pair: Pair
     decoders: dict[str, Decoder]
@@ -67,7 +66,7 @@ class Family:
 
 @dataclass
 class Found:
-    """What was measured of one family."""
+    """The measurements of one family."""
 
     blocks: list[list[dict[str, Run]]]  # by prompt
     plain: list[float]  # seconds a token
@@ -99,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def opened(name: str, folder: Path, settings: argparse.Namespace) -> Family:
-    """A family's pair, converted and loaded."""
+    """Convert and load the pair of a family."""
     target, drafter = (path if path == "auto" else str(GOLDEN / path) for path in PAIRS[name])
     out = folder / name
     convert(
@@ -114,7 +113,7 @@ def opened(name: str, folder: Path, settings: argparse.Namespace) -> Family:
 
 
 def measure(families: dict[str, Family], settings: argparse.Namespace) -> dict[str, Found]:
-    """All blocks but the first of each prompt, families in turn."""
+    """Measure all families in turn; drop the first block of each prompt."""
     found = {
         name: Found([[] for _ in family.prompts], [], {k: [] for k in DRAFTS})
         for name, family in families.items()
@@ -136,7 +135,7 @@ def measure(families: dict[str, Family], settings: argparse.Namespace) -> dict[s
 
 
 def time_drafts(live: Live, found: Found) -> None:
-    """One draft of each length, and plain tokens."""
+    """Time plain tokens and one draft of each length."""
     found.plain.append(live.plain())
     for k in DRAFTS:
         live.grow()
@@ -158,7 +157,7 @@ def summary(family: Family, found: Found, settings: argparse.Namespace) -> dict[
 
 
 def of_arm(arm: str, blocks: list[list[dict[str, Run]]], seed: int) -> dict[str, Any]:
-    """Seconds a token over plain's, tokens a step, and on how many prompts the text was another."""
+    """Return seconds a token over plain's, tokens a step, and how many prompts gave another text."""
 
     def ratio(block: dict[str, Run]) -> float:
         others = [block[name].decode for name in (PLAIN, AGAIN) if name != arm]

@@ -31,8 +31,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
+from random_models import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 from timing import finish, parser, table
-from toy import HEAD_DIM, KV_HEADS, VOCAB, Toy, assistant
 
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure_rollbacks(kind: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """The contexts take turns, so that what slows the machine for a while slows all of them."""
+    """Measure all contexts in turns, so that a slow moment of the machine meets all of them."""
     layers, bits = CACHES[kind]
     small, ours = Ours(layers, bits, CHUNK), [Ours(layers, bits, c) for c in settings.contexts]
     theirs = [Theirs(layers, bits, context) for context in settings.contexts]
@@ -117,12 +117,12 @@ class Ours:
             self.target.prefill(text(low, low + CHUNK))
 
     def write(self) -> None:
-        """Write a block on trial."""
+        """Write a block without committing it."""
         self.before = self.target.size, [c.snapshot() for c in self.model.last.caches]
         mx.eval(self.target.verify(mx.array(text(0, WRITTEN), dtype=mx.int32)))
 
     def take_back(self) -> None:
-        """What the caches do of a rollback."""
+        """Roll the caches back."""
         size, snapshots = self.before
         for cache, snapshot in zip(self.model.last.caches, snapshots, strict=True):
             if isinstance(cache, RecurrentCache):
@@ -131,7 +131,7 @@ class Ours:
                 cache.rewind(size)
 
     def settle(self) -> None:
-        """Compute whatever the caches were left to compute."""
+        """Compute what the caches have left unevaluated."""
         mx.eval([c.arrays() for c in self.model.last.caches])
         mx.synchronize()
 
@@ -181,7 +181,7 @@ class Theirs:
 
 
 def summary(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians; of the bytes of a rollback the most."""
+    """Return medians; of the bytes of a rollback the maximum."""
 
     def us(what: str) -> Any:
         return round(statistics.median(found[what]), 2) if what in found else "refused"
@@ -271,7 +271,7 @@ ARMS: dict[str, Callable[[int, int], Any]] = {
 
 
 def rise(action: Callable[[], Any], then: Callable[[], None] = lambda: None) -> tuple[float, int]:
-    """Seconds of an action, and bytes by which memory rose above what was in use, until after `then`."""
+    """Return the seconds of `action`, and the rise of memory in bytes until after `then`."""
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()

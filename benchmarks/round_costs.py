@@ -4,7 +4,7 @@ At every context length, interleaved passes over the same live sequence: plain t
 verification of 1 to 17 rows, drafts of 1 to 8 tokens, an empty read, and whole rounds of the engine. Every
 pass ends when its result is on the host and leaves no trace in the caches. Medians and quartiles over
 `--repeats` turns, the first of which is dropped; the order of the jobs changes from turn to turn. Beside them
-stands what `mlx_spec.tuning.calibrate` measures in a second, which is what the draft-length policy goes by.
+stands what `mlx_spec.policy.calibrate` measures in a second, which is what the draft-length policy goes by.
 
 "build" is the time to make the graph of a pass: what the host does in Python. "overhead" is what a whole
 round takes beyond its draft and its pass. GB/s is the weights of one reading over the time of the pass, and
@@ -19,19 +19,26 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from arms import Folders
-from shapes import SHAPES
-from subject import Live, Subject, of_checkpoint, of_shape
+import mlx.core as mx
+from arms import PROMPTS, Folders
+from random_models import SHAPES
 from timing import finish, parser, table
 
+from mlx_spec import load
 from mlx_spec.apps import roofline
-from mlx_spec.tuning import calibrate
-from mlx_spec.types import Round
+from mlx_spec.engine import PREFILL_STEP, generate
+from mlx_spec.hub.weights import WeightFormat, decode_sizes
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.policy.calibrate import measure as calibrate
+from mlx_spec.policy.costs import Table
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Draft, Drafter, Round, Sampler
 
 WHOLE = (1, 2, 4, 8)  # draft tokens of whole rounds
 Seconds = dict[tuple[str, int], float]  # by job and its size
@@ -86,9 +93,9 @@ def opened(settings: argparse.Namespace) -> Subject:
 
 
 def measure(subject: Subject, context: int, settings: argparse.Namespace) -> dict[str, Any]:
-    """Everything at one context length: quartiles in milliseconds, by job and its size."""
+    """Return quartiles in milliseconds at one context length, by job and size."""
     live = subject.open(context)
-    points = calibrate.measure(live.target, live.drafters, live.history, settings.budget)
+    points = calibrate(live.target, live.drafters, live.history, time_limit_s=settings.budget)
     running = {K: subject.rounds(context, K) for K in WHOLE if live.drafts and K in range(settings.draft + 1)}
     samples = defaultdict[str, defaultdict[int, list[float]]](lambda: defaultdict(list))
     chance = random.Random(settings.seed)
@@ -105,7 +112,7 @@ def measure(subject: Subject, context: int, settings: argparse.Namespace) -> dic
 def once(
     live: Live, running: dict[int, Iterator[Round]], chance: random.Random, settings: argparse.Namespace
 ) -> Seconds:
-    """One turn of all jobs, in an order of its own."""
+    """Run all jobs once, in random order."""
     jobs = [("plain", 1), ("host", 1), *(("verify", rows) for rows in range(1, settings.rows + 1))]
     jobs += [("draft", K) for K in range(1, settings.draft + 1)] if running else []
     jobs += [("round", K) for K in running]
@@ -130,14 +137,14 @@ def once(
 
 
 def quartiles(seconds: list[float]) -> list[float]:
-    """First quartile, median and third, in milliseconds."""
+    """Return first quartile, median and third, in milliseconds."""
     cuts = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
     return [round(1e3 * s, 5) for s in cuts]
 
 
-def calibrated(points: calibrate.Points) -> dict[str, Any]:
-    """What the calibration found, as `measure` gives its own."""
-    draft = points.draft.get(0, {})
+def calibrated(points: Table) -> dict[str, Any]:
+    """Return the costs of the policy's calibration in the same form."""
+    draft = points.draft[0] if points.draft else {}
     return {
         "plain": {"1": round(1e3 * points.plain, 5)},
         "host": {"1": round(1e3 * points.host, 5)},
@@ -181,6 +188,140 @@ def short(found: dict[str, Any], size: str) -> str:
     if size not in found:
         return "-"
     return show(found[size]) if isinstance(found[size], list) else f"{found[size]:.3f}"
+
+
+RUN = 8  # plain tokens, one in flight behind the other
+Parts = tuple[LMTarget, tuple[Drafter, ...]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target with its drafters, and a text to fill contexts with."""
+
+    name: str
+    format: WeightFormat
+    read: float  # bytes of weights that one token reads
+    vocab: int
+    text: list[int]  # to fill contexts with, again and again
+    parts: Callable[[], Parts]
+    longest: int | None  # context
+
+    def prompt(self, context: int) -> list[int]:
+        return (self.text * (context // len(self.text) + 1))[:context]
+
+    def open(self, context: int) -> Live:
+        """Return a sequence of `context` tokens after which a drafter can draft."""
+        target, drafters = self.parts()
+        history = self.prompt(context - 2)
+        for low in range(0, len(history) - 1, PREFILL_STEP):
+            high = min(low + PREFILL_STEP, len(history) - 1)
+            features = target.prefill(history[low:high])
+            for drafter in drafters:
+                drafter.observe(history[: high + 1], features)
+        live = Live(target, drafters, history, Sampling().sampler(context, self.vocab))
+        for _ in range(2):  # some drafters wait for the activations of a generated token
+            live.grow()
+        return live
+
+    def rounds(self, context: int, K: int) -> Iterator[Round]:
+        """Generate with K draft tokens in every round."""
+        target, drafters = self.parts()
+        sampler = Sampling().sampler(context, self.vocab)
+        return generate(target, drafters, FixedPolicy(K), sampler, self.prompt(context), max_tokens=2**20)
+
+
+@dataclass
+class Live:
+    """A sequence that passes run on. None of them leaves a trace in its caches."""
+
+    target: LMTarget
+    drafters: tuple[Drafter, ...]
+    history: list[int]
+    sampler: Sampler
+
+    def grow(self) -> None:
+        token, _ = self.sampler.draw(self.target.verify(self.rows(1)), self.history, self.rows(0))
+        self.history += cast(list[int], token.tolist())
+        features = self.target.commit(1)
+        for drafter in self.drafters:
+            drafter.observe(self.history, features)
+
+    def rows(self, count: int) -> mx.array:
+        """Return the pending token and tokens of the text after it."""
+        return mx.array([self.history[-1], *self.history[:count]][:count], dtype=mx.int32)
+
+    @property
+    def drafts(self) -> bool:
+        """Return True if there is a drafter and it has a draft."""
+        return bool(self.drafters) and self.drafters[0].draft(self.history, 1, self.sampler).tokens.size > 0
+
+    def plain(self) -> float:
+        """Return the seconds of a plain token, each queued while the one before it runs."""
+        start = time.perf_counter()
+        token, before = self.rows(1), None
+        for _ in range(RUN):
+            token, _ = self.sampler.draw(self.target.verify(token), self.history, self.rows(0))
+            mx.async_eval(token)
+            if before is not None:
+                before.tolist()
+            before = token
+        token.tolist()
+        self.target.commit(0)
+        return (time.perf_counter() - start) / RUN
+
+    def host(self) -> float:
+        """Return the seconds of one read by the host."""
+        start = time.perf_counter()
+        (self.rows(1) + 1).tolist()
+        return time.perf_counter() - start
+
+    def verify(self, rows: int) -> tuple[float, float]:
+        """Return the seconds of a verification pass, and those of building its graph."""
+        start = time.perf_counter()
+        tokens = self.rows(rows)
+        verdict = self.sampler.verify(self.target.verify(tokens), self.history, Draft(tokens[1:]))
+        built = time.perf_counter()
+        verdict.tolist()
+        self.target.commit(0)
+        return time.perf_counter() - start, built - start
+
+    def draft(self, K: int) -> float:
+        """Return the seconds of K draft tokens."""
+        start = time.perf_counter()
+        mx.eval(self.drafters[0].draft(self.history, K, self.sampler).tokens)
+        return time.perf_counter() - start
+
+
+def of_checkpoint(name: str, folders: Folders, kv_bits: int | None) -> Subject:
+    """Return a pair on disk."""
+    pair = load(folders.target, folders.drafter or "none", num_draft_tokens=1, kv_bits=kv_bits)
+    model = decode_sizes(folders.target, 1)
+
+    def parts() -> Parts:
+        opened = pair.open()
+        return opened.target, opened.drafters
+
+    return Subject(
+        name,
+        model.format,
+        model.read,
+        pair.info.vocab_size,
+        pair.text.encode((PROMPTS / "chat.txt").read_text()),
+        parts,
+        pair.info.context_length,
+    )
+
+
+def of_shape(name: str) -> Subject:
+    """Return a pair with random weights."""
+    made = SHAPES[name]()
+
+    def parts() -> Parts:
+        target = LMTarget(made.model, made.needs)
+        return target, (made.make_drafter(target.parts),) if made.make_drafter else ()
+
+    text = cast(list[int], mx.random.randint(0, made.vocab, (1024,), key=mx.random.key(0)).tolist())
+    return Subject(f"{name}, random weights", made.format, made.read, made.vocab, text, parts, None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A hundred JSON schemas with short answers: objects, numbers, texts, choices, lists, unions, references.
+"""JSON schemas with short answers: a hundred fixed ones, three of records, and random ones by a seed.
 
-Nothing in them is without end: a small model writes digits and letters for as long as it may.
+All texts, lists and numbers have bounds, because a small model writes digits and letters without end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -18,12 +19,12 @@ NULL: Schema = {"type": "null"}
 
 
 def record(**properties: Schema) -> Schema:
-    """An object with all of these properties and no other."""
+    """Return an object with all of these properties and no other."""
     return optional(list(properties), **properties)
 
 
 def optional(required: Sequence[str], **properties: Schema) -> Schema:
-    """An object of which some properties may be left out."""
+    """Return an object of which some properties may be left out."""
     shape = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**shape, "required": list(required)}
 
@@ -185,3 +186,120 @@ SCHEMAS: list[Schema] = [
     {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Titled", **record(a=WHOLE)},
     record(description={"type": "string", "description": "what it does", "maxLength": 12}),
 ]
+FUNCTION = record(
+    function=one_of("zip", "map", "filter"), module=one_of("builtins", "os", "json"), is_builtin=YES, pure=YES
+)
+CITY = record(city=one_of("Rome", "Oslo"), temperature_unit=one_of("celsius", "fahrenheit"), ok=YES)
+RESULT = record(result=record(kind=one_of("function", "class"), pure=YES), confidence=one_of("low", "high"))
+RECORDS: list[Schema] = [FUNCTION, CITY, RESULT]  # as classification and extraction ask for
+
+WORDS = "name kind size color unit count city user note tag value state level from to".split()
+DRAWN_PATTERNS = [
+    "^[a-z]{2,6}$",
+    "^[A-Z]{2}-[0-9]{3}$",
+    "^(north|south)(east|west)?$",
+    "^[0-9]{4}-(0[1-9]|1[0-2])$",
+    "^#[0-9a-f]{6}$",
+    "^[a-z]{1,4}(\\.[a-z]{1,4}){0,2}$",
+    "^\\+?[0-9]{3,7}$",
+    '^[^"\\\\]{0,5}!$',
+]
+MAX_DEPTH = 3
+
+
+class Draws:
+    """Random schemas: nested objects and lists, choices, numbers, patterns, unions, references."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(f"schemas {seed}")
+        self._defined: list[str] = []  # names that a reference may name
+
+    def schemas(self, count: int) -> list[Schema]:
+        """Return `count` schemas, the kinds in turn."""
+        kinds = [self._nested, self._choice, self._number, self._pattern, self._union, self._reference]
+        return [kinds[i % len(kinds)]() for i in range(count)]
+
+    def _nested(self) -> Schema:
+        """Return an object of objects or lists."""
+        inner = self._object(1) if self._chance.random() < 0.6 else self._list(1)
+        return record(**{self._word(): inner, "more": self._any(2)})
+
+    def _choice(self) -> Schema:
+        """Return a choice of a few values of any type."""
+        values = [*self._words(2), self._chance.randint(-99, 999), None, True, 1.5, 'say "hi"', ["a", 2]]
+        found = one_of(*self._chance.sample(values, self._chance.randint(2, 5)))
+        return self._chance.choice([found, record(**{self._word(): found}), several(found, 1, 3)])
+
+    def _number(self) -> Schema:
+        """Return one number within bounds, or several."""
+        found = {word: self._bounded() for word in self._words(3)}
+        return self._chance.choice([self._bounded(), record(**found), several(self._bounded(), 1, 4)])
+
+    def _pattern(self) -> Schema:
+        """Return a text by a pattern, alone, in a list or in an object."""
+        found = text(self._chance.choice(DRAWN_PATTERNS))
+        return self._chance.choice([found, several(found, 1, 2), record(**{self._word(): found})])
+
+    def _union(self) -> Schema:
+        """Return a union of a few schemas."""
+        found = either(*(self._any(1) for _ in range(self._chance.randint(2, 4))))
+        return self._chance.choice([found, record(**{self._word(): found}), several(found, 1, 2)])
+
+    def _reference(self) -> Schema:
+        """Return a schema that refers to another one more than once, which may refer to a third."""
+        inner = self._any(2)
+        self._defined = ["inner"]
+        outer = record(**{word: self._any(2) for word in self._words(2)}, it=ref("inner"))
+        self._defined = ["inner", "outer"]
+        found = record(one=ref("outer"), other=either(ref("inner"), self._any(2)))
+        self._defined = []
+        return defined(found, inner=inner, outer=outer)
+
+    def _any(self, depth: int) -> Schema:
+        """Return any schema that may stand inside `depth` others."""
+        flat: list[Callable[[], Schema]] = [self._leaf] * 3
+        if self._defined:
+            flat.append(lambda: ref(self._chance.choice(self._defined)))
+        if depth >= MAX_DEPTH:
+            return self._chance.choice(flat)()
+        return self._chance.choice([*flat, lambda: self._object(depth + 1), lambda: self._list(depth + 1)])()
+
+    def _object(self, depth: int) -> Schema:
+        found = {word: self._any(depth) for word in self._words(self._chance.randint(1, 3))}
+        required = [name for name in found if self._chance.random() < 0.7]
+        return optional(required, **found)
+
+    def _list(self, depth: int) -> Schema:
+        least = self._chance.randint(0, 2)
+        return several(self._any(depth), least, least + self._chance.randint(0, 2))
+
+    def _leaf(self) -> Schema:
+        chance = self._chance
+        return chance.choice(
+            [
+                {"type": "boolean"},
+                {"type": "null"},
+                {"type": "string", "maxLength": chance.randint(1, 10)},
+                {"type": ["string", "null"], "minLength": 1, "maxLength": 6},
+                text(chance.choice(DRAWN_PATTERNS)),
+                one_of(*self._words(3)),
+                {"const": chance.choice(["fixed", 7, None, False])},
+                self._bounded(),
+            ]
+        )
+
+    def _bounded(self) -> Schema:
+        """Return an integer, or a multiple of a quarter: its digits have an end."""
+        low = self._chance.randint(-200, 200)
+        high = low + self._chance.choice([0, 3, 40, 5000])
+        whole: Schema = {"type": "integer", "minimum": low, "maximum": high}
+        open_: Schema = {"type": "integer", "exclusiveMinimum": low - 1, "exclusiveMaximum": high + 1}
+        tens: Schema = {"type": "integer", "minimum": 10 * low, "maximum": 10 * high, "multipleOf": 10}
+        parts: Schema = {"type": "number", "minimum": 0, "maximum": 4, "multipleOf": 0.25}
+        return self._chance.choice([whole, open_, tens, parts])
+
+    def _word(self) -> str:
+        return self._chance.choice(WORDS)
+
+    def _words(self, count: int) -> list[str]:
+        return self._chance.sample(WORDS, count)

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import select
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any
+from signal import SIGCONT, SIGSTOP
+from typing import Any, Protocol
 
-from mixture import questions
-from serving import CHAT, Serving, serving
+from serving import CHAT, Serving, questions, serving
 from timing import finish, interval, parser, table
-from turns import Clock, go_on, in_turns, stop
 
 BASE, AGAIN = "engine", "engine, again"
 SHORT = 8  # tokens of the short request
@@ -54,7 +55,7 @@ class Given:
 
 @dataclass
 class Engine:
-    """A session in a process of its own; see `turns.Task`."""
+    """A session in a process of its own; see `Task`."""
 
     pid: int
     pipe: Connection
@@ -75,7 +76,7 @@ class Engine:
 
 @dataclass
 class Request:
-    """A request to a server, and what came of the reply; see `turns.Task`."""
+    """A request to a server, and what came of the reply; see `Task`."""
 
     pid: int
     connection: socket.socket
@@ -92,12 +93,12 @@ class Request:
 
     @property
     def seconds(self) -> float:
-        """That the server had until the last of its reply was there."""
+        """Return the time that the server had until its reply was complete."""
         return self.parts[-1][0]
 
     @property
     def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """What a stream brought."""
+        """Yield the chunks of a stream, each with its time."""
         left = b""
         for when, data in self.parts:
             *lines, left = (left + data).split(b"\n")
@@ -142,7 +143,7 @@ class Arena:
     burst: float
 
     def block(self, question: str, turn: int) -> list[Block]:
-        """Two answers of each engine, one beside a stream, one beside a whole answer."""
+        """Return two blocks: the engines beside a stream, and beside a whole answer."""
         return [self._streamed(question, turn), self._whole(question, turn)]
 
     def _streamed(self, question: str, turn: int) -> Block:
@@ -181,7 +182,7 @@ class Arena:
 
 @contextmanager
 def opened(given: Given, tokens: int, burst: float) -> Iterator[Arena]:
-    """The processes of a series."""
+    """Start the processes of a series and stop them until their turn."""
     with ExitStack() as stack:
         server = stack.enter_context(serving(*given.options))
         engines = stack.enter_context(engine(given)), stack.enter_context(engine(given))
@@ -198,7 +199,7 @@ def opened(given: Given, tokens: int, burst: float) -> Iterator[Arena]:
 
 @contextmanager
 def engine(given: Given) -> Iterator[Engine]:
-    """A bare engine in a process of its own."""
+    """Start a bare engine in a process of its own."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=sessions, args=(there, given))
@@ -233,7 +234,7 @@ def sessions(pipe: Connection, given: Given) -> None:
 
 
 def pace(marks: list[Mark]) -> float:
-    """Seconds a token between the first text and the last."""
+    """Return seconds a token between the first text and the last."""
     (first, few), (last, many) = marks[0], marks[-1]
     return (last - first) / (many - few)
 
@@ -254,6 +255,62 @@ def summary(cells: list[list[Block]], seed: int) -> dict[str, Any]:
 
 def _ratio(block: Block, name: str) -> float:
     return 2 * block[name] / (block[BASE] + block[AGAIN])
+
+
+class Task(Protocol):
+    """Work of another process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something to take."""
+        ...
+
+    def take(self, clock: Clock) -> None:
+        """Read what has arrived."""
+        ...
+
+
+@dataclass
+class Clock:
+    """The running time of a process by `time.perf_counter()`, which all processes share."""
+
+    begun: float
+    stops: list[tuple[float, float]] = field(default_factory=list)  # when it was stopped and went on
+
+    def at(self, moment: float) -> float:
+        """Return the seconds since the beginning in which the process was not stopped."""
+        lost = sum(min(end, moment) - begin for begin, end in self.stops if begin < moment)
+        return moment - self.begun - lost
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, SIGSTOP)
+
+
+def go_on(pid: int) -> None:
+    os.kill(pid, SIGCONT)
+
+
+def in_turns(tasks: Sequence[Task], seconds: float) -> None:
+    """Run tasks of stopped processes to their ends, one at a time; leave the processes stopped."""
+    started = time.perf_counter()
+    clocks = {id(task): Clock(started) for task in tasks}
+    stopped = dict.fromkeys(clocks, started)
+    while any(not task.done for task in tasks):
+        for task in (task for task in tasks if not task.done):
+            clock, begun = clocks[id(task)], time.perf_counter()
+            clock.stops.append((stopped[id(task)], begun))
+            go_on(task.pid)
+            while not task.done and (left := begun + seconds - time.perf_counter()) > 0:
+                if select.select([task], [], [], left)[0]:
+                    task.take(clock)
+            stop(task.pid)
+            stopped[id(task)] = time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """What does an answer under a JSON schema cost, with speculation and without, against a free answer?
 
-A hundred schemas (schemas.py), or with `--drawn` that many random ones by `--seed` (schema_draws.py). For
-each, one block of four arms in the order of a balanced Latin square, as often as `--repeats` says, the first
-block dropped: answers under the schema, drafted (the pair's own drafters and what the grammar forces) and
-plain, and free answers to the same question, drafted and plain. Seconds a token are those of decoding, in the
-engine. Ratios are of seconds a token, paired in a block; below 1 is faster. Medians with bootstrap 95 %
+Schemas: a hundred fixed ones; `--drawn N` random ones by `--seed`; or `--records`, three of the kind that
+classification and extraction ask for. For each schema, `--repeats` blocks of four arms in the order of a
+balanced Latin square, the first block dropped: answers under the schema, drafted (by the pair's own drafters
+and by what the grammar forces) and plain, and free answers to the same question, drafted and plain. Ratios
+are of seconds a token in the engine, paired in a block; below 1 is faster. Medians with bootstrap 95 %
 intervals, schemas drawn first.
 
-All are greedy. Every drafted answer must be the plain one, and every answer must end and match its schema.
-`--tokens` is the length of free answers; those under a schema end by themselves, or at `--most`.
+All arms are greedy. Every drafted answer must be the plain one, and every answer must end and match its
+schema. `--tokens` is the length of free answers; those under a schema end by themselves, or at `--most`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, time
 from time import time as clock
 from typing import Any
 
 import jsonschema
-from schema_draws import Draws
-from schemas import SCHEMAS, Schema
+from schemas import RECORDS, SCHEMAS, Draws, Schema
 from timing import finish, interval, latin_square, parser, table
 
 import mlx_spec
-from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.offers import offered
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Round
@@ -70,7 +67,8 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=48)
     options.add_argument("--most", type=int, default=1500)
     options.add_argument("--repeats", type=int, default=4, help="blocks a schema; the first is dropped")
-    options.add_argument("--drawn", type=int, help="so many random schemas instead of the hundred")
+    options.add_argument("--drawn", type=int, metavar="N", help="N random schemas")
+    options.add_argument("--records", action="store_true", help="three schemas of records")
     settings = options.parse_args()
     if settings.quick:
         settings.repeats, settings.tokens = 2, 8
@@ -79,8 +77,11 @@ def main() -> None:
         True: mlx_spec.load(settings.target, settings.drafter),
         False: mlx_spec.load(settings.target, "none"),
     }
-    drawn = Draws(settings.seed).schemas(settings.drawn) if settings.drawn else SCHEMAS
-    schemas = drawn[::25] if settings.quick else drawn
+    schemas = RECORDS if settings.records else SCHEMAS
+    if settings.drawn:
+        schemas = Draws(settings.seed).schemas(settings.drawn)
+    elif settings.quick and not settings.records:
+        schemas = schemas[::25]
     results = measured(pairs, schemas, settings)
     report(results)
     finish("structured", results, settings, started)
@@ -123,27 +124,15 @@ def measured(pairs: Mapping[bool, Pair], schemas: list[Schema], settings: Any) -
 def answer(pairs: Mapping[bool, Pair], schema: Schema, number: int, arm: str, count: int) -> Answer:
     constrained, drafted = ARMS[arm]
     pair = pairs[drafted]
-    vocabulary = pair.info.vocab_size
     question = QUESTION.format(NAMES[number % len(NAMES)])
     prompt = pair.text.prompt([{"role": "user", "content": question}])
     grammar: Grammar | None = None
     if constrained:
-        grammar = compile_grammar("json_schema", json.dumps(schema), pair.text, vocabulary, seconds=5.0)
-    decoding = pair.open()
-    parts = offered(decoding, prompt, grammar=grammar) if drafted else decoding
-    sampler = replace(Sampling(), grammar=grammar).sampler(len(prompt), vocabulary)
-    rounds = list(
-        generate(
-            parts.target,
-            parts.drafters,
-            parts.policy,
-            sampler,
-            prompt,
-            max_tokens=count,
-            stop=pair.text.eos,
-        )
-    )
-    return summed(rounds, len(decoding.drafters))
+        size = pair.info.vocab_size
+        grammar = compile_grammar("json_schema", json.dumps(schema), pair.text, size, seconds=5.0)
+    parts = pair.open()
+    rounds = list(pair.run(parts, prompt, sampling=Sampling(grammar=grammar), max_tokens=count))
+    return summed(rounds, len(parts.drafters))
 
 
 def summed(rounds: list[Round], forced: int) -> Answer:

@@ -83,7 +83,7 @@ class Checkout:
             sys.exit(f"the code of {folder} was not used, but {found}")
 
     def go(self, arm: str, prompt: str | None, count: int) -> tuple[float, list[int]]:
-        """Seconds and tokens of a turn; a prompt begins a new text."""
+        """Return seconds and tokens of a turn; a prompt begins a new text."""
         seconds, tokens = self._ask([arm, prompt, count])
         return seconds, tokens
 
@@ -129,7 +129,7 @@ def arguments() -> argparse.Namespace:
 
 
 def unpacked(name: str, folder: Path) -> Path:
-    """A checkout: a folder as it is, a revision below `folder`."""
+    """Return a checkout: a folder as it is, a revision unpacked below `folder`."""
     if Path(name).is_dir():
         return Path(name).resolve()
     place = folder / name
@@ -145,7 +145,7 @@ Turns = list[dict[str, float]]  # seconds of each checkout
 
 
 def measure(folders: dict[str, Path], settings: argparse.Namespace) -> dict[str, list[Turns]]:
-    """All turns, by arm and set of processes."""
+    """Return all turns, by arm and set of processes."""
     lines = (ROOT / "benchmarks" / "prompts" / "demo.txt").read_text().splitlines()
     prompts = lines[: settings.prompts]
     found: dict[str, list[Turns]] = {arm: [] for arm in settings.arms}
@@ -167,7 +167,7 @@ def measure(folders: dict[str, Path], settings: argparse.Namespace) -> dict[str,
 def text(
     checkouts: dict[str, Checkout], arm: str, prompt: str, settings: argparse.Namespace, first: int
 ) -> Turns:
-    """The turns of one text, behind its first token."""
+    """Return the turns of one text after its first token."""
     names = list(checkouts)
     for name in names:
         checkouts[name].go(arm, prompt, 1)
@@ -186,7 +186,7 @@ def text(
 
 
 def summary(sets: list[Turns], seed: int) -> dict[str, Any]:
-    """Ratios of seconds, with intervals."""
+    """Return ratios of seconds, with intervals."""
     after = [[t[AFTER] / statistics.mean([t[BEFORE], t[AGAIN]]) for t in turns] for turns in sets]
     null = [[t[AGAIN] / t[BEFORE] for t in turns] for turns in sets]
     ratio = interval(after, seed)

@@ -24,8 +24,14 @@ CASES = {
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
     "families": (["--families", "eagle3", "medusa"], {"eagle3", "medusa"}),
     "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
-    "policy": ([], {"simulated", "measured costs", "decide"}),
 }
+STARTED = (
+    "structured",
+    "demo_answers",
+    "server_checks",
+    "server_overhead",
+    "pictures",
+)  # slower, or in need of more
 DOCUMENT = """Before
 <!-- table: decode -->
 <!-- end -->
@@ -88,6 +94,18 @@ def check_blas(results: dict[str, Any]) -> None:
     assert [arms[f"K={k}"]["differ"] for k in (1, 4, 8)] == [0, 0, 0]
     assert arms["K=1"]["tokens a step"] < arms["K=4"]["tokens a step"]
     assert results["verify"]["1"] == 1
+
+
+@pytest.mark.parametrize("script", STARTED)
+def test_benchmark_starts(script: str) -> None:
+    done = python(script, "--help")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_policy_lists_its_sources() -> None:
+    """Its cells are checked by tests/policy/test_floors.py."""
+    done = python("policy", "--list")
+    assert done.returncode == 0 and "M3 Max" in done.stdout, done.stderr[-2000:]
 
 
 def test_blas_that_is_not_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from grammars import END, STOP, compiled, row
 
 jsonschema = pytest.importorskip("jsonschema")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from schema_draws import Draws  # noqa: E402
+from schemas import Draws  # noqa: E402
 
 MAX_BYTES = 2000  # of an answer
 

@@ -1,6 +1,8 @@
-"""Targets of real shapes with random weights, and the assistants that would come with them.
+"""Models with random weights: targets of real shapes with assistants, and a toy for long contexts.
 
-Quantized weights are random bits, so that nothing larger than the model itself is ever held.
+Quantized weights are random bits, so that nothing larger than the model itself is ever held. The toy has the
+caches of a large model and almost no weights. Its prompts are written into the caches without attention, so
+64k tokens take a second; blocks of up to 64 tokens attend as usual.
 """
 
 from __future__ import annotations
@@ -8,12 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text, llama
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_spec.device import device_memory
 from mlx_spec.drafters.gemma4 import (
@@ -32,6 +36,9 @@ FOUR_BIT = WeightFormat(4, GROUP)
 ON_CPU = 2**30  # bytes; the most for a machine without an accelerator
 LOOKED_UP = "embed_tokens_per_layer"  # a table of which a token reads one row
 NIBBLE = 4.6  # standard deviation of 0 .. 15
+VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 256, 64, 4, 2, 64  # of the toy
+WINDOW = 1024  # of the toy's sliding layers
+LONGEST_BLOCK = 64  # tokens of the toy; longer ones are prompts
 ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "default", "rope_theta": 1e6},
@@ -50,7 +57,7 @@ class RandomPair:
 
 
 def gemma(args: gemma4_text.ModelArgs, assistant: AssistantConfig) -> RandomPair:
-    """A 4-bit target with a bfloat16 assistant."""
+    """Return a 4-bit target with a bfloat16 assistant."""
     model = gemma4_text.Model(args)
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=GROUP, bits=FOUR_BIT.bits)
@@ -73,7 +80,7 @@ def gemma(args: gemma4_text.ModelArgs, assistant: AssistantConfig) -> RandomPair
 
 
 def dense(args: llama.ModelArgs) -> RandomPair:
-    """A float32 target with tied embeddings and no drafter."""
+    """Return a float32 target with tied embeddings and no drafter."""
     model = llama.Model(args)
     _fit(model)
     mx.eval(model.parameters())
@@ -82,7 +89,7 @@ def dense(args: llama.ModelArgs) -> RandomPair:
 
 
 def e4b() -> RandomPair:
-    """The shape of Gemma 4 E4B and of its assistant."""
+    """Return a pair of the shape of Gemma 4 E4B and its assistant."""
     return gemma(
         gemma4_text.ModelArgs(
             hidden_size=2560,
@@ -112,7 +119,7 @@ def e4b() -> RandomPair:
 
 
 def tiny() -> RandomPair:
-    """All parts of E4B, each as small as it can be."""
+    """Return all parts of E4B, each as small as possible."""
     return gemma(
         gemma4_text.ModelArgs(
             hidden_size=64,
@@ -147,7 +154,7 @@ def tiny() -> RandomPair:
 
 
 def llama_f32(*, hidden: int = 1280, layers: int = 2, vocab: int = 4096) -> RandomPair:
-    """Few wide layers: 230 MB, and little that is not matrix products."""
+    """Return a target of few wide layers: 230 MB, nearly all time in matrix products."""
     return dense(
         llama.ModelArgs(
             model_type="llama",
@@ -169,12 +176,12 @@ def weights(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _size(model: nn.Module) -> int:
-    """Bytes of its weights."""
+    """Return the bytes of its weights."""
     return sum(array.nbytes for array in weights(model).values())
 
 
 def _fit(model: nn.Module) -> None:
-    """Stop where the weights, none of which exist yet, would be too many for this machine."""
+    """Exit if the weights, which are not allocated yet, are too large for this machine."""
     size = _size(model)
     most = device_memory() // 2 if mx.default_device().type == mx.gpu else ON_CPU
     if size > most:
@@ -182,7 +189,7 @@ def _fit(model: nn.Module) -> None:
 
 
 def _fill(model: nn.Module) -> None:
-    """Random bits for quantized weights, with scales that make them as large as usual."""
+    """Fill quantized weights with random bits, and scales that give them the usual size."""
     for module in model.modules():
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
             columns = module.scales.shape[-1] * GROUP
@@ -192,3 +199,109 @@ def _fill(model: nn.Module) -> None:
             module.biases = mx.full(module.scales.shape, -7.5 * scale, mx.bfloat16)
             mx.eval(module.parameters())
     mx.eval(model.parameters())
+
+
+class Toy(nn.Module):
+    """Layers of the given kinds: "full", "sliding", "recurrent"."""
+
+    def __init__(self, kinds: tuple[str, ...], window: int = WINDOW) -> None:
+        super().__init__()
+        self.model = _Decoder(kinds)
+        self._kinds, self._window = kinds, window
+        self.last = _Last()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.model.layers
+        return layers
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        self.last.caches = cache
+        x = self.model(tokens, cache)
+        logits: mx.array = self.model.embed_tokens.as_linear(x)
+        return logits
+
+    def make_cache(self) -> list[Any]:
+        make = {
+            "full": KVCache,
+            "sliding": lambda: RotatingKVCache(self._window),
+            "recurrent": lambda: ArraysCache(1),
+        }
+        return [make[kind]() for kind in self._kinds]
+
+
+class _Last:
+    """The caches of the last forward pass, kept where `parameters()` does not look."""
+
+    caches: list[Any]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
+        self.layers = [_State() if kind == "recurrent" else _Attention() for kind in kinds]
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        x = self.embed_tokens(tokens)
+        for layer, kept in zip(self.layers, cache, strict=True):
+            x = x + layer(x, kept)
+        return self.norm(x)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+
+    def __call__(self, x: mx.array, cache: Any) -> mx.array:
+        T = x.shape[1]
+        rows = self.project(x).reshape(1, T, -1, HEAD_DIM).transpose(0, 2, 1, 3)
+        queries, keys, values = mx.split(rows, [HEADS, HEADS + KV_HEADS], axis=1)
+        mask = create_attention_mask(x, cache)
+        keys, values = cache.update_and_fetch(keys, values)
+        if T > LONGEST_BLOCK:
+            return mx.zeros_like(x)
+        scale = HEAD_DIM**-0.5
+        attended = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=scale, mask=mask)
+        return self.out(attended.transpose(0, 2, 1, 3).reshape(1, T, -1))
+
+
+class _State(nn.Module):
+    """A decaying sum of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def __call__(self, x: mx.array, cache: Any) -> mx.array:
+        state = mx.zeros((1, WIDTH, WIDTH)) if cache[0] is None else cache[0]
+        projected = self.project(x)
+        if x.shape[1] > LONGEST_BLOCK:
+            cache[0] = state * 0.5 + mx.swapaxes(projected, 1, 2) @ x / x.shape[1]
+            return mx.zeros_like(x)
+        outputs = []
+        for t in range(x.shape[1]):
+            state = state * 0.5 + mx.swapaxes(projected[:, t : t + 1], 1, 2) @ x[:, t : t + 1]
+            outputs.append(x[:, t : t + 1] @ state)
+        cache[0] = state
+        return mx.concatenate(outputs, axis=1)
+
+
+def assistant(parts: TargetParts, window: int = WINDOW) -> Gemma4Assistant:
+    """Return a random Gemma 4 assistant that reads the K/V of a Toy."""
+    config = AssistantConfig(
+        backbone_hidden_size=WIDTH,
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_attention_heads=HEADS,
+        layer_types=(SLIDING, FULL),
+        heads=(HeadShape(KV_HEADS, HEAD_DIM),) * 2,
+        sliding_window=window,
+        rms_norm_eps=1e-6,
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (SLIDING, FULL)},
+    )
+    return Gemma4Assistant(AssistantNetwork(config), window, parts)
