@@ -16,7 +16,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import NONE, made_for
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.text import differing_token, has_tokenizer, read_text
+from mlx_spec.text import Text, differing_token, read_text
 
 from .drafter import convert_drafter, embedded_family, family_or_model
 from .families import Family
@@ -79,11 +79,12 @@ def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
     target = open_source(request.target)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
+    text = read_text(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
         choice = NONE if done else DEFAULT_BITS
     own = parse_quantization(choice, request.group_size)
-    drafter, family = _find_drafter(request.drafter, target)
+    drafter, family = _find_drafter(request.drafter, target, text)
     size = own.group_size if own and own.mode == "affine" else None
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
@@ -98,7 +99,7 @@ def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
     )
 
 
-def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | None]:
+def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, Family | None]:
     """Return the drafter's source and its family, None for a language model.
 
     Raises InvalidValue, and Mismatch for a language model of another vocabulary.
@@ -117,21 +118,13 @@ def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | No
     drafter = open_source(chosen)
     found = family_or_model(drafter)
     if found is None:
-        _check_tokens(drafter, target)
+        difference = differing_token(drafter.folder, target.folder, text)
+        if difference is not None:
+            raise Mismatch(
+                f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "
+                f"the target with --drafter none, then give {drafter.name} beside it as the drafter"
+            )
     return drafter, found
-
-
-def _check_tokens(drafter: Source, target: Source) -> None:
-    """Raise Mismatch unless a draft model has the vocabulary of the target."""
-    if not has_tokenizer(target.folder):
-        return
-    text = read_text(target.folder, target.config)
-    difference = differing_token(drafter.folder, target.folder, text)
-    if difference is not None:
-        raise Mismatch(
-            f"{difference}: such a draft model is not converted, it drafts by way of its text; convert the "
-            f"target with --drafter none, then give {drafter.name} beside it as the drafter"
-        )
 
 
 def _write(

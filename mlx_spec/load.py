@@ -25,7 +25,7 @@ from mlx_spec.hub.catalog import (
     mlx_lm_module,
     repair_config,
 )
-from mlx_spec.hub.checkpoint import check_weights, integer, read_config, read_published
+from mlx_spec.hub.checkpoint import check_weights, integer, read_config, read_published, text_config
 from mlx_spec.hub.files import one_line, read_object
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
-    return integer(config, "max_position_embeddings")
+    return integer(text_config(config), "max_position_embeddings")
 
 
 def _raise_wired_limit() -> None:

@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.checkpoint import WEIGHTS, check_weights
+from mlx_spec.hub.checkpoint import WEIGHTS, check_weights, text_config
 from mlx_spec.hub.files import AGAIN, one_line, shortened
 from mlx_spec.types import TargetParts
 
@@ -132,12 +132,6 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if activation != ACTIVATION:
         raise BadCheckpoint(f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported")
     return layer
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a target's config.json that describes its language model."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
 
 
 def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:

@@ -32,11 +32,11 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
     shift_norms,
-    text_config,
 )
 from mlx_spec.drafters.conditioned import ConditionedDrafter, NetworkSource, Rows
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -11,10 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.checkpoint import text_config
 from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.checkpoint import check_weights
+from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.model.sequence import common_prefix
 from mlx_spec.model.target import LMTarget
@@ -169,7 +168,7 @@ def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
 
 
 def _vocab_size(config: Mapping[str, Any], role: str) -> int:
-    size = text_config(config).get("vocab_size") or config.get("vocab_size")
-    if not isinstance(size, int):
+    size = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
+    if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size

@@ -33,7 +33,6 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
     shift_norms,
-    text_config,
 )
 from mlx_spec.drafters.conditioned import (
     ChainNetwork,
@@ -45,6 +44,7 @@ from mlx_spec.drafters.conditioned import (
 )
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 

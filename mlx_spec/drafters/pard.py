@@ -10,10 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required, shift_norms, text_config
+from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required, shift_norms
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes, load_language_model
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 

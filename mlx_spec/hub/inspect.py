@@ -38,7 +38,7 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     text_config,
 )
-from mlx_spec.hub.download import cached, explain, plan
+from mlx_spec.hub.download import cached, explain, local_folder, plan
 from mlx_spec.hub.files import read_object, shortened
 from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision
 
@@ -124,11 +124,9 @@ def inspect(name: str) -> CheckpointInfo | ConvertedPair:
 
         target, drafter = inspect_checkpoint(demo.TARGET, DEMO), inspect_checkpoint(demo.DRAFTER, DEMO)
         return ConvertedPair(DEMO, target, drafter, {}, target.problem or drafter.problem)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(name)
+    if folder is not None:
         return inspect_folder(folder, name)
-    if folder.exists():
-        raise NotFound(f"{name} is a file: give the folder that holds it")
     snapshot = cached(name)
     return inspect_checkpoint(snapshot, name) if snapshot else _inspect_remote(name)
 

@@ -14,7 +14,7 @@ from typing import Literal
 from mlx_spec import demo
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
-from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS
+from mlx_spec.hub.checkpoint import WEIGHTS, other_format
 from mlx_spec.hub.download import cached
 from mlx_spec.hub.files import one_line, read_object, shortened
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
@@ -176,9 +176,9 @@ def _snapshot(folder: Path) -> Path | None:
 
 def _is_other_format(snapshot: Path) -> bool:
     """Return True for complete weights of a format that is never read."""
-    if any(snapshot.glob(WEIGHTS)) or any(snapshot.parent.parent.glob("blobs/*.incomplete")):
+    if any(snapshot.parent.parent.glob("blobs/*.incomplete")):
         return False
-    return any(file for pattern in OTHER_WEIGHTS for file in snapshot.glob(pattern))
+    return other_format(snapshot, [file.name for file in snapshot.iterdir()]) is not None
 
 
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:

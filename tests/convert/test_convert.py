@@ -239,7 +239,7 @@ def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
 def test_without_a_drafter(tmp_path: Path) -> None:
     manifest = converted("12b", tmp_path / "out", drafter="none")
     assert manifest["drafter"] is None and not (tmp_path / "out" / "drafter").exists()
-    assert mlx_spec.load(tmp_path / "out").info.drafter is None
+    assert mlx_spec.load(tmp_path / "out").info.drafter == "lookup"
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
@@ -247,7 +247,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     made, source, out = synthetic.native(kind), tmp_path / "source", tmp_path / "out"
     shutil.copytree(GOLDEN / "12b" / "target", source, ignore=shutil.ignore_patterns("*.safetensors"))
     mx.save_safetensors(str(source / "model.safetensors"), made.tensors)
-    rope = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5}
+    rope = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.4}
     (source / "config.json").write_text(json.dumps({**rope, **made.config}))
     asked = Request(str(source), "auto", out, "none", None, "none", None, False)
     manifest = convert(asked, StageProgress(io.StringIO()))
@@ -324,13 +324,28 @@ def test_cut_shard(copied: Callable[[str], Path], tmp_path: Path) -> None:
     assert "promises" in refusal(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
 @pytest.mark.parametrize("part", ["target", "assistant"])
 def test_other_formats(name: str, part: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("12b")
     (source / part / "model.safetensors").rename(source / part / name)
     text = refusal(source, tmp_path / "out")
-    assert name in text and "only safetensors are read" in text
+    assert name in text and "nothing else is read" in text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"), [(None, "has no tokenizer.json or tokenizer.model"), ("{}", "is no tokenizer")]
+)
+def test_tokenizer_is_read_before_anything_is_converted(
+    tokenizer: str | None, message: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, shown = copied("12b"), io.StringIO()
+    (source / "target" / "tokenizer.json").unlink()
+    if tokenizer is not None:
+        (source / "target" / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(BadCheckpoint, match=message):
+        convert(request(source, tmp_path / "out"), StageProgress(shown))
+    assert shown.getvalue() == "" and not list(tmp_path.glob("*out*"))
 
 
 def test_unknown_families(copied: Callable[[str], Path], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import mlx_spec
 from mlx_spec.convert import acceptance, families, measure, selftest, texts
 from mlx_spec.convert.acceptance import check_lossless
 from mlx_spec.convert.families.gemma4 import GEMMA4
-from mlx_spec.convert.measure import Conversion, SelfTestFailed, Subject, difference
+from mlx_spec.convert.measure import Conversion, SelfTestFailed, TestedConversion, difference
 from mlx_spec.convert.selftest import compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.convert.target import convert_model
@@ -164,7 +164,7 @@ def test_not_finite(tmp_path: Path) -> None:
         proved(source, out, drafter="none", dtype="float16")
 
 
-def subject(folder: Path, **changes: Any) -> Subject:
+def subject(folder: Path, **changes: Any) -> TestedConversion:
     values = {
         "folder": folder,
         "target": open_source(str(GOLDEN / PAIR / "target")),
@@ -174,7 +174,7 @@ def subject(folder: Path, **changes: Any) -> Subject:
         "drafter_conversion": UNCHANGED,
         "hashes": {},
     }
-    return Subject(**{**values, **changes})
+    return TestedConversion(**{**values, **changes})
 
 
 def test_changed_file(tmp_path: Path) -> None:
