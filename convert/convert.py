@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +29,8 @@ from .write import (
     DRAFTER,
     NOT_RUN,
     TARGET,
-    WrittenFile,
-    WrittenPart,
+    Files,
+    Part,
     check_space,
     new_folder,
     refuse_existing,
@@ -129,7 +130,7 @@ def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None,
 
 def _write(
     plan: ConversionPlan, folder: Path, progress: StageProgress, *, allow_unknown: bool
-) -> tuple[WrittenPart, WrittenPart | None]:
+) -> tuple[Part, Part | None]:
     """Write both parts and check that the drafter can be opened."""
     own = plan.target_conversion
     target = convert_model(plan.target, own.quantization, own.dtype)
@@ -160,23 +161,24 @@ def _write_part(
     part: ConvertedPart,
     folder: Path,
     progress: StageProgress,
-) -> WrittenPart:
+) -> Part:
+    """Write one half of the pair. Return its entry of pair.json."""
     count = len(part.tensors)
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
-    files = _write_folder(folder / role, tokenizer, part.config, part.tensors, progress)
-    return WrittenPart(
-        source.name,
-        source.revision,
-        plan.hashes.get(role, {}),
-        part.family,
-        part.runnable,
-        part.config.get("quantization"),
-        count,
-        part.dropped,
-        part.unquantized,
-        part.notes,
-        tuple(files),
-    )
+    entry = {
+        "name": source.name,
+        "revision": source.revision,
+        "source_sha256": plan.hashes.get(role),
+        "family": part.family,
+        "runnable": part.runnable,
+        "quantization": part.config.get("quantization"),
+        "tensors": count,
+        "left_out": dict(Counter(part.dropped.values())),
+        "unquantized": part.unquantized,
+        "notes": part.notes,
+        "files": _write_folder(folder / role, tokenizer, part.config, part.tensors, progress),
+    }
+    return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 
 
 def _write_folder(
@@ -185,7 +187,7 @@ def _write_folder(
     config: Mapping[str, Any],
     tensors: dict[str, mx.array],
     progress: StageProgress,
-) -> list[WrittenFile]:
+) -> Files:
     """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
     folder.mkdir()
     progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
@@ -194,10 +196,10 @@ def _write_folder(
         files = write_tensors(folder, tensors, progress)
     finally:
         mx.set_cache_limit(limit)
-    files.append(write_text(folder / "config.json", json.dumps(config, indent=2) + "\n"))
+    files |= write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     for file in source.side_files() if source else []:
         copy = Path(shutil.copyfile(file, folder / file.name))
-        files.append(WrittenFile(copy.name, copy.stat().st_size, sha256(copy)))
+        files[copy.name] = {"bytes": copy.stat().st_size, "sha256": sha256(copy)}
     return files
 
 
