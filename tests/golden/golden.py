@@ -158,6 +158,9 @@ def run(root: Path) -> None:
             tensors[f"{kind}.{case}.{rest}" if rest else f"{kind}.{case}"] = value.contiguous().clone()
         c = facts["cases"][case]
         accepted = "".join(map(str, c["accepted"]))
+        least = 1e-3 if root.name.endswith("-trained") else 2e-3  # room for float32 noise
+        check(c["min_margin"] >= max(least, 20 * c["cache_difference"]), "margins and their bound")
+        check(c["min_draft_margin"] >= 3e-4, "margins of drafts and their bound")
         print(f"{root.name:11s} {case:5s} margin {c['min_margin']:.4f} accepted {accepted}", flush=True)
     save_file(tensors, root / "golden.safetensors")
     (root / "golden.json").write_text(compact(facts) + "\n")
