@@ -157,15 +157,6 @@ def check_capture(capture: Sequence[int], config: Mapping[str, Any]) -> None:
         )
 
 
-def check_vocabulary(path: Path, draft_vocab_size: int, vocab_size: int, tensors: Collection[str]) -> None:
-    """Raise BadCheckpoint if the drafter in `path` has a reduced vocabulary and does not say which."""
-    if draft_vocab_size != vocab_size and "draft_ids" not in tensors:
-        raise BadCheckpoint(
-            f"{path} has a vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens "
-            "and no 'draft_ids' that say which: convert it again"
-        )
-
-
 # --- weights
 
 
@@ -196,6 +187,25 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     _refuse(folder, "has tensors of another form than its config.json says:", wrong)
     module.update(tree_unflatten(list(tensors.items())))
     module.eval()
+
+
+def load_converted(
+    network: nn.Module,
+    path: Path,
+    config: Mapping[str, Any],
+    conventions: Conventions,
+    draft_vocab_size: int,
+    vocab_size: int,
+) -> None:
+    """Fill a network that reads captured layers. Raises BadCheckpoint, and Mismatch for other layers."""
+    check_capture(conventions.capture, config)
+    if draft_vocab_size != vocab_size and "draft_ids" not in network:
+        raise BadCheckpoint(
+            f"{path} has a vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens "
+            "and no 'draft_ids' that say which: convert it again"
+        )
+    load_weights(network, path)
+    shift_norms(network, conventions.norm_offset)
 
 
 def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:

@@ -68,15 +68,15 @@ class Download:
         return self.folder / "blobs" / file.blob
 
 
-def find(name: str, *, revision: str | None = None) -> Path:
+def find(name: str) -> Path:
     """Return the folder of a checkpoint; download it if necessary.
 
     A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line
     on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
     """
-    found = local_folder(name) or cached(name, revision=revision)
+    found = local_folder(name) or cached(name)
     if found is None:
-        download = plan(name, revision=revision)
+        download = plan(name)
         print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
         found = fetch(download)
     return found

@@ -25,7 +25,7 @@ from one_pass_law import control_excess, drafted_excess, seeded_texts
 from mlx_spec.convert.source import open_source
 from mlx_spec.convert.target import convert_model
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.conditioned import MAX_WAITING, NetworkSource
+from mlx_spec.drafters.conditioned import NetworkSource
 from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -205,28 +205,6 @@ def test_after_any_round_it_is_as_good_as_new(name):
         drafter.observe(history[:end], rows(g.features, end - 1 - kept, end - 1))
         assert g.difference(drafter, g.fresh(source, history[:end]), history[:end]) < TOLERANCE
         assert g.difference(drafter, drafter, history[:end]) == 0
-
-
-def test_waiting_rows_are_written_in_time():
-    """Plain decoding for longer than the limit, one row at a time; then a draft."""
-    g = golden("official")
-    source, long = g.open(), (g.history * 8)[: 2 * MAX_WAITING + 9]
-    target = g.target(source)
-    features = target.prefill(long)
-    drafter = drafting.fresh(source, target, long[:3], features)
-    for end in range(4, len(long) + 1):
-        drafter.observe(long[:end], rows(features, end - 2, end - 1))
-    assert g.difference(drafter, drafting.fresh(source, target, long, features), long) < TOLERANCE
-
-
-def test_positions_beyond_those_of_its_config():
-    """Only the last rows are known, far after position 2048: the same numbers as at the start."""
-    g = golden("official")
-    source, far = g.open(), [7] * 3000 + g.history
-    drafter = source.make(g.target(source).parts)
-    drafter.observe(far, rows(g.features, 0, len(g.history) - 1))
-    near = drafted(g.fresh(source, g.history), g.history)
-    assert largest(drafted(drafter, far).logits[:, g.ids], near.logits[:, g.ids]) < 100 * TOLERANCE
 
 
 def test_another_end_of_a_known_prefix():

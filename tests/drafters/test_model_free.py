@@ -166,29 +166,24 @@ def drafted(drafter: Prediction, history: Sequence[int], limit: int = 16) -> lis
     return tokens
 
 
-def test_an_answer_begins_with_the_prediction() -> None:
-    assert drafted(Prediction([10, 11, 12, 13], PROMPT), PROMPT, 3) == [10, 11, 12]
-
-
-def test_it_goes_on_behind_what_came_true() -> None:
-    drafter = Prediction(range(10, 40), PROMPT)
-    for end in range(4):
-        drafter.observe([*PROMPT, *range(10, 10 + end)], Features())
-    assert drafted(drafter, [*PROMPT, *range(10, 14)], 5) == [14, 15, 16, 17, 18]
-
-
-def test_it_is_found_again_behind_a_change() -> None:
-    drafter = Prediction(range(10, 40), PROMPT)
-    history = [*PROMPT, 10, 11, 99, 98]
-    assert drafted(drafter, history) == []
-    assert drafted(drafter, [*history, 20, 21]) == [22, 23]
-    assert drafted(drafter, [*history, 20, 21, 22, 23]) == [24, 25, 26, 27]
-
-
-def test_prompt_and_output_are_looked_up_too() -> None:
-    prompt = [7, 8, 9, *PROMPT]
-    assert drafted(Prediction([10, 11], prompt), [*prompt, 50, 7, 8], 1) == [9]
-    assert drafted(Prediction([10, 11], prompt), [*prompt, 50, 51, 52, 50, 51], 1) == [52]
+@pytest.mark.parametrize(
+    ("before", "answer", "limit", "expected"),
+    [
+        ([], [], 3, [10, 11, 12]),  # an answer begins with the prediction
+        ([], range(10, 14), 5, [14, 15, 16, 17, 18]),
+        ([], [10, 11, 99, 98], 16, []),
+        ([], [10, 11, 99, 98, 20, 21], 16, [22, 23]),  # found again after a change
+        ([], [10, 11, 99, 98, 20, 21, 22, 23], 16, [24, 25, 26, 27]),
+        ([7, 8, 9], [50, 7, 8], 1, [9]),  # of the prompt
+        ([], [50, 51, 52, 50, 51], 1, [52]),  # of the answer
+    ],
+)
+def test_prediction(before: list[int], answer: Sequence[int], limit: int, expected: list[int]) -> None:
+    prompt = [*before, *PROMPT]
+    drafter = Prediction(range(10, 40), prompt)
+    for end in range(len(answer)):
+        drafter.observe([*prompt, *answer[:end]], Features())
+    assert drafted(drafter, [*prompt, *answer], limit) == expected
 
 
 def test_a_prompt_in_chunks() -> None:

@@ -11,13 +11,11 @@ import mlx.core as mx
 import pytest
 import tiny
 from fitted import largest, logits_of, opened
-from mlx_lm.utils import load_model
 
 import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, VocabularySizes
 from mlx_spec.drafters.pard import Pard
 from mlx_spec.model.target import LMTarget
-from mlx_spec.sampling import Sampling
 from mlx_spec.types import Features
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pard"
@@ -95,28 +93,3 @@ def test_interrupted_draft(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             drafter.draft(history, 4, fitted.Recorder())
     assert largest(logits_of(drafter, history, 4), whole(history, 4)) < TOLERANCE
-
-
-# --- from disk
-
-
-@pytest.mark.parametrize("build", [tiny.full, tiny.qwen], ids=["llama", "qwen3"])
-def test_what_is_loaded_is_what_mlx_lm_loads(build, tmp_path):
-    source = opened(fitted.pard(build(seed=2), 3), tmp_path)
-    reference, _ = load_model(tmp_path / "published")
-    drafter, history = source.make(LMTarget(tiny.full()).parts), tiny.prompt(9)
-    for kept in (3, 1):
-        expected = reference(mx.array([[*history, MASK, MASK]]))[0, -3:]
-        assert largest(logits_of(drafter, history, 3), expected) < TOLERANCE
-        history = grown(drafter, history, [7] * kept)
-    assert source.mask_token == MASK and source.vocab_size == 256
-
-
-@pytest.mark.parametrize("size", [200, 300])
-def test_padded_vocabulary(size, tmp_path):
-    """Tables that differ by their padding: nothing is drafted that the target does not know."""
-    drafter = Pard(tiny.full(seed=1, vocab=size), VocabularySizes(size, tiny.VOCAB), size - 1)
-    history = [*tiny.prompt(10), tiny.VOCAB - 1]
-    draft = drafter.draft(history, 5, Sampling(1.0).sampler(10, tiny.VOCAB))
-    assert draft.tokens.max().item() < min(size, tiny.VOCAB)
-    assert draft.probs.shape == (5, tiny.VOCAB) and largest(draft.probs.sum(axis=-1), mx.ones(5)) < TOLERANCE
