@@ -263,9 +263,8 @@ def test_gguf(saved: Path, target: Path, tmp_path: Path, role: str, place: str) 
     file = tmp_path / "folder" / "model-Q4.gguf"
     file.write_bytes(b"GGUF")
     (target / "model.safetensors").rename(target / "model.gguf")
-    name = {"file": file, "missing file": Path("owner/x.GGUF"), "folder": file.parent, "checkpoint": target}[
-        place
-    ]
+    places = {"folder": file.parent, "checkpoint": target, "missing file": Path("owner/x.GGUF")}
+    name = places.get(place, file)
     error = BadCheckpoint if place == "checkpoint" else NotFound
     said = refused(error, name) if role == "target" else refused(error, saved / "target", name)
     sentence = GGUF.format(name)
@@ -278,6 +277,9 @@ def test_gguf(saved: Path, target: Path, tmp_path: Path, role: str, place: str) 
             inspect(str(name))
     with pytest.raises(error, match=sentence):
         open_source(str(name))
+    if place == "file":
+        with pytest.raises(NotFound, match=sentence):
+            catalog.resolve(str(name))  # as `mlx-spec chat NAME` and `pull` do
 
 
 def test_tensors_that_do_not_fit(target: Path) -> None:
