@@ -20,7 +20,7 @@ import mlx_spec
 from mlx_spec.convert import acceptance, families, measure, selftest, texts
 from mlx_spec.convert.acceptance import check_lossless
 from mlx_spec.convert.families.gemma4 import GEMMA4
-from mlx_spec.convert.measure import Conversion, SelfTestFailed, TestedConversion, difference
+from mlx_spec.convert.measure import Conversion, SelfTestFailed, difference
 from mlx_spec.convert.selftest import compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.convert.target import convert_model
@@ -152,7 +152,7 @@ def test_not_finite(tmp_path: Path) -> None:
         proved(source, out, drafter="none", dtype="float16")
 
 
-def subject(folder: Path, **changes: Any) -> TestedConversion:
+def subject(folder: Path, **changes: Any) -> measure.TestedConversion:
     values = {
         "folder": folder,
         "target": open_source(str(GOLDEN / PAIR / "target")),
@@ -162,7 +162,7 @@ def subject(folder: Path, **changes: Any) -> TestedConversion:
         "drafter_conversion": UNCHANGED,
         "hashes": {},
     }
-    return TestedConversion(**{**values, **changes})
+    return measure.TestedConversion(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
