@@ -262,6 +262,11 @@ def repair_config(config: Config) -> dict[str, Any]:
     return result
 
 
+def repairs(config: Config) -> dict[str, Any]:
+    """Return the keys of `config` that need other values, with these values."""
+    return {key: value for key, value in repair_config(config).items() if value != config.get(key)}
+
+
 def _spread_rope(config: dict[str, Any]) -> None:
     """Copy `rope_parameters` of transformers 5 to `rope_theta`."""
     rope = config.get("rope_parameters")
