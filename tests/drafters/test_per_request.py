@@ -85,7 +85,9 @@ def run(
 
 def adaptive() -> AdaptivePolicy:
     """A policy without drafters of its own, on a device where rows cost nothing."""
-    return AdaptivePolicies(0, Table(0.03, {1: 0.03, 17: 0.03}, [])).policy()
+    policies = AdaptivePolicies([])
+    policies.use(Table(0.03, {1: 0.03, 17: 0.03}, []))
+    return policies.policy()
 
 
 def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
@@ -211,8 +213,9 @@ def test_a_request_that_brings_nothing_changes_nothing() -> None:
 
 def simulated(accepted: int, seconds: float, rounds: int) -> list[int]:
     """Lengths drafted from a prediction if every draft fares the same; plain rounds take a second."""
-    table, now = Table(1.0, {1: 1.0, 17: 1.0}, []), [0.0]
-    policy = AdaptivePolicies(0, table).policy(clock=lambda: now[0])
+    policies, now = AdaptivePolicies([]), [0.0]
+    policies.use(Table(1.0, {1: 1.0, 17: 1.0}, []))
+    policy = policies.policy(clock=lambda: now[0])
     _, extras = for_request((), PROMPT, prediction=[*range(40)])
     extras = tuple(replace(extra, available=lambda history: 16) for extra in extras)
     policy.begin(extras)
