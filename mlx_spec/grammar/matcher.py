@@ -25,7 +25,7 @@ from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import GrammarKind
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.hub.files import one_line
-from mlx_spec.text import Text
+from mlx_spec.text import Text, common_prefix
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -137,7 +137,7 @@ class AnswerMatcher:
     def _follow(self, generated: Sequence[int]) -> None:
         """Consume the emitted tokens. Raises InvalidValue if they do not match."""
         tokens = list(generated)
-        kept = _common_prefix(self._tokens, tokens)
+        kept = common_prefix(self._tokens, tokens)
         self._rewind(kept)
         for token in tokens[kept:]:
             self._consume(token)
@@ -288,10 +288,3 @@ def _unpack(packed: mx.array) -> mx.array:
 
 def _parser_error(parser: LLMatcher) -> str:
     return one_line(ValueError(parser.get_error()))
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return next(i for i in range(length) if a[i] != b[i])

@@ -27,9 +27,9 @@ from mlx_spec.drafters.draft_model import (
     VocabularySizes,
 )
 from mlx_spec.errors import BadCheckpoint, NotRewindable
-from mlx_spec.model.sequence import common_prefix
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
+from mlx_spec.text import common_prefix
 from mlx_spec.types import Features
 
 KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")

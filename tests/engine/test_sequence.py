@@ -8,10 +8,11 @@ import pytest
 import tiny
 from test_session import KINDS, alone, make_pair
 
-from mlx_spec.model.sequence import CachedSequence, common_prefix
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import MIN_COMPARED_TOKENS, Positions, Statistics, added
+from mlx_spec.text import common_prefix
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
