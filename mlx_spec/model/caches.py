@@ -68,7 +68,7 @@ class _AppendOnlyCache:
     def _append(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
         start, end = self.offset, self.offset + keys[0].shape[2]
         for buffers, parts in ((self._keys, keys), (self._values, values)):
-            old = buffers or [None] * len(parts)
+            old: Sequence[mx.array | None] = buffers or [None] * len(parts)
             buffers[:] = [write_rows(b, part, start, end) for b, part in zip(old, parts, strict=True)]
         self.offset = end
 
@@ -168,7 +168,7 @@ class SlidingCache:
         base, end = self.offset, self.offset + keys.shape[2]
         if not self._buffers or end - self._first > self._buffers[0].shape[2]:
             first = max(base - self.window + 1 - MAX_UNCOMMITTED, self._first)
-            old = self._buffers or [None, None]
+            old: Sequence[mx.array | None] = self._buffers or (None, None)
             self._buffers = [self._moved(old[0], keys, first), self._moved(old[1], values, first)]
             self._first = first
         else:
