@@ -29,7 +29,6 @@ from mlx_spec.drafters.draft_model import (
 from mlx_spec.errors import BadCheckpoint, NotRewindable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import common_prefix
 from mlx_spec.types import Features
 
 KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")
@@ -257,13 +256,6 @@ def test_lossless_with_itself(kind):
     done = lossless.rounds(LMTarget(model), DraftModel(model, SAME), 3, prompt, 32)
     assert lossless.emitted(done) == lossless.plain(model, prompt, 32)
     assert all(round.accepted == round.drafted for round in done)
-
-
-def test_common_prefix():
-    assert common_prefix([], [1]) == 0
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([1, 2, 3], (1, 2)) == 2
-    assert common_prefix([1, 2, 3], [1, 5, 3]) == 1
 
 
 # --- from disk
