@@ -15,8 +15,8 @@ from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
-from mlx_spec.model.sequence import common_prefix
 from mlx_spec.model.target import LMTarget
+from mlx_spec.text import common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt

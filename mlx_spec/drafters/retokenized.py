@@ -27,9 +27,8 @@ from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularyS
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
-from mlx_spec.model.sequence import common_prefix
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
+from mlx_spec.text import Text, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_STEPS = 48  # the drafter's tokens in one draft

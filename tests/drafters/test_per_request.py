@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from grammars import CLOSE, END, OPEN, STOP, Mixed, V, byte_text
-from lossless import emitted, first_difference
+from grammars import CLOSE, END, OPEN, STOP, V, byte_text
+from lossless import Scripted, emitted, first_difference
 from mlx_lm.generate import generate_step
 from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
@@ -95,7 +95,7 @@ def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
         return Lookup(1, 16)
     if kind == "draft model":
         return DraftModel(tiny.full(seed=1), VocabularySizes(V, V))
-    return Mixed([*PROMPT, *truth], WRONG)
+    return Scripted([*PROMPT, *truth], 2, wrong=WRONG)
 
 
 def by_mlx_lm(model: object, schema: Schema, count: int) -> list[int]:
@@ -165,7 +165,7 @@ def test_thoughts_come_first(seed: int | None) -> None:
     assert plain[0] == OPEN and 1 < plain.index(CLOSE) < 100
     answer = plain[plain.index(CLOSE) + 1 :]
     for wrong in ([0], WRONG):
-        drafter = Mixed([*PROMPT, *plain], wrong)
+        drafter = Scripted([*PROMPT, *plain], 2, wrong=wrong)
         parts = SequenceParts(LMTarget(tiny.full()), (drafter,), FixedPolicy(5))
         assert emitted(run(parts, sampling, 120)) == plain
     assert answer[-1] in TEXT.eos
