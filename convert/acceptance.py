@@ -29,10 +29,9 @@ from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling
 from mlx_spec.text import read_text
 
 from .measure import (
-    NARROWED,
-    SAME_TYPE,
     SelfTestFailed,
     TestedConversion,
+    check_logits,
     difference,
     load_lazily,
     prompts,
@@ -98,7 +97,8 @@ def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[st
         load_lazily(subject.target_folder, None), [subject.original_drafter, subject.drafter_folder]
     )
     gc.collect()
-    _check_logits(subject, after.differences[1])
+    assert subject.drafter is not None
+    check_logits("drafter", after.differences[1], subject.drafter, subject.drafter_conversion)
     floor = min(MAX_FLOOR, max(MIN_ACCEPTANCE, CHANCE_FACTOR * after.chance))
     _check_acceptance(before, after, floor)
     figures = _figures(before, after)
@@ -117,18 +117,6 @@ def _why_not_before(subject: TestedConversion) -> str | None:
     limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     size = subject.target.size
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
-
-
-def _check_logits(subject: TestedConversion, distance: float) -> None:
-    """Compare the converted drafter's logits with the original's, unless it is quantized."""
-    assert subject.drafter is not None
-    conversion = subject.drafter_conversion
-    tolerance = NARROWED if conversion.narrows(subject.drafter) else SAME_TYPE
-    if conversion.quantization is None and not distance <= tolerance:
-        raise SelfTestFailed(
-            f"the logits of the converted drafter differ from the original's by {distance:.2g} standard "
-            f"deviations, {tolerance:g} are tolerated: nothing was written; please report this"
-        )
 
 
 def _check_acceptance(before: Walk | None, after: Walk, floor: float) -> None:

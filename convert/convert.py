@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import NONE, made_for
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.text import differing_token, has_tokenizer, read_text
+from mlx_spec.text import Text, differing_token, read_text
 
 from .drafter import convert_drafter, embedded_family, family_or_model
 from .families import Family
@@ -28,8 +29,8 @@ from .write import (
     DRAFTER,
     NOT_RUN,
     TARGET,
-    WrittenFile,
-    WrittenPart,
+    Files,
+    Part,
     check_space,
     new_folder,
     refuse_existing,
@@ -79,11 +80,12 @@ def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
     target = open_source(request.target)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
+    text = read_text(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
         choice = NONE if done else DEFAULT_BITS
     own = parse_quantization(choice, request.group_size)
-    drafter, family = _find_drafter(request.drafter, target)
+    drafter, family = _find_drafter(request.drafter, target, text)
     size = own.group_size if own and own.mode == "affine" else None
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
@@ -98,7 +100,7 @@ def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
     )
 
 
-def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | None]:
+def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, Family | None]:
     """Return the drafter's source and its family, None for a language model.
 
     Raises InvalidValue, and Mismatch for a language model of another vocabulary.
@@ -117,26 +119,18 @@ def _find_drafter(name: str, target: Source) -> tuple[Source | None, Family | No
     drafter = open_source(chosen)
     found = family_or_model(drafter)
     if found is None:
-        _check_tokens(drafter, target)
+        difference = differing_token(drafter.folder, target.folder, text)
+        if difference is not None:
+            raise Mismatch(
+                f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "
+                f"the target with --drafter none, then give {drafter.name} beside it as the drafter"
+            )
     return drafter, found
-
-
-def _check_tokens(drafter: Source, target: Source) -> None:
-    """Raise Mismatch unless a draft model has the vocabulary of the target."""
-    if not has_tokenizer(target.folder):
-        return
-    text = read_text(target.folder, target.config)
-    difference = differing_token(drafter.folder, target.folder, text)
-    if difference is not None:
-        raise Mismatch(
-            f"{difference}: such a draft model is not converted, it drafts by way of its text; convert the "
-            f"target with --drafter none, then give {drafter.name} beside it as the drafter"
-        )
 
 
 def _write(
     plan: ConversionPlan, folder: Path, progress: StageProgress, *, allow_unknown: bool
-) -> tuple[WrittenPart, WrittenPart | None]:
+) -> tuple[Part, Part | None]:
     """Write both parts and check that the drafter can be opened."""
     own = plan.target_conversion
     target = convert_model(plan.target, own.quantization, own.dtype)
@@ -167,23 +161,24 @@ def _write_part(
     part: ConvertedPart,
     folder: Path,
     progress: StageProgress,
-) -> WrittenPart:
+) -> Part:
+    """Write one half of the pair. Return its entry of pair.json."""
     count = len(part.tensors)
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
-    files = _write_folder(folder / role, tokenizer, part.config, part.tensors, progress)
-    return WrittenPart(
-        source.name,
-        source.revision,
-        plan.hashes.get(role, {}),
-        part.family,
-        part.runnable,
-        part.config.get("quantization"),
-        count,
-        part.dropped,
-        part.unquantized,
-        part.notes,
-        tuple(files),
-    )
+    entry = {
+        "name": source.name,
+        "revision": source.revision,
+        "source_sha256": plan.hashes.get(role),
+        "family": part.family,
+        "runnable": part.runnable,
+        "quantization": part.config.get("quantization"),
+        "tensors": count,
+        "left_out": dict(Counter(part.dropped.values())),
+        "unquantized": part.unquantized,
+        "notes": part.notes,
+        "files": _write_folder(folder / role, tokenizer, part.config, part.tensors, progress),
+    }
+    return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 
 
 def _write_folder(
@@ -192,7 +187,7 @@ def _write_folder(
     config: Mapping[str, Any],
     tensors: dict[str, mx.array],
     progress: StageProgress,
-) -> list[WrittenFile]:
+) -> Files:
     """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
     folder.mkdir()
     progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
@@ -201,10 +196,10 @@ def _write_folder(
         files = write_tensors(folder, tensors, progress)
     finally:
         mx.set_cache_limit(limit)
-    files.append(write_text(folder / "config.json", json.dumps(config, indent=2) + "\n"))
+    files |= write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     for file in source.side_files() if source else []:
         copy = Path(shutil.copyfile(file, folder / file.name))
-        files.append(WrittenFile(copy.name, copy.stat().st_size, sha256(copy)))
+        files[copy.name] = {"bytes": copy.stat().st_size, "sha256": sha256(copy)}
     return files
 
 

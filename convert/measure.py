@@ -192,3 +192,16 @@ def difference(logits: Floats, reference: Floats) -> float:
         return float("inf")
     spread = float(reference[both].std()) or 1.0
     return float(np.abs(logits[both] - reference[both]).max()) / spread
+
+
+def check_logits(role: str, distance: float, source: Source, conversion: Conversion) -> float | None:
+    """Return the tolerated distance from `source`, None for a quantized part. Raises SelfTestFailed."""
+    if conversion.quantization is not None:
+        return None
+    tolerance = NARROWED if conversion.narrows(source) else SAME_TYPE
+    if not distance <= tolerance:
+        raise SelfTestFailed(
+            f"the logits of the converted {role} differ from the original's by {distance:.2g} standard "
+            f"deviations, {tolerance:g} are tolerated: nothing was written; please report this"
+        )
+    return tolerance

@@ -21,7 +21,7 @@ from mlx_spec.hub.progress import StageProgress
 
 from .acceptance import check_drafter
 from .drafter import convert_drafter
-from .measure import NARROWED, SAME_TYPE, SelfTestFailed, TestedConversion, difference, measure, texts
+from .measure import SelfTestFailed, TestedConversion, check_logits, difference, measure, texts
 from .target import convert_model
 from .write import DRAFTER, TARGET
 
@@ -72,13 +72,8 @@ def _check_target(subject: TestedConversion, progress: StageProgress) -> dict[st
     progress.stage("computing the converted target on the same texts")
     converted = measure(subject.target_folder, None, tokens)
     distance = difference(converted.logits, original.logits)
-    tolerance = NARROWED if conversion.narrows(subject.target) else SAME_TYPE
+    tolerance = check_logits("target", distance, subject.target, conversion)
     ratio = converted.perplexity / original.perplexity
-    if conversion.quantization is None and not distance <= tolerance:
-        raise SelfTestFailed(
-            f"the logits of the converted target differ from the original's by {distance:.2g} standard "
-            f"deviations, {tolerance:g} are tolerated: nothing was written; please report this"
-        )
     if not (math.isfinite(ratio) and ratio <= MAX_PERPLEXITY_RATIO):
         raise SelfTestFailed(
             f"the perplexity of the converted target is {converted.perplexity:.4g}, the original's is "
@@ -86,7 +81,7 @@ def _check_target(subject: TestedConversion, progress: StageProgress) -> dict[st
             "--no-self-test to have it nevertheless"
         )
     return {
-        "logits": {"difference": distance, "tolerance": None if conversion.quantization else tolerance},
+        "logits": {"difference": distance, "tolerance": tolerance},
         "perplexity": {"original": original.perplexity, "converted": converted.perplexity, "ratio": ratio},
     }
 

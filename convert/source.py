@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import repair_config
-from mlx_spec.hub.checkpoint import INDEX, OTHER_WEIGHTS, WEIGHTS, check_weights, read_published
-from mlx_spec.hub.files import AGAIN, one_line, sha256, shortened
+from mlx_spec.hub.checkpoint import INDEX, WEIGHTS, check_weights, read_published
+from mlx_spec.hub.files import AGAIN, one_line, sha256
 from mlx_spec.hub.progress import StageProgress
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -83,8 +83,6 @@ def open_source(name: str) -> Source:
     Raises NotFound and BadCheckpoint.
     """
     folder = find(name)
-    if not any(folder.glob(WEIGHTS)) and not (folder / INDEX).is_file():
-        _refuse_formats(folder)
     config = repair_config(read_published(folder))
     size = check_weights(folder)
     return Source(name, folder, config, tuple(sorted(folder.glob(WEIGHTS))), size)
@@ -124,13 +122,3 @@ def parse_quantization(choice: str, group_size: int | None) -> Quantization | No
 def cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Return `array` in another type if it holds floats."""
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
-
-
-def _refuse_formats(folder: Path) -> None:
-    """Raise BadCheckpoint for weights of another format."""
-    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
-    if others and not any(name.endswith(".safetensors") for name in others):
-        raise BadCheckpoint(
-            f"{folder} holds {shortened(others)}, and only safetensors are read, because other formats can "
-            "run code: use a checkpoint in safetensors"
-        )

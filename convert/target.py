@@ -17,14 +17,12 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_config, load_model, quantize_model
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.catalog import repairs
 from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import one_line, shortened
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.hub.weights import precision
 
 from .source import DTYPES, Quantization, Source
-
-LOADING_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)
 
 # Tensors that mlx-lm leaves out and that a language model can do without. Anything else is an error.
 HEAD = "a multi-token head"
@@ -71,10 +69,8 @@ def convert_model(source: Source, quantization: Quantization | None, dtype: str 
         with contextlib.redirect_stdout(io.StringIO()):
             model, config = load_unread(source.folder, seen)
     except LOADING_ERRORS as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else one_line(error)
-        raise BadCheckpoint(
-            f"{source.name} cannot be converted as {source.config['model_type']}: {problem}"
-        ) from error
+        kind = source.config["model_type"]
+        raise BadCheckpoint(f"{source.name} cannot be converted as {kind}: {one_line(error)}") from error
     used = sources_of(seen, list(dict(tree_flatten(model.parameters())).values()))
     if dtype is not None:
         _cast_as_mlx_lm(model, config, DTYPES[dtype])
@@ -116,8 +112,7 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
         own = {"sanitize": _recording_sanitize(model_class, config, seen)}
         return type(model_class.__name__, (model_class,), own), args_class
 
-    as_read = load_config(folder)
-    changed = {key: value for key, value in repair_config(as_read).items() if value != as_read.get(key)}
+    changed = repairs(load_config(folder))
     model, config = load_model(folder, lazy=True, model_config=changed, get_model_classes=classes)
     return model, config
 

@@ -12,9 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from glob import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -53,43 +51,14 @@ DTYPE_CODES = {
 }
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """One file of the output."""
-
-    name: str  # relative to the folder of its checkpoint
-    size: int  # bytes
-    sha256: str
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """A written target or drafter, and its source."""
-
-    name: str  # of the source, as given
-    revision: str | None
-    source_sha256: Mapping[str, str]  # of the source's weights, where they are published
-    family: str  # model_type of a target, family of a drafter
-    runnable: bool
-    quantization: Mapping[str, Any] | None
-    tensors: int
-    left_out: Mapping[str, str]  # source tensor -> why
-    unquantized: tuple[str, ...] = ()  # matrices left as they are although bits were given
-    notes: tuple[str, ...] = ()
-    files: tuple[WrittenFile, ...] = field(default=(), repr=False)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry of pair.json, which counts what is left out by its reason."""
-        values = asdict(self)
-        values["left_out"] = dict(Counter(self.left_out.values()))
-        values["files"] = {file.name: {"bytes": file.size, "sha256": file.sha256} for file in self.files}
-        return {key: value for key, value in values.items() if value not in (None, {}, ())}
+Files = dict[str, dict[str, Any]]  # name -> its bytes and sha256
+Part = dict[str, Any]  # an entry of pair.json
 
 
 def write_manifest(
     folder: Path,
-    target: WrittenPart,
-    drafter: WrittenPart | None,
+    target: Part,
+    drafter: Part | None,
     dtype: str | None,
     self_test: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -100,7 +69,7 @@ def write_manifest(
         "drafter": DRAFTER if drafter else None,
         "dtype": dtype or "as in the sources",
         "versions": {"mlx": version("mlx"), "mlx_lm": version("mlx-lm"), "mlx_spec": __version__},
-        "parts": {TARGET: target.as_json(), **({DRAFTER: drafter.as_json()} if drafter else {})},
+        "parts": {TARGET: target, **({DRAFTER: drafter} if drafter else {})},
         "self_test": dict(self_test),
     }
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -193,16 +162,16 @@ def _sync(folder: Path) -> None:
 # --- the files
 
 
-def write_text(file: Path, text: str) -> WrittenFile:
+def write_text(file: Path, text: str) -> Files:
     """Write a small file."""
     data = text.encode()
     with file.open("wb") as stream:
         stream.write(data)
         os.fsync(stream.fileno())
-    return WrittenFile(file.name, len(data), hashlib.sha256(data).hexdigest())
+    return {file.name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
 
 
-def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> list[WrittenFile]:
+def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> Files:
     """Write `tensors` in files of at most 5 GiB with an index. Empties `tensors`.
 
     Each tensor is computed when its turn comes and dropped at once, if the caller holds no other reference to
@@ -215,14 +184,14 @@ def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StagePro
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else ["model.safetensors"]
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    written = [
-        _write_shard(folder / name, shard, progress) for name, shard in zip(names, shards, strict=True)
-    ]
+    written: Files = {}
+    for name, shard in zip(names, shards, strict=True):
+        written |= _write_shard(folder / name, shard, progress)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return [*written, write_text(folder / INDEX, json.dumps(index, indent=2))]
+    return written | write_text(folder / INDEX, json.dumps(index, indent=2))
 
 
-def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress) -> WrittenFile:
+def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress) -> Files:
     digest = hashlib.sha256()
     size = 0
     with file.open("xb") as stream:
@@ -246,7 +215,7 @@ def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress
             mx.clear_cache()
         stream.flush()
         os.fsync(stream.fileno())
-    return WrittenFile(file.name, size, digest.hexdigest())
+    return {file.name: {"bytes": size, "sha256": digest.hexdigest()}}
 
 
 def _header(shard: dict[str, mx.array]) -> bytes:

@@ -24,9 +24,10 @@ from mlx_spec.hub.catalog import (
     made_for,
     mlx_lm_module,
     repair_config,
+    repairs,
 )
 from mlx_spec.hub.checkpoint import check_weights, integer, read_config, read_published, text_config
-from mlx_spec.hub.files import one_line, read_object
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -256,18 +257,17 @@ def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_config, load_model
 
     try:
-        as_read = load_config(folder)
-        changed = {key: value for key, value in repair_config(as_read).items() if value != as_read.get(key)}
-        model, _ = load_model(folder, strict=True, model_config=changed)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else one_line(error)
-        raise BadCheckpoint(f"{folder} cannot be loaded as {config['model_type']}: {problem}") from error
+        model, _ = load_model(folder, strict=True, model_config=repairs(load_config(folder)))
+    except LOADING_ERRORS as error:
+        kind = config["model_type"]
+        raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
     return model
 
 
 def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
     """Return the number of columns of the logits, padding included."""
-    return integer(text_config(config), "vocab_size") or max(text.vocabulary().values()) + 1
+    found = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
+    return found or max(text.vocabulary().values()) + 1
 
 
 def _context(config: Mapping[str, Any]) -> int | None:

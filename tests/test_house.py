@@ -49,6 +49,7 @@ SYNCS = {
     "mlx_spec/engine.py": "the one copy to the host that decides a round",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
     "mlx_spec/grammar/": "a grammar reads a draft before it is verified",
+    "mlx_spec/drafters/medusa.py": "reads a draft that was verified already",
     "mlx_spec/sampling/logprobs.py": "the one copy that reads the log-probabilities of a round",
     "mlx_spec/load.py": "weights are read before the first question",
     "mlx_spec/policy/calibrate.py": "measures seconds",

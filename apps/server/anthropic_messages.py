@@ -17,7 +17,8 @@ from mlx_spec.sampling import Sampling
 from . import parsing
 from .errors import Failure, anthropic_body, invalid, unsupported
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
-from .http import Engine, Json, named_event, respond
+from .http import Api, Json, named_event
+from .metrics import CountedEngine
 from .parsing import Fields
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
 from .settings import Settings
@@ -140,16 +141,7 @@ class MessagesBody(PromptBody):
 # --- from the body to a request
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
-    """Answer a conversation, whole or as a stream."""
-    body = await parsing.read_body(http_request, MessagesBody)
-    request = parse(body, engine.resolve(body.model or None))
-    parsing.check_limits(request, settings.limits)
-    writer = MessageWriter(body, request)
-    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
-
-
-async def count_tokens(http_request: Request, engine: Engine, settings: Settings) -> Response:
+async def count_tokens(http_request: Request, *, engine: CountedEngine, settings: Settings) -> Response:
     """Count the tokens of a prompt without answering it."""
     body = await parsing.read_body(http_request, PromptBody)
     request = GenerationRequest(engine.resolve(body.model or None), _parse_chat(body), Sampling())
@@ -413,3 +405,6 @@ def _usage_json(usage: Usage) -> Json:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
+
+
+API = Api(MessagesBody, parse, MessageWriter)

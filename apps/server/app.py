@@ -7,8 +7,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,7 +27,7 @@ from mlx_spec.errors import InvalidValue
 from . import anthropic_messages, log, openai_chat, openai_completions, openai_responses
 from .engine_thread import EngineThread
 from .errors import unknown_model
-from .http import LastResort, add_error_handlers
+from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import ModelCard
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
@@ -37,12 +38,11 @@ RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
 CLOSE_POLL_S = 0.02  # between two checks whether it has
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
-POST_ROUTES = {
-    "/v1/chat/completions": openai_chat.create,
-    "/v1/completions": openai_completions.create,
-    "/v1/responses": openai_responses.create,
-    "/v1/messages": anthropic_messages.create,
-    "/v1/messages/count_tokens": anthropic_messages.count_tokens,
+APIS = {
+    "/v1/chat/completions": openai_chat.API,
+    "/v1/completions": openai_completions.API,
+    "/v1/responses": openai_responses.API,
+    "/v1/messages": anthropic_messages.API,
 }
 
 
@@ -69,8 +69,11 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     )
     metrics = Metrics(engine.status)
     counted = CountedEngine(engine, metrics)
-    for path, answer in POST_ROUTES.items():
-        app.add_route(path, _endpoint(answer, counted, settings), methods=["POST"])
+    for path, api in APIS.items():
+        endpoint = partial(answer, engine=counted, settings=settings, api=api)
+        app.add_route(path, endpoint, methods=["POST"])
+    count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
+    app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
     app.include_router(page.router())
     add_error_handlers(app)
@@ -83,17 +86,6 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(RequestCounter, metrics=metrics, paths=paths)  # the last one added is the outermost
     return app
-
-
-def _endpoint(
-    answer: Callable[[Request, CountedEngine, Settings], Awaitable[Response]],
-    engine: CountedEngine,
-    settings: Settings,
-) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(http_request: Request) -> Response:
-        return await answer(http_request, engine, settings)
-
-    return endpoint
 
 
 def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> None:

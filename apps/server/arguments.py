@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -16,8 +17,9 @@ from ..command import MODEL, BadOptions, Version, above_zero, option
 DEMO = "demo"
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
-MODELS = "Models (the first is loaded at once, the others when asked for)"
-NETWORK, SIZES = "Network", "Limits"
+model_option = partial(option, panel="Models (the first is loaded at once, the others when asked for)")
+network_option = partial(option, panel="Network")
+limit_option = partial(option, panel="Limits")
 
 
 @dataclass(frozen=True)
@@ -28,98 +30,80 @@ class Options:
 
     target: Annotated[
         str | None,
-        option(
+        model_option(
             value=MODEL,
             help="model that answers: Hugging Face name or folder",
             default="the small bundled demo",
-            panel=MODELS,
         ),
     ] = None
     drafter: Annotated[
         str | None,
-        option(
+        model_option(
             value=MODEL,
             help='model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding',
             default="the one made for the target, if there is one",
-            panel=MODELS,
         ),
     ] = None
     model: Annotated[
         list[str] | None,
-        option(value=NAMED, help="one more model and the name it goes by; may be repeated", panel=MODELS),
+        model_option(value=NAMED, help="one more model and the name it goes by; may be repeated"),
     ] = None
-    alias: Annotated[list[str] | None, option(value=ALIAS, help="another name of a model", panel=MODELS)] = (
-        None
-    )
+    alias: Annotated[list[str] | None, model_option(value=ALIAS, help="another name of a model")] = None
     pin: Annotated[
-        list[str] | None, option(value="NAME", help="never unload this model once it is loaded", panel=MODELS)
+        list[str] | None, model_option(value="NAME", help="never unload this model once it is loaded")
     ] = None
     num_draft_tokens: Annotated[
         int | None,
-        option(
-            value="K",
-            help="draft tokens in each round; 0 is no speculation",
-            default="what pays",
-            panel=MODELS,
-            min=0,
+        model_option(
+            value="K", help="draft tokens in each round; 0 is no speculation", default="what pays", min=0
         ),
     ] = None
-    kv_bits: Annotated[
-        Literal[4, 8] | None, option(help="quantize the KV cache", default="do not", panel=MODELS)
-    ] = None
+    kv_bits: Annotated[Literal[4, 8] | None, model_option(help="quantize the KV cache", default="do not")] = (
+        None
+    )
 
     host: Annotated[
-        str,
-        option(value="HOST", help="address to listen on; the default is this machine only", panel=NETWORK),
+        str, network_option(value="HOST", help="address to listen on; the default is this machine only")
     ] = Settings.host
-    port: Annotated[int, option(value="N", help="0 is any", panel=NETWORK, min=0, max=65535)] = Settings.port
-    api_key: Annotated[
-        str | None, option(value="KEY", help="refuse requests without this key", panel=NETWORK)
-    ] = None
-    api_key_file: Annotated[
-        Path | None, option(value="FILE", help="the same, read from a file", panel=NETWORK)
-    ] = None
+    port: Annotated[int, network_option(value="N", help="0 is any", min=0, max=65535)] = Settings.port
+    api_key: Annotated[str | None, network_option(value="KEY", help="refuse requests without this key")] = (
+        None
+    )
+    api_key_file: Annotated[Path | None, network_option(value="FILE", help="the same, read from a file")] = (
+        None
+    )
     allow_host: Annotated[
         list[str] | None,
-        option(value="NAME", help="another name under which the server may be addressed", panel=NETWORK),
+        network_option(value="NAME", help="another name under which the server may be addressed"),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        option(
+        network_option(
             value="ORIGIN",
             help="web pages that may use the server, such as http://localhost:3000",
             default="only its own",
-            panel=NETWORK,
         ),
     ] = None
     log_file: Annotated[
-        Path | None, option(value="FILE", help="log requests: path, status, seconds", panel=NETWORK)
+        Path | None, network_option(value="FILE", help="log requests: path, status, seconds")
     ] = None
 
     memory: Annotated[
         float | None,
-        option(
-            value="GB", help="for weights and caches", default="what fits", panel=SIZES, callback=above_zero
-        ),
+        limit_option(value="GB", help="for weights and caches", default="what fits", callback=above_zero),
     ] = None
     idle: Annotated[
         float | None,
-        option(
-            value="SECONDS",
-            help="unload a model after that long",
-            default="never",
-            panel=SIZES,
-            callback=above_zero,
+        limit_option(
+            value="SECONDS", help="unload a model after that long", default="never", callback=above_zero
         ),
     ] = None
-    max_waiting: Annotated[int, option(value="N", help="requests in the queue", panel=SIZES, min=0)] = (
-        LIMITS.waiting
-    )
-    max_running: Annotated[int, option(value="N", help="requests that take turns", panel=SIZES, min=1)] = (
+    max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = LIMITS.waiting
+    max_running: Annotated[int, limit_option(value="N", help="requests that take turns", min=1)] = (
         LIMITS.running
     )
     conversations: Annotated[
-        int, option(value="N", help="conversations kept with their caches, per model", panel=SIZES, min=1)
+        int, limit_option(value="N", help="conversations kept with their caches, per model", min=1)
     ] = Settings.conversations
 
     def settings(self) -> Settings:

@@ -139,7 +139,7 @@ class EngineThread:
         self._waiting: list[Job] = []
         self._running: list[Job] = []
         self._state: State = "loading"
-        self._draining = self._closing = False
+        self._closing = False
         self._blocked = False  # the first job in the queue needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
@@ -201,25 +201,18 @@ class EngineThread:
         except Exception as error:
             raise to_failure(error) from error
 
-    def drain(self) -> None:
-        """Admit no more requests; answer those that were admitted."""
-        with self._changed:
-            self._draining = True
-            if self._state != "closed":
-                self._state = "draining"
-            self._changed.notify_all()
-
     def close(self) -> None:
         """End all: requests without an answer fail with 503. Returns when the thread is done."""
-        self.drain()
         with self._changed:
             self._closing = True
+            if self._state != "closed":
+                self._state = "draining"
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
 
     def _check_open(self) -> None:
-        if self._draining:
+        if self._closing:
             raise unavailable("the server is shutting down", "shutting_down")
         if self._state == "loading":
             raise unavailable("the server is loading its model: try again soon", "loading")
@@ -259,7 +252,7 @@ class EngineThread:
         except Exception as error:
             self._problem = str(error.__cause__ or error)
         with self._changed:
-            if not self._draining:
+            if not self._closing:
                 self._state = "failed" if self._problem else "ready"
         self._read_memory()
         self._first_loaded.set()

@@ -6,6 +6,7 @@ The engine thread sends events; the protocol files write them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +66,7 @@ class RoundDone:
 
     index: int
     statistics: Statistics  # of the choice so far
+    drafters: Sequence[str]  # their names, by the index that `statistics.by_drafter` has
 
 
 @dataclass(frozen=True)

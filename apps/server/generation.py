@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
@@ -73,9 +73,9 @@ def prepare(
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(text)
     sampling = request.sampling
-    if use is not None and dialect is not None:
-        bias = {**(sampling.logit_bias or {}), **tool_call_ban(dialect, use)}
-        sampling = replace(sampling, logit_bias=bias or None)
+    if use is not None and dialect is not None and use.choice == "none":
+        ban = {dialect.open: float("-inf")}
+        sampling = replace(sampling, logit_bias={**(sampling.logit_bias or {}), **ban})
     format = _output_format(request, dialect, use)
     if format is not None:
         sampling = replace(sampling, grammar=_compile(format, request, grammars, limits))
@@ -146,7 +146,7 @@ class Generation:
             with self._model.prefix_cache.borrow(prompt) as sequence:
                 for i in range(self._request.n):
                     yield from self._generate_choice(prepared, sequence, number, i)
-        self._send(Finished(self._usage(prepared), self._timings()))
+        self._send(self._finished(prepared))
 
     def _check_prompt(self, prompt: list[int]) -> None:
         try:
@@ -255,11 +255,11 @@ class Generation:
                 prefill_seconds = 0.0
                 yield
 
-    def _usage(self, prepared: PreparedRequest) -> Usage:
+    def _finished(self, prepared: PreparedRequest) -> Finished:
         total = added([choice.statistics for choice in self._choices])
         expected = prepared.prediction
         counts = [prediction_counts(expected, choice.tokens) for choice in self._choices if expected]
-        return Usage(
+        usage = Usage(
             total.prompt_tokens,
             total.reused_tokens,
             sum(len(choice.tokens) for choice in self._choices),
@@ -267,12 +267,9 @@ class Generation:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-
-    def _timings(self) -> Timings:
-        drafted = dict.fromkeys(source for choice in self._choices for source in choice.drafted)
-        total = added([choice.statistics for choice in self._choices])
-        return Timings(
-            total, "+".join(drafted) or None, self._queued_seconds, self._first_token_seconds or 0.0
+        drafted = "+".join(dict.fromkeys(source for choice in self._choices for source in choice.drafted))
+        return Finished(
+            usage, Timings(total, drafted or None, self._queued_seconds, self._first_token_seconds or 0.0)
         )
 
 
@@ -317,7 +314,7 @@ class ChoiceStream:
         if round.drafter is not None and round.drafted:
             self.drafted[self._sources[round.drafter]] = None
         yield from self._events(self._answer.read(round, round.logprobs))
-        yield RoundDone(self._index, self.statistics)
+        yield RoundDone(self._index, self.statistics, self._sources)
 
     def end(self) -> Iterator[Event]:
         """Yield the text that was held back, and the reason of the end."""

@@ -1,6 +1,6 @@
 """From the engine thread to HTTP: events to the event loop, streams, and failures as responses.
 
-The route of a protocol parses a body, and calls `respond` with a `Writer` for its answers.
+Each protocol is an `Api`: a body, its parser, and a `Writer` for its answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
 from .log import LOG
+from .metrics import CountedEngine
+from .parsing import check_limits, read_body
 from .request import GenerationRequest
 from .settings import Settings
 
@@ -35,30 +38,6 @@ STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptRead, RoundDone, Choi
 
 T = TypeVar("T")
 Json = dict[str, Any]
-
-
-class AdmittedRequest(Protocol):
-    """An admitted request."""
-
-    def cancel(self) -> None:
-        """End the request within a round. Does nothing if it has ended."""
-        ...
-
-
-class Engine(Protocol):
-    """The engine as the routes use it. They call `resolve` and `submit` on the event loop."""
-
-    def resolve(self, name: str | None) -> str:
-        """Return the model that a name stands for, or the first for None. Raises Failure (404)."""
-        ...
-
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> AdmittedRequest:
-        """Admit a request; `send` is called on the engine thread. Raises Failure (404, 429, 503)."""
-        ...
-
-    def count_tokens(self, request: GenerationRequest) -> int:
-        """Return the number of tokens of the prompt, after a while. Raises Failure."""
-        ...
 
 
 class Writer(Protocol):
@@ -157,7 +136,7 @@ class EventQueue:
 
 
 async def read_events(
-    engine: Engine,
+    engine: CountedEngine,
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
@@ -180,20 +159,25 @@ async def read_events(
 # --- answers
 
 
-async def respond(
-    http_request: Request,
-    engine: Engine,
-    request: GenerationRequest,
-    writer: Writer,
-    settings: Settings,
-    *,
-    stream: bool,
-) -> Response:
-    """Answer a request, whole or as a stream. The request is cancelled when the client hangs up.
+@dataclass(frozen=True)
+class Api:
+    """A protocol: the form of its bodies, how to read one, and how to write an answer."""
+
+    body: type[Any]
+    parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
+    writer: Callable[[Any, GenerationRequest], Writer]
+
+
+async def answer(http_request: Request, *, engine: CountedEngine, settings: Settings, api: Api) -> Response:
+    """Answer a request, whole or as a stream. It is cancelled when the client hangs up.
 
     Raises Failure if the request is not admitted, or fails before its response begins.
     """
-    if not stream:
+    body = await read_body(http_request, api.body)
+    request = api.parse(body, engine.resolve(body.model or None))
+    check_limits(request, settings.limits)
+    writer = api.writer(body, request)
+    if not body.stream:
         events = await _while_connected(http_request, _collect(engine, request))
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)
@@ -236,7 +220,7 @@ def _one_line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
 
-async def _collect(engine: Engine, request: GenerationRequest) -> list[Event]:
+async def _collect(engine: CountedEngine, request: GenerationRequest) -> list[Event]:
     found: list[Event] = []
     async with aclosing(read_events(engine, request, wakes=LAST_EVENTS)) as source:
         async for event in source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -12,13 +13,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_spec.session import Statistics
+from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
-from .engine_thread import Status
+from .engine_thread import EngineThread, Job, Status
 from .errors import Failure
 from .events import Event, Failed, Finished, PromptRead, RoundDone
-from .http import AdmittedRequest, Engine
 from .log import LOG
 from .request import GenerationRequest
 
@@ -44,7 +44,7 @@ class Metrics:
         self.drafts = self._counter("spec_decode_num_drafts", "Rounds that drafted.", "model")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "Verified draft tokens.", "model")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted ones.", "model")
-        at = ("model", "position")  # from 0, as vLLM counts them
+        at = ("model", "drafter", "position")  # from 0, as vLLM counts them
         self.drafted_at = self._counter("spec_decode_num_draft_tokens_per_pos", "By position.", *at)
         self.accepted_at = self._counter("spec_decode_num_accepted_tokens_per_pos", "By position.", *at)
         self.plain = self._counter("plain_seconds", "Plain decoding of the compared tokens.", "model")
@@ -68,8 +68,9 @@ class Metrics:
         self.prompt.labels(model).inc(event.prompt_tokens)
         self.cached.labels(model).inc(event.cached_tokens)
 
-    def count_rounds(self, model: str, before: Statistics, now: Statistics) -> None:
+    def count_rounds(self, model: str, before: Statistics, event: RoundDone) -> None:
         """Count what a choice generated since it was counted last."""
+        now = event.statistics
         for counter, old, new in (
             (self.generated, before.generated_tokens, now.generated_tokens),
             (self.seconds, before.decode_seconds, now.decode_seconds),
@@ -80,13 +81,14 @@ class Metrics:
             (self.compared, before.compared_seconds, now.compared_seconds),
         ):
             counter.labels(model).inc(new - old)
-        for counter, before_at, now_at in (
-            (self.drafted_at, before.drafted_at, now.drafted_at),
-            (self.accepted_at, before.accepted_at, now.accepted_at),
-        ):
-            for position, count in enumerate(now_at):
-                known = before_at[position] if position < len(before_at) else 0
-                counter.labels(model, str(position)).inc(count - known)
+        for drafter, positions in now.by_drafter.items():
+            known = before.by_drafter.get(drafter, Positions())
+            for counter, old_at, new_at in (
+                (self.drafted_at, known.drafted, positions.drafted),
+                (self.accepted_at, known.accepted, positions.accepted),
+            ):
+                for position, (new, old) in enumerate(zip_longest(new_at, old_at, fillvalue=0)):
+                    counter.labels(model, event.drafters[drafter], str(position)).inc(new - old)
         self._show_latest(model, now)
 
     def count_answer(self, model: str, event: Finished) -> None:
@@ -104,7 +106,7 @@ class Metrics:
     def json(self) -> dict[str, Any]:
         """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
 
-        Metrics by position are lists. Buckets of histograms are left out.
+        Metrics by position are lists, added up over the drafters. Buckets of histograms are left out.
         """
         models: dict[str, dict[str, Any]] = {}
         for sample in (sample for family in self.registry.collect() for sample in family.samples):
@@ -114,8 +116,11 @@ class Metrics:
             found = models.setdefault(model, {})
             if not labels:
                 found[name] = sample.value
-            elif "position" in labels:  # positions are counted in order from 0
-                found.setdefault(name, []).append(sample.value)
+            elif "position" in labels:
+                by_position = found.setdefault(name, [])
+                position = int(labels["position"])
+                by_position += [0.0] * (position + 1 - len(by_position))
+                by_position[position] += sample.value
             elif "kind" in labels:
                 found[f"{labels['kind']}_bytes"] = sample.value
         status = self._status()
@@ -180,14 +185,14 @@ class _StatusCollector(Collector):
 class CountedEngine:
     """An engine whose requests are counted while they run."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineThread, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self.resolve = engine.resolve
         self.count_tokens = engine.count_tokens
 
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> AdmittedRequest:
-        """Admit a request, as the engine does."""
+    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> CountedJob:
+        """Admit a request as the engine does; `send` is called on its thread."""
         job = CountedJob(self._metrics, request.model)
 
         def counted(event: Event) -> None:
@@ -205,19 +210,19 @@ class CountedJob:
         self._metrics, self._model = metrics, model
         self._lock = threading.Lock()  # events come on the engine thread, `cancel` is called on another
         self._counted: dict[int, Statistics] = {}  # by choice
-        self._latest: dict[int, Statistics] = {}  # by choice, those that are not counted yet
+        self._latest: dict[int, RoundDone] = {}  # by choice, those that are not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
-        self.job: AdmittedRequest | None = None
+        self.job: Job | None = None
 
     def read(self, event: Event) -> None:
         """Count an event."""
         match event:
             case PromptRead():
                 self._metrics.count_prompt(self._model, event)
-            case RoundDone(index=index, statistics=statistics):
+            case RoundDone(index=index):
                 with self._lock:
-                    self._latest[index] = statistics
+                    self._latest[index] = event
                     if time.monotonic() - self._last_count >= COUNT_INTERVAL_S:
                         self._count()
             case Finished():
@@ -243,9 +248,9 @@ class CountedJob:
 
     def _count(self) -> None:
         self._last_count = time.monotonic()
-        for index, statistics in self._latest.items():
-            self._metrics.count_rounds(self._model, self._counted.get(index, Statistics()), statistics)
-        self._counted |= self._latest
+        for index, event in self._latest.items():
+            self._metrics.count_rounds(self._model, self._counted.get(index, Statistics()), event)
+            self._counted[index] = event.statistics
         self._latest = {}
 
 

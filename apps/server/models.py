@@ -21,7 +21,7 @@ from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub import cached
 from mlx_spec.hub.catalog import repair_config
-from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.hub.checkpoint import integer, read_config, text_config
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
@@ -293,8 +293,8 @@ def memory_need(served: ServedModel) -> MemoryNeed:
     """
     checkpoints = _checkpoints(served)
     config = read_config(checkpoints[0])
-    longest = (config.get("text_config") or config).get("max_position_embeddings")
-    context = min(longest, MAX_RESERVED_TOKENS) if isinstance(longest, int) else MAX_RESERVED_TOKENS
+    longest = integer(text_config(config), "max_position_embeddings") or MAX_RESERVED_TOKENS
+    context = min(longest, MAX_RESERVED_TOKENS)
     sizes = [decode_sizes(folder, context) for folder in checkpoints]
     return MemoryNeed(
         sum(int(size.held) for size in sizes), sum(int(size.kv_held) for size in sizes), context

@@ -6,15 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_spec.types import TokenLogprob
 
 from . import parsing
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, PromptRead, TextDelta, ToolCall, logprob_json
-from .http import Engine, Json, respond
+from .http import Api, Json
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -28,7 +26,6 @@ from .openai_common import (
 )
 from .parsing import Fields, Parts
 from .request import Chat, GenerationRequest, Tool, ToolUse
-from .settings import Limits, Settings
 
 REFUSED = {  # field that is not declared below -> why it is not supported
     "audio": "answers are text",
@@ -123,31 +120,21 @@ class ChatBody(CompletionBody):
 # --- from the body to a request
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
-    """Answer a conversation, whole or as a stream."""
-    body = await parsing.read_body(http_request, ChatBody)
-    request = parse(body, engine.resolve(body.model or None), settings.limits)
-    writer = ChatWriter(body, request)
-    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
-
-
-def parse(body: ChatBody, model: str, limits: Limits) -> GenerationRequest:
+def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     check_options(body, REFUSED)
     _check_supported(body)
-    request = GenerationRequest(
+    return GenerationRequest(
         model=model,
         prompt=Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body)),
         sampling=parse_sampling(body),
         max_tokens=parse_max_tokens(body, 1),
         stop=parse_stop(body),
-        n=parse_n(body, 1, limits),
+        n=parse_n(body),
         top_logprobs=_parse_logprobs(body),
         format=parse_format(body),
         prediction=parse_prediction(body),
     )
-    parsing.check_limits(request, limits)
-    return request
 
 
 def _check_supported(body: ChatBody) -> None:
@@ -291,39 +278,30 @@ class ChatWriter(ChunkWriter):
         return {**_delta_choice(event.index, {}), "finish_reason": event.reason}
 
     def _choices(self, events: Iterable[Event]) -> list[Json]:
-        found = [_WholeChoice() for _ in range(self._n)]
+        found: list[list[Event]] = [[] for _ in range(self._n)]
         for event in events:
             if isinstance(event, TextDelta | ToolCall | ChoiceEnded):
-                found[event.index].add(event)
-        return [choice.json(i, with_logprobs=self._with_logprobs) for i, choice in enumerate(found)]
+                found[event.index].append(event)
+        return [self._choice(i, own) for i, own in enumerate(found)]
 
-
-class _WholeChoice:
-    def __init__(self) -> None:
-        self._texts = {"answer": "", "thinking": ""}
-        self._calls: list[Json] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._reason: str | None = None
-
-    def add(self, event: TextDelta | ToolCall | ChoiceEnded) -> None:
-        match event:
-            case TextDelta(kind=kind, text=text):
-                self._texts[kind] += text
-                self._logprobs += event.logprobs if kind == "answer" else ()
-            case ToolCall():
-                self._calls.append(_call_json(event))
-            case ChoiceEnded(reason=reason):
-                self._reason = reason
-
-    def json(self, index: int, *, with_logprobs: bool) -> Json:
-        content: str | None = self._texts["answer"]
-        if self._calls and not content:
-            content = None
+    def _choice(self, index: int, events: Iterable[Event]) -> Json:
+        texts, calls, reason = {"answer": "", "thinking": ""}, list[Json](), None
+        tokens: list[TokenLogprob] = []
+        for event in events:
+            match event:
+                case TextDelta(kind=kind, text=text):
+                    texts[kind] += text
+                    tokens += event.logprobs if kind == "answer" else ()
+                case ToolCall():
+                    calls.append(_call_json(event))
+                case ChoiceEnded():
+                    reason = event.reason
+        content = texts["answer"] or (None if calls else "")
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": self._texts["thinking"]} if self._texts["thinking"] else {}
-        message |= {"tool_calls": self._calls} if self._calls else {}
-        logprobs = _logprobs_json(self._logprobs) if with_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason}
+        message |= {"reasoning_content": texts["thinking"]} if texts["thinking"] else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = _logprobs_json(tokens) if self._with_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _delta_choice(index: int, delta: Json) -> Json:
@@ -336,3 +314,6 @@ def _call_json(call: ToolCall) -> Json:
 
 def _logprobs_json(tokens: Iterable[TokenLogprob]) -> Json:
     return {"content": [logprob_json(token) for token in tokens], "refusal": None}
+
+
+API = Api(ChatBody, parse, ChatWriter)

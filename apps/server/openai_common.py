@@ -32,7 +32,6 @@ from .http import Json, data_event
 from .log import LOG
 from .parsing import MAX_SHOWN_CHARS, Fields, Parts, make_sampling, part_texts
 from .request import OutputFormat
-from .settings import Limits
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
@@ -174,14 +173,11 @@ def parse_stop(body: CompletionBody) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop))
 
 
-def parse_n(body: CompletionBody, prompts: int, limits: Limits) -> int:
+def parse_n(body: CompletionBody) -> int:
     """Return the number of choices for each prompt. Raises Failure (400)."""
     n = 1 if body.n is None else body.n
     if n < 1:
         raise invalid(f"n: {n} choices, the least is 1", "n")
-    if n * prompts > limits.choices:
-        of = f" for {prompts} prompts" if prompts > 1 else ""
-        raise unsupported(f"n: {n} choices{of}: a request may have {limits.choices} in all", "n")
     return n
 
 
@@ -242,9 +238,9 @@ class ChunkWriter(ABC):
         self._pending: TextDelta | None = None  # text of a round that is not over
         self._last: Json | None = None  # the chunk that ended a choice
 
-    @abstractmethod
     def _start(self, event: Event) -> Iterable[Json]:
-        """Yield choices for an event that is no text: the begin of an answer, a tool call."""
+        """Return choices for an event that is no text: the begin of an answer, a tool call."""
+        return ()
 
     @abstractmethod
     def _delta(self, delta: TextDelta) -> Json:

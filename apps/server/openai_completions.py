@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_spec.types import TokenLogprob
 
-from . import parsing
 from .errors import invalid, unsupported
 from .events import ChoiceEnded, Event, TextDelta, finite
-from .http import Engine, Json, respond
+from .http import Api, Json
 from .openai_common import (
     ChunkWriter,
     CompletionBody,
@@ -28,7 +25,6 @@ from .openai_common import (
     parse_stop,
 )
 from .request import GenerationRequest, RawPrompts
-from .settings import Limits, Settings
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
 PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those"
@@ -44,39 +40,26 @@ class TextBody(CompletionBody):
     suffix: str | None = None
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
-    """Continue texts, whole or as a stream."""
-    body = await parsing.read_body(http_request, TextBody)
-    request = parse(body, engine.resolve(body.model or None), settings.limits)
-    writer = TextWriter(body, request)
-    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
-
-
-def parse(body: TextBody, model: str, limits: Limits) -> GenerationRequest:
+def parse(body: TextBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     check_options(body)
     if body.suffix:
         raise unsupported("suffix: text can only be continued here, not filled in", "suffix")
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
-    prompts = _parse_prompts(body.prompt)
-    if len(prompts) > limits.choices:
-        raise invalid(f"prompt: {len(prompts)} prompts, {limits.choices} are the most", "prompt")
     max_tokens = parse_max_tokens(body, 0 if body.echo else 1)
-    request = GenerationRequest(
+    return GenerationRequest(
         model=model,
-        prompt=RawPrompts(prompts, echo=bool(body.echo)),
+        prompt=RawPrompts(_parse_prompts(body.prompt), echo=bool(body.echo)),
         sampling=parse_sampling(body),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         stop=parse_stop(body),
-        n=parse_n(body, len(prompts), limits),
+        n=parse_n(body),
         top_logprobs=body.logprobs,
         format=parse_format(body),
         prediction=parse_prediction(body),
         prompt_param="prompt",
     )
-    parsing.check_limits(request, limits)
-    return request
 
 
 def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -112,9 +95,6 @@ class TextWriter(ChunkWriter):
         self._with_logprobs = request.top_logprobs is not None
         assert isinstance(request.prompt, RawPrompts)
         self._lengths = [0] * len(request.prompt.prompts) * request.n  # characters of each choice so far
-
-    def _start(self, event: Event) -> Iterator[Json]:
-        return iter(())
 
     def _delta(self, delta: TextDelta) -> Json:
         start = self._lengths[delta.index]
@@ -178,3 +158,6 @@ def _token_text(token: bytes) -> str:
         return token.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+API = Api(TextBody, parse, TextWriter)

@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BeforeValidator, ConfigDict, Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from . import parsing
 from .errors import Failure, invalid, unsupported
@@ -28,10 +26,9 @@ from .events import (
     logprob_json,
     timings_json,
 )
-from .http import Engine, Json, named_event, respond
+from .http import Api, Json, named_event
 from .parsing import ContentPart, Fields, Parts
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
-from .settings import Limits, Settings
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
@@ -148,20 +145,12 @@ class ResponsesBody(Fields):
 # --- from the body to a request
 
 
-async def create(http_request: Request, engine: Engine, settings: Settings) -> Response:
-    """Answer a conversation, whole or as a stream."""
-    body = await parsing.read_body(http_request, ResponsesBody)
-    request = parse(body, engine.resolve(body.model or None), settings.limits)
-    writer = ResponseWriter(body, request)
-    return await respond(http_request, engine, request, writer, settings, stream=bool(body.stream))
-
-
-def parse(body: ResponsesBody, model: str, limits: Limits) -> GenerationRequest:
+def parse(body: ResponsesBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     _check_supported(body)
     effort = body.reasoning.effort if body.reasoning else None
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
-    request = GenerationRequest(
+    return GenerationRequest(
         model=model,
         prompt=Chat(
             messages=_parse_messages(body),
@@ -175,8 +164,6 @@ def parse(body: ResponsesBody, model: str, limits: Limits) -> GenerationRequest:
         format=_parse_format(body.text),
         prompt_param="input",
     )
-    parsing.check_limits(request, limits)
-    return request
 
 
 def _check_supported(body: ResponsesBody) -> None:
@@ -496,3 +483,6 @@ def _error_code(failure: Failure) -> str:
     if failure.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if failure.status < 500 else "server_error"
+
+
+API = Api(ResponsesBody, parse, ResponseWriter)

@@ -95,7 +95,13 @@ def check_accepted(field: str, value: str | None, *accepted: str) -> None:
 
 def check_limits(request: GenerationRequest, limits: Limits) -> None:
     """Raise Failure (400) if a request asks for more than the server gives to one."""
-    tools = request.prompt.tools.tools if isinstance(request.prompt, Chat) and request.prompt.tools else ()
+    prompt, n = request.prompt, request.n
+    prompts = 1 if isinstance(prompt, Chat) else len(prompt.prompts)
+    _check_count("prompts", prompts, limits.choices, request.prompt_param)
+    if n * prompts > limits.choices:
+        of = f" for {prompts} prompts" if prompts > 1 else ""
+        raise unsupported(f"n: {n} choices{of}: a request may have {limits.choices} in all", "n")
+    tools = prompt.tools.tools if isinstance(prompt, Chat) and prompt.tools else ()
     _check_count("stop strings", len(request.stop), limits.stop_strings, "stop")
     _check_count("tools", len(tools), limits.tools, "tools")
     for name, times in Counter(tool.name for tool in tools).items():

@@ -1,7 +1,8 @@
 """Tool calls in a model's own syntax: find it, write tools into the prompt, read calls from answers.
 
 The syntax of a model is the one whose parser reads what the model's own chat template writes. A call is
-parsed when its closing marker is read; text between the markers that is no call stays text of the answer.
+parsed when its closing marker is read; text between the markers that is no call becomes text of the answer,
+without markup.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class ToolFormat:
 class ToolCallReader:
     """Reads the tool calls of one choice: parts of kind "call" in, events out.
 
-    What is no call, or was cut off, becomes text of the answer, markers included. A cut does not change the
-    finish reason: it stays "length".
+    What is no call, or was cut off, becomes text of the answer without markup, so that no client shows that
+    to its user. A cut does not change the finish reason: it stays "length".
     """
 
     def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool]) -> None:
@@ -112,11 +113,23 @@ class ToolCallReader:
             call_id = f"call_{secrets.token_hex(12)}"
             events.append(ToolCall(self._index, self.complete, call_id, name, arguments))
             self.complete += 1
-        if rest or not calls:  # markers with nothing between them are text as well
-            text = self._syntax.marks.open + rest + (self._syntax.marks.close if closed else "")
+        if (text := without_markup(rest, self._syntax.marks)) or (logprobs and not calls):
             spans = (SourceSpan(text, None, 0),)
             events.append(TextDelta(self._index, "answer", text, () if calls else logprobs, spans))
         return events
+
+
+# Special tokens such as <|tool_call>, and the tags of calls, also one that the end of the answer cut off.
+_MARKUP = re.compile(
+    r"<\|[^<>|]+\|?>|<\w+\|>"
+    r"|</?(?:atem:)?(?:function|parameter|invoke|(?:longcat_)?arg_(?:key|value)|escape)\b[^<>]*(?:>|$)"
+)
+
+
+def without_markup(body: str, markers: Markers) -> str:
+    """Return the text of a body that is no call, as a user may see it."""
+    body = body.replace(markers.open, "")
+    return _MARKUP.sub(lambda found: '"' if found[0] == '<|"|>' else "", body)
 
 
 # --- the format of a model, and its prompt

@@ -45,17 +45,12 @@ GEMMA_QUOTE = '<|"|>'
 CODER_CLOSE = "</parameter>"
 
 
-def tool_call_ban(format: ToolFormat, use: ToolUse) -> dict[int, float]:
-    """Return a logit bias that prevents calls if the choice is "none"; else an empty one."""
-    return {format.open: float("-inf")} if use.choice == "none" else {}
-
-
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
     """Return a grammar of the whole answer, after the thinking; None if the tools demand nothing.
 
     required and named: calls and nothing else, one of them unless `parallel`. auto, if a tool is strict,
     calls are not parallel or there is an `answer`: any text, or what `answer` demands, and calls, each of a
-    tool and as its schema says. none: None, see `tool_call_ban`. Raises Failure 400 that names what cannot be
+    tool and as its schema says. none: None. Raises Failure 400 that names what cannot be
     enforced.
     """
     tools = [tool for tool in use.tools if use.named in (None, tool.name)]

@@ -16,27 +16,8 @@ from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import DFLASH as KIND
 
-from . import layers
-from .table import (
-    Config,
-    Converted,
-    Family,
-    Row,
-    Sizes,
-    Tensors,
-    all_but,
-    check_fit,
-    check_layers,
-    config_of,
-    finished,
-    layer_config,
-    resolve_map,
-    same,
-    size,
-    spell,
-    take,
-    under,
-)
+from . import layers, table
+from .table import Config, Converted, Family, Row, Sizes, Tensors
 
 NAME, TITLE = "dflash", "the DFlash drafter"
 SUCCESSORS = (  # parts of the names of their tensors, and what they are called
@@ -55,13 +36,11 @@ SWITCHES = (  # that a runtime needs, if the config has them
     "final_logit_softcapping",
 )
 HEAD = (
-    same("fc.weight", "hidden fused"),
-    same("hidden_norm.weight", "hidden"),
-    same("norm.weight", "hidden"),
-    same("embed_tokens.weight", "vocab hidden", optional=True),
-    same("t2d", "vocab", optional=True),
+    table.same("fc.weight", "hidden fused"),
+    table.same("hidden_norm.weight", "hidden"),
+    table.same("norm.weight", "hidden"),
 )
-quantizable = all_but("fc.weight")
+quantizable = table.all_but("fc.weight")
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
@@ -69,19 +48,19 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     for part, successor in SUCCESSORS:
         if any(part in name for name in tensors):
             raise BadCheckpoint(f"{TITLE} is of the kind {successor} (it has {part}): only DFlash is known")
-    layer = layer_config(config)
+    layer = table.layer_config(config)
     special = {**config, **(config.get("dflash_config") or {})}
     capture, note = captured(special)
-    check_layers(TITLE, capture, target)
+    table.check_layers(TITLE, capture, target)
     sizes = _sizes(layer, special, len(capture), target)
-    source = spell(TITLE, tensors, config, (("model.", ""),))
-    taken = take(_rows(layer, sizes), source, sizes)
+    source = table.spell(TITLE, tensors, config, (("model.", ""),))
+    taken = table.take(_rows(layer, sizes), source, sizes)
     ours = dict(taken.tensors)
-    notes, reasons = resolve_map(source, ours, sizes["vocab"])
+    notes, reasons = table.resolve_map(source, ours, sizes["vocab"])
     dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
     conventions = Conventions(hidden="layers", capture=capture, shift=shift, rope="own")
-    written = config_of(
+    written = table.config_of(
         NAME,
         conventions,
         target,
@@ -90,7 +69,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         **_block(special, sizes),
     )
     used = taken.used - dropped.keys()
-    return finished(source, Converted(written, ours, used, dropped, quantizable, (note, *notes)))
+    return table.finished(source, Converted(written, ours, used, dropped, quantizable, (note, *notes)))
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:
@@ -108,15 +87,15 @@ def captured(special: Config) -> tuple[tuple[int, ...], str]:
 
 
 def _sizes(layer: Config, special: Config, count: int, target: Config) -> dict[str, int]:
-    hidden, vocab = size(layer, "hidden_size", TITLE), size(layer, "vocab_size", TITLE)
+    hidden, vocab = table.size(layer, "hidden_size", TITLE), table.size(layer, "vocab_size", TITLE)
     theirs = int(special.get("target_hidden_size") or hidden)
-    check_fit(TITLE, {"hidden_size": theirs, "vocab_size": vocab}, target)
+    table.check_fit(TITLE, {"hidden_size": theirs, "vocab_size": vocab}, target)
     if "num_target_layers" in special:
-        check_fit(TITLE, {"num_hidden_layers": size(special, "num_target_layers", TITLE)}, target)
+        table.check_fit(TITLE, {"num_hidden_layers": table.size(special, "num_target_layers", TITLE)}, target)
     return {
         **layers.attention_sizes(layer, TITLE),
         "hidden": hidden,
-        "inner": size(layer, "intermediate_size", TITLE),
+        "inner": table.size(layer, "intermediate_size", TITLE),
         "fused": count * theirs,
         "vocab": vocab,
         "draft": int(special.get("draft_vocab_size") or vocab),
@@ -127,24 +106,21 @@ def _rows(layer: Config, sizes: Sizes) -> tuple[Row, ...]:
     biases = layers.QKV_BIASES if layer.get("attention_bias") else ()
     block = (*layers.NORMS, *layers.attention(), *layers.QK_NORMS, *biases, *layers.dense())
     if biases:
-        block = (*block, replace(same("self_attn.o_proj.bias", "hidden"), optional=True))
-    table = list(HEAD)
-    for index in range(size(layer, "num_hidden_layers", TITLE)):
-        table += under(f"layers.{index}.", f"layers.{index}.", block)
-    reduced = sizes["draft"] != sizes["vocab"]
-    table.append(same("lm_head.weight", "draft hidden", optional=not reduced))
-    table.append(same("d2t", "draft", optional=not reduced))
-    return tuple(table)
+        block = (*block, replace(table.same("self_attn.o_proj.bias", "hidden"), optional=True))
+    rows = list(HEAD)
+    for index in range(table.size(layer, "num_hidden_layers", TITLE)):
+        rows += table.under(f"layers.{index}.", f"layers.{index}.", block)
+    return (*rows, *layers.tables(sizes))
 
 
 def _block(special: Config, sizes: Sizes) -> dict[str, Any]:
-    mask = size(special, "mask_token_id", TITLE)
+    mask = table.size(special, "mask_token_id", TITLE)
     if not 0 <= mask < sizes["vocab"]:
         raise BadCheckpoint(
             f"config.json of {TITLE} has mask_token_id {mask}, it knows {sizes['vocab']} tokens"
         )
     switches = {key: special[key] for key in SWITCHES if special.get(key) is not None}
-    return {"block_size": size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
+    return {"block_size": table.size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
 
 
 DFLASH = Family(NAME, convert, KIND)

@@ -22,40 +22,18 @@ from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
 
-from . import layers
-from .table import (
-    Config,
-    Converted,
-    Family,
-    Row,
-    Sizes,
-    Tensors,
-    all_but,
-    check_fit,
-    check_layers,
-    config_of,
-    finished,
-    layer_config,
-    resolve_map,
-    same,
-    size,
-    spell,
-    take,
-    target_size,
-    under,
-)
+from . import layers, table
+from .table import Config, Converted, Family, Row, Sizes, Tensors
 
 EAGLE3_TITLE, PEAGLE_TITLE = "the EAGLE-3 drafter", "the P-EAGLE drafter"
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 SPELLINGS = (("model.", ""), ("midlayer.", "layers.0."))
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 HEAD = (
-    same("fc.weight", "hidden fused"),
-    same("norm.weight", "hidden"),
-    same("embed_tokens.weight", "vocab hidden", optional=True),
-    same("t2d", "vocab", optional=True),
+    table.same("fc.weight", "hidden fused"),
+    table.same("norm.weight", "hidden"),
 )
-quantizable = all_but("fc.weight")
+quantizable = table.all_but("fc.weight")
 
 
 @dataclass(frozen=True)
@@ -92,17 +70,17 @@ def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converte
 
 def _read(title: str, config: Config, target: Config) -> DraftConfig:
     """Read `config` and `target`. Raises Mismatch if they contradict each other."""
-    layer = layer_config(config)
-    hidden, vocab = size(layer, "hidden_size", title), size(layer, "vocab_size", title)
+    layer = table.layer_config(config)
+    hidden, vocab = table.size(layer, "hidden_size", title), table.size(layer, "vocab_size", title)
     theirs = int(config.get("target_hidden_size") or hidden)
-    check_fit(title, {"hidden_size": theirs, "vocab_size": vocab}, target)
-    capture, note = _captured(config, target_size(target, "num_hidden_layers"))
-    check_layers(title, capture, target)
+    table.check_fit(title, {"hidden_size": theirs, "vocab_size": vocab}, target)
+    capture, note = _captured(config, table.target_size(target, "num_hidden_layers"))
+    table.check_layers(title, capture, target)
     sizes = {
         **layers.attention_sizes(layer, title),
         "hidden": hidden,
         "2hidden": 2 * hidden,
-        "inner": size(layer, "intermediate_size", title),
+        "inner": table.size(layer, "intermediate_size", title),
         "target": theirs,
         "fused": len(capture) * theirs,
         "vocab": vocab,
@@ -136,22 +114,19 @@ def _rows(drafter: DraftConfig) -> tuple[Row, ...]:
     biases = layers.QKV_BIASES if layer.get("attention_bias") else ()
     norms = tuple(replace(row, optional=True) for row in layers.QK_NORMS)
     rest = (*layers.NORMS, *biases, *norms, *layers.dense())
-    first = (*layers.attention("2hidden"), same("hidden_norm.weight", "hidden"), *rest)
-    table = [*HEAD, *under("layers.0.", "layers.0.", first)]
+    first = (*layers.attention("2hidden"), table.same("hidden_norm.weight", "hidden"), *rest)
+    rows = [*HEAD, *table.under("layers.0.", "layers.0.", first)]
     for index in range(1, count):
         name = f"layers.{index}."
-        table += under(name, name, (*layers.attention(), *rest))
+        rows += table.under(name, name, (*layers.attention(), *rest))
     if biases:
-        rows = [same(f"layers.{index}.self_attn.o_proj.bias", "hidden") for index in range(count)]
-        table += [replace(row, optional=True) for row in rows]
+        names = [f"layers.{index}.self_attn.o_proj.bias" for index in range(count)]
+        rows += [table.same(name, "hidden", optional=True) for name in names]
     if top.get("norm_before_fc"):
-        table.append(same("input_norm.weight", "fused"))
+        rows.append(table.same("input_norm.weight", "fused"))
     if top.get("fc_norm"):
-        table += [same(f"fc_norm.{index}.weight", "target") for index in range(len(drafter.capture))]
-    reduced = sizes["draft"] != sizes["vocab"]
-    table.append(same("lm_head.weight", "draft hidden", optional=not reduced))
-    table.append(same("d2t", "draft", optional=not reduced))
-    return tuple(table)
+        rows += [table.same(f"fc_norm.{index}.weight", "target") for index in range(len(drafter.capture))]
+    return (*rows, *layers.tables(sizes))
 
 
 def _assemble(
@@ -163,10 +138,10 @@ def _assemble(
     **fields: Any,
 ) -> Converted:
     """Take the tensors by table and `extra`, and write a config with `fields`."""
-    source = spell(drafter.title, tensors, drafter.top, SPELLINGS)
-    taken = take((*_rows(drafter), *extra), source, drafter.sizes)
+    source = table.spell(drafter.title, tensors, drafter.top, SPELLINGS)
+    taken = table.take((*_rows(drafter), *extra), source, drafter.sizes)
     ours = dict(taken.tensors)
-    notes, reasons = resolve_map(source, ours, drafter.sizes["vocab"])
+    notes, reasons = table.resolve_map(source, ours, drafter.sizes["vocab"])
     if not drafter.top.get("norm_before_fc"):
         reasons["input_norm.weight"] = "norm_before_fc is off in its config.json"
     dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
@@ -176,7 +151,7 @@ def _assemble(
         chain="post_norm" if drafter.top.get("norm_output") else "pre_norm",
         fc_order=("embedding", "hidden"),
     )
-    config = config_of(
+    config = table.config_of(
         name,
         conventions,
         target,
@@ -189,7 +164,7 @@ def _assemble(
         **fields,
     )
     used = taken.used - dropped.keys()
-    return finished(source, Converted(config, ours, used, dropped, quantizable, (drafter.note, *notes)))
+    return table.finished(source, Converted(config, ours, used, dropped, quantizable, (drafter.note, *notes)))
 
 
 EAGLE3 = Family("eagle3", convert_eagle3, catalog.EAGLE3)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import KEY, Conventions
-from mlx_spec.drafters.gemma4 import AssistantConfig, check_fit
+from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fit
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import ASSISTANT
 from mlx_spec.hub.files import shortened
@@ -18,22 +19,7 @@ from mlx_spec.hub.files import shortened
 from .table import Config, Converted, Family, Tensors, finished, spell
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
-TABLE, HEAD, ORDER = "model.embed_tokens.weight", "lm_head.weight", "masked_embedding.token_ordering"
-OUTER = ("pre_projection.weight", "post_projection.weight", "model.norm.weight")
-CENTROIDS = ("masked_embedding.centroids.weight", ORDER)
-OF_LAYER = (
-    "self_attn.q_proj.weight",
-    "self_attn.o_proj.weight",
-    "self_attn.q_norm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "pre_feedforward_layernorm.weight",
-    "post_feedforward_layernorm.weight",
-    "layer_scalar",
-)
+HEAD, ORDER = "lm_head.weight", "masked_embedding.token_ordering"
 # Chained steps read the post-projection's output. All of a round are at the position of its first token.
 CONVENTIONS = Conventions(
     hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"), rope="target"
@@ -44,9 +30,7 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     """Convert an assistant. Raises BadCheckpoint, Mismatch for another target's."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
-    layers = range(len(assistant.layer_types))
-    needed = {TABLE, *OUTER, *(f"model.layers.{i}.{name}" for i in layers for name in OF_LAYER)}
-    needed |= set(CENTROIDS) if assistant.num_centroids else set()
+    needed = set(dict(tree_flatten(AssistantNetwork(assistant).parameters())))
     missing = sorted(needed - tensors.keys())
     if missing:
         raise BadCheckpoint(f"this assistant lacks the tensors {shortened(missing)}: download it again")
@@ -57,9 +41,8 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     if HEAD in tensors:
         dropped[HEAD] = "a copy of the embedding table"
     if not assistant.num_centroids:
-        dropped |= {
-            name: "config.json has use_ordered_embeddings off" for name in CENTROIDS if name in tensors
-        }
+        unused = [name for name in tensors if name.startswith("masked_embedding.")]
+        dropped |= dict.fromkeys(unused, "config.json has use_ordered_embeddings off")
     written = {**config, "model_type": NAME, KEY: asdict(CONVENTIONS)}
     head = f"a head of {assistant.num_centroids} centroids" if assistant.num_centroids else "a dense head"
     result = Converted(written, ours, frozenset(needed), dropped, _quantizable, (head,))

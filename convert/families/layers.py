@@ -82,6 +82,17 @@ def absorb(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:
     return mx.contiguous(keys.swapaxes(-1, -2)), mx.contiguous(values)
 
 
+def tables(sizes: Sizes) -> tuple[Row, ...]:
+    """Return a drafter's own embedding and LM head, and the maps of a reduced vocabulary."""
+    whole = sizes["draft"] == sizes["vocab"]
+    return (
+        same("embed_tokens.weight", "vocab hidden", optional=True),
+        same("lm_head.weight", "draft hidden", optional=whole),
+        same("d2t", "draft", optional=whole),
+        same("t2d", "vocab", optional=True),
+    )
+
+
 def dense(inner: str = "inner", prefix: str = "mlp.") -> tuple[Row, ...]:
     """Return a gated MLP of `inner` units."""
     return (

@@ -15,21 +15,9 @@ from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import MEDUSA as KIND
 
+from . import table
 from .mtp import TRUNK
-from .table import (
-    Config,
-    Converted,
-    Family,
-    Row,
-    Tensors,
-    all_but,
-    check_fit,
-    config_of,
-    finished,
-    spell,
-    take,
-    target_size,
-)
+from .table import Config, Converted, Family, Row, Tensors
 
 NAME, TITLE = "medusa", "the Medusa drafter"
 PREFIXES = (("medusa_heads.", ""), ("medusa_head.", ""))
@@ -39,7 +27,7 @@ VLLM = re.compile(
 )
 INSIDE = re.compile(r"medusa_heads?\.")
 COUNT_KEYS = ("medusa_num_heads", "num_heads")
-quantizable = all_but()
+quantizable = table.all_but()
 
 
 def recognizes(config: Config, names: Collection[str]) -> bool:
@@ -49,7 +37,7 @@ def recognizes(config: Config, names: Collection[str]) -> bool:
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a Medusa drafter. Raises BadCheckpoint and Mismatch."""
-    source = spell(TITLE, tensors, config, PREFIXES)
+    source = table.spell(TITLE, tensors, config, PREFIXES)
     vllm = any(VLLM.fullmatch(name) for name in source.tensors)
     pattern = VLLM if vllm else REFERENCE
     found = filter(None, map(pattern.fullmatch, source.tensors))
@@ -57,17 +45,17 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     if heads != list(range(len(heads))):
         raise BadCheckpoint(f"{TITLE} has the heads {heads}, some between are missing: download it again")
     depth = _depth(source.tensors, vllm=vllm)
-    sizes = {key: target_size(target, f"{key}_size") for key in ("hidden", "vocab")}
+    sizes = {key: table.target_size(target, f"{key}_size") for key in ("hidden", "vocab")}
     said = {f"{key}_size": config[f"{key}_size"] for key in sizes if f"{key}_size" in config}
-    check_fit(TITLE, said, target)
-    table = [row for head in heads for row in _rows(head, depth, vllm=vllm)]
-    taken = take(table, source, sizes)
+    table.check_fit(TITLE, said, target)
+    rows = [row for head in heads for row in _rows(head, depth, vllm=vllm)]
+    taken = table.take(rows, source, sizes)
     inside = any(INSIDE.match(name) for name in tensors)
     trunk = {name: TRUNK for name in tensors if inside and not INSIDE.match(name)}
     conventions = Conventions(hidden="post_norm", rope="none")
-    written = config_of(NAME, conventions, target, num_heads=len(heads), num_layers=depth)
+    written = table.config_of(NAME, conventions, target, num_heads=len(heads), num_layers=depth)
     notes = _notes(config, len(heads))
-    return finished(source, Converted(written, taken.tensors, taken.used, trunk, quantizable, notes))
+    return table.finished(source, Converted(written, taken.tensors, taken.used, trunk, quantizable, notes))
 
 
 def _rows(head: int, depth: int, *, vllm: bool) -> Iterable[Row]:

@@ -26,26 +26,8 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import shortened
 
-from . import layers
-from .table import (
-    Config,
-    Converted,
-    Family,
-    PublishedTensors,
-    Row,
-    Taken,
-    Tensors,
-    all_but,
-    check_fit,
-    config_of,
-    finished,
-    own_config,
-    same,
-    size,
-    spell,
-    take,
-    under,
-)
+from . import layers, table
+from .table import Config, Converted, Family, PublishedTensors, Row, Taken, Tensors
 
 TRUNK = "part of the target, not of its head"
 COPIES = {  # ours -> what the target calls its own, the first that it has
@@ -58,7 +40,7 @@ SPELLINGS = (
     ("language_model.", ""),
 )
 CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"))
-quantizable = all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
+quantizable = table.all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 
 QWEN_TITLE, QWEN_KEY = "the Qwen MTP head", "mtp_num_hidden_layers"
 QWEN_MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_6")
@@ -77,9 +59,9 @@ QWEN_HEAD = (
     Row("mtp.lm_head.weight", "lm_head.weight", "vocab hidden", optional=True),
 )
 QWEN_MOE = (
-    same("mlp.gate.weight", "experts hidden"),
+    table.same("mlp.gate.weight", "experts hidden"),
     *layers.dense("shared", "mlp.shared_expert."),
-    same("mlp.shared_expert_gate.weight", "one hidden"),
+    table.same("mlp.shared_expert_gate.weight", "one hidden"),
 )
 # Converters add the 1 by lists of names, which have all norms of such a group or none.
 QWEN_NORMS = {
@@ -100,8 +82,8 @@ NEXTN_HEAD = (
     Row("embed_tokens.weight", "embed_tokens.weight", "vocab hidden", optional=True),
 )
 NEXTN_MOE = (
-    same("mlp.gate.weight", "experts hidden"),
-    same("mlp.gate.e_score_correction_bias", "experts"),
+    table.same("mlp.gate.weight", "experts hidden"),
+    table.same("mlp.gate.e_score_correction_bias", "experts"),
     *layers.dense("shared", "mlp.shared_experts."),
 )
 
@@ -111,8 +93,8 @@ NEXTN_MOE = (
 
 def _head_sizes(text: Config, title: str, target: Config) -> dict[str, int]:
     """Return the axes that every head has. Raises Mismatch if the target's differ."""
-    hidden, vocab = size(text, "hidden_size", title), size(text, "vocab_size", title)
-    check_fit(title, {"hidden_size": hidden, "vocab_size": vocab}, target)
+    hidden, vocab = table.size(text, "hidden_size", title), table.size(text, "vocab_size", title)
+    table.check_fit(title, {"hidden_size": hidden, "vocab_size": vocab}, target)
     return {"hidden": hidden, "2hidden": 2 * hidden, "vocab": vocab}
 
 
@@ -159,8 +141,8 @@ def _converted(
     trunk = {old: TRUNK for new, old in source.names.items() if not new.startswith(prefix)}
     own = sorted(tensors.keys() & COPIES.keys())
     notes = (f"own {', '.join(own)}",) if own else ()
-    layer = own_config(config)
-    written = config_of(
+    layer = table.own_config(config)
+    written = table.config_of(
         model_type,
         CONVENTIONS,
         target,
@@ -169,7 +151,7 @@ def _converted(
     )
     used = taken.used - dropped.keys()
     kept: Mapping[str, str] = {**trunk, **dropped}
-    return finished(source, Converted(written, tensors, used, kept, quantizable, notes))
+    return table.finished(source, Converted(written, tensors, used, kept, quantizable, notes))
 
 
 # --- Qwen
@@ -186,7 +168,7 @@ def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted
     text = text_config(config)
     is_bare = "pre_fc_norm_hidden.weight" in tensors
     spellings = QWEN_SIDECAR if is_bare else (*SPELLINGS, ("model.mtp.", "mtp."))
-    source = spell(QWEN_TITLE, tensors, config, spellings)
+    source = table.spell(QWEN_TITLE, tensors, config, spellings)
     if not any(name.startswith("mtp.") for name in source.tensors):
         raise _stripped(QWEN_TITLE, text, QWEN_KEY, "mtp.", "Qwen/..., in full precision")
     _check_depth(QWEN_TITLE, source.tensors, "mtp.layers.")
@@ -196,15 +178,15 @@ def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted
     rows: tuple[Row, ...] = (*layers.NORMS, *layers.attention(), *layers.QK_NORMS)
     rows += layers.QKV_BIASES if text.get("attention_bias") else ()
     if text.get("num_experts"):
-        shared = size(text, "shared_expert_intermediate_size", QWEN_TITLE)
+        shared = table.size(text, "shared_expert_intermediate_size", QWEN_TITLE)
         mlp = {"shared": shared, **layers.expert_sizes(text, "num_experts", QWEN_TITLE)}
         experts = layers.experts(source, "mtp.layers.0.mlp.")
-        rows = (*rows, *QWEN_MOE, *under("mlp.", "mlp.", experts))
+        rows = (*rows, *QWEN_MOE, *table.under("mlp.", "mlp.", experts))
     else:
-        mlp = {"inner": size(text, "intermediate_size", QWEN_TITLE)}
+        mlp = {"inner": table.size(text, "intermediate_size", QWEN_TITLE)}
         rows = (*rows, *layers.dense())
     sizes = {"one": 1, **_head_sizes(text, QWEN_TITLE, target), **attention, **mlp}
-    taken = take((*QWEN_HEAD, *under("mtp.layers.0.", "layers.0.", rows)), source, sizes)
+    taken = table.take((*QWEN_HEAD, *table.under("mtp.layers.0.", "layers.0.", rows)), source, sizes)
     norms, notes = _fold_norms(taken.tensors)
     taken = replace(taken, tensors={**taken.tensors, **norms})
     result = _converted("qwen_mtp", taken, source, "mtp.", config=config, target=target)
@@ -265,16 +247,16 @@ def _convert_nextn(layout: _Layout, tensors: Tensors, config: Config, target: Co
             f"(index_n_heads {text['index_n_heads']}), which this version cannot run: convert its target "
             "with --drafter none, or with another drafter"
         )
-    source = spell(title, tensors, config, SPELLINGS)
-    depth = size(text, "num_hidden_layers", title)
+    source = table.spell(title, tensors, config, SPELLINGS)
+    depth = table.size(text, "num_hidden_layers", title)
     prefix = f"model.layers.{depth}."
     head = [name for name in source.tensors if _layer_index(name) >= depth]
     if not head:
         raise _stripped(title, text, NEXTN_KEY, prefix, layout.origin)
     _check_depth(title, head, "model.layers.")
     rows, sizes = _nextn_layer(text, title, source, prefix)
-    table = (*under(prefix, "", NEXTN_HEAD), *under(prefix, "layers.0.", rows))
-    taken = take(table, source, {**_head_sizes(text, title, target), **sizes})
+    named = (*table.under(prefix, "", NEXTN_HEAD), *table.under(prefix, "layers.0.", rows))
+    taken = table.take(named, source, {**_head_sizes(text, title, target), **sizes})
     return _converted(layout.name, taken, source, prefix, config=config, target=target)
 
 
@@ -291,10 +273,10 @@ def _nextn_layer(
         rows = (*layers.NORMS, *layers.attention(), *biases, *norms)
         sizes = layers.attention_sizes(text, title)
     if not text.get("n_routed_experts"):
-        return (*rows, *layers.dense()), {**sizes, "inner": size(text, "intermediate_size", title)}
+        return (*rows, *layers.dense()), {**sizes, "inner": table.size(text, "intermediate_size", title)}
     mixture = layers.expert_sizes(text, "n_routed_experts", title)
     shared = mixture["expert"] * int(text.get("n_shared_experts") or 1)
-    experts = under("mlp.", "mlp.", layers.experts(source, f"{prefix}mlp."))
+    experts = table.under("mlp.", "mlp.", layers.experts(source, f"{prefix}mlp."))
     return (*rows, *NEXTN_MOE, *experts), {**sizes, **mixture, "shared": shared}
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
-
-from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_spec.drafters.dflash import open_dflash
 from mlx_spec.drafters.draft_model import open_draft_model
 from mlx_spec.drafters.eagle3 import open_eagle3, open_peagle
 from mlx_spec.drafters.gemma4 import open_assistant
 from mlx_spec.drafters.medusa import open_medusa
-from mlx_spec.drafters.model_free import LookupSource
 from mlx_spec.drafters.mtp import open_mtp
 from mlx_spec.drafters.pard import open_pard
 from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import mlx_lm_module
 from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
 __all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter", "open_retokenized"]
@@ -50,11 +47,7 @@ class DrafterSource(Protocol):
 Opener = Callable[[Path, Mapping[str, Any], Mapping[str, Any]], DrafterSource]
 
 
-def _open_lookup(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
-    return LookupSource()
-
-
-# By `model_type` of the checkpoint; "lookup" has none. Other models that mlx-lm knows become draft models.
+# By `model_type` of the checkpoint. Other models that mlx-lm knows become draft models.
 FAMILIES: dict[str, Opener] = {
     "deepseek_mtp": open_mtp,
     "dflash": open_dflash,
@@ -62,7 +55,6 @@ FAMILIES: dict[str, Opener] = {
     "gemma4_assistant": open_assistant,
     "gemma4_unified_assistant": open_assistant,
     "glm_mtp": open_mtp,
-    "lookup": _open_lookup,
     "medusa": open_medusa,
     "pard": open_pard,
     "peagle": open_peagle,
@@ -80,14 +72,9 @@ def open_drafter(path: Path, config: Mapping[str, Any], target_config: Mapping[s
         raise BadCheckpoint(f"config.json in {path} has no 'model_type': this is no drafter checkpoint")
     if model_type in FAMILIES:
         return FAMILIES[model_type](path, config, target_config)
-    if _mlx_lm_knows(model_type):
+    if mlx_lm_module(model_type) is not None:
         return open_draft_model(path, config, target_config)
     known = ", ".join(sorted(FAMILIES))
     raise BadCheckpoint(
         f"no drafter family for model_type {model_type!r}: known are {known} and the models of mlx-lm"
     )
-
-
-def _mlx_lm_knows(model_type: str) -> bool:
-    name = MODEL_REMAPPING.get(model_type, model_type)
-    return name.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None

@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.checkpoint import WEIGHTS, check_weights
+from mlx_spec.hub.checkpoint import WEIGHTS, check_weights, text_config
 from mlx_spec.hub.files import AGAIN, one_line, shortened
 from mlx_spec.types import TargetParts
 
@@ -134,12 +134,6 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a target's config.json that describes its language model."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
-
-
 def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
     """Raise Mismatch unless the drafter was made for a target of these sizes."""
     made_for = required(config, "target", dict, CONFIG)
@@ -160,15 +154,6 @@ def check_capture(capture: Sequence[int], config: Mapping[str, Any]) -> None:
         raise Mismatch(
             f"drafter reads the outputs of layers {list(capture)}, the target has layers 0 to {layers - 1} "
             "and each is read once: convert it again for this target"
-        )
-
-
-def check_vocabulary(path: Path, draft_vocab_size: int, vocab_size: int, tensors: Collection[str]) -> None:
-    """Raise BadCheckpoint if the drafter in `path` has a reduced vocabulary and does not say which."""
-    if draft_vocab_size != vocab_size and "draft_ids" not in tensors:
-        raise BadCheckpoint(
-            f"{path} has a vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens "
-            "and no 'draft_ids' that say which: convert it again"
         )
 
 
@@ -202,6 +187,25 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     _refuse(folder, "has tensors of another form than its config.json says:", wrong)
     module.update(tree_unflatten(list(tensors.items())))
     module.eval()
+
+
+def load_converted(
+    network: nn.Module,
+    path: Path,
+    config: Mapping[str, Any],
+    conventions: Conventions,
+    draft_vocab_size: int,
+    vocab_size: int,
+) -> None:
+    """Fill a network that reads captured layers. Raises BadCheckpoint, and Mismatch for other layers."""
+    check_capture(conventions.capture, config)
+    if draft_vocab_size != vocab_size and "draft_ids" not in network:
+        raise BadCheckpoint(
+            f"{path} has a vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens "
+            "and no 'draft_ids' that say which: convert it again"
+        )
+    load_weights(network, path)
+    shift_norms(network, conventions.norm_offset)
 
 
 def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:

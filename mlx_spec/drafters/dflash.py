@@ -24,19 +24,16 @@ from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Conventions,
     Rope,
-    check_capture,
     check_target,
-    check_vocabulary,
     layer_config,
-    load_weights,
+    load_converted,
     read_tensors,
     required,
-    shift_norms,
-    text_config,
 )
 from mlx_spec.drafters.conditioned import ConditionedDrafter, NetworkSource, Rows
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -245,12 +242,9 @@ def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     conventions = Conventions.from_config(config)
     check_target(config, target_config)
     _check_switches(config, target_config)
-    check_capture(conventions.capture, config)
     sizes = DFlashConfig.from_dict(config, len(conventions.capture), read_tensors(path).keys())
-    check_vocabulary(path, sizes.draft_vocab_size, sizes.vocab_size, sizes.tensors)
     network = DFlashNetwork(sizes)
-    load_weights(network, path)
-    shift_norms(network, conventions.norm_offset)
+    load_converted(network, path, config, conventions, sizes.draft_vocab_size, sizes.vocab_size)
     mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
     block = Block(size, mask, conventions.shift, conventions.position_offset)
     needs = FeatureSpec(conventions.capture)

@@ -11,13 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.checkpoint import text_config
 from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.checkpoint import check_weights
-from mlx_spec.hub.files import AGAIN, one_line
-from mlx_spec.model.sequence import common_prefix
+from mlx_spec.hub.checkpoint import check_weights, integer, text_config
+from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.model.target import LMTarget
+from mlx_spec.text import common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt
@@ -162,14 +161,14 @@ def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
     check_weights(path)
     try:
         model, _ = load_model(path, model_config=config)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+    except LOADING_ERRORS as error:
         raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
     LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence
     return model
 
 
 def _vocab_size(config: Mapping[str, Any], role: str) -> int:
-    size = text_config(config).get("vocab_size") or config.get("vocab_size")
-    if not isinstance(size, int):
+    size = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
+    if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size

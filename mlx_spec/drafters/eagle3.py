@@ -24,16 +24,12 @@ from mlx_spec.drafters.checkpoint import (
     POST_NORM,
     Conventions,
     Rope,
-    check_capture,
     check_target,
-    check_vocabulary,
     join_inputs,
     layer_config,
-    load_weights,
+    load_converted,
     read_tensors,
     required,
-    shift_norms,
-    text_config,
 )
 from mlx_spec.drafters.conditioned import (
     ChainNetwork,
@@ -45,6 +41,7 @@ from mlx_spec.drafters.conditioned import (
 )
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 
@@ -274,7 +271,8 @@ def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     sizes = Eagle3Config.from_dict(config, read_tensors(path).keys(), max_positions)
     check_conventions(sizes.conventions, (LAYERS,))
     network = Eagle3Network(sizes)
-    _load(network, sizes, path, config, target_config)
+    check_target(config, target_config)
+    load_converted(network, path, config, sizes.conventions, sizes.draft_vocab_size, sizes.vocab_size)
     needs = FeatureSpec(sizes.conventions.capture)
     return chain_source("eagle3", network, needs, sizes.vocab_size, sizes.conventions.position_offset)
 
@@ -288,24 +286,11 @@ def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[st
             "others, only 0 is known"
         )
     network = PEagleNetwork(sizes)
-    _load(network, sizes, path, config, target_config)
+    check_target(config, target_config)
+    load_converted(network, path, config, sizes.conventions, sizes.draft_vocab_size, sizes.vocab_size)
     needs, mask_token = FeatureSpec(sizes.conventions.capture), required(config, "mask_token_id", int, CONFIG)
 
     def build(parts: TargetParts) -> PEagle:
         return PEagle(network, parts, needs, mask_token)
 
     return NetworkSource("peagle", network, needs, sizes.vocab_size, build)
-
-
-def _load(
-    network: Eagle3Network,
-    sizes: Eagle3Config,
-    path: Path,
-    config: Mapping[str, Any],
-    target_config: Mapping[str, Any],
-) -> None:
-    check_target(config, target_config)
-    check_capture(sizes.conventions.capture, config)
-    check_vocabulary(path, sizes.draft_vocab_size, sizes.vocab_size, sizes.tensors)
-    load_weights(network, path)
-    shift_norms(network, sizes.conventions.norm_offset)

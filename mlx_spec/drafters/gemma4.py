@@ -22,9 +22,10 @@ import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required, text_config
+from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required
 from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -102,17 +102,15 @@ def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
 
 @dataclass(frozen=True)
 class LookupSource:
-    """The settings of lookup, shared by all sequences."""
+    """Lookup in any text."""
 
-    min_match: int = MIN_MATCH
-    max_match: int = MAX_MATCH
     name: str = "lookup"
     needs: FeatureSpec = Lookup.needs
     vocab_size: None = None
 
     def make(self, parts: TargetParts) -> Lookup:
         """Return the drafter of one sequence."""
-        return Lookup(self.min_match, self.max_match)
+        return Lookup()
 
 
 # --- drafters of one request

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required, shift_norms, text_config
-from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes, load_language_model
+from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required, shift_norms
+from mlx_spec.drafters.draft_model import DraftModel, DraftModelSource, VocabularySizes, load_language_model
 from mlx_spec.drafters.drawing import draw_rows
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.hub.checkpoint import text_config
+from mlx_spec.types import Draft, Sampler, TargetParts, no_draft
 
 
 class Pard(DraftModel):
@@ -36,19 +37,10 @@ class Pard(DraftModel):
 
 
 @dataclass(frozen=True)
-class PardSource:
+class PardSource(DraftModelSource):
     """One loaded model, shared by all sequences."""
 
-    model: nn.Module
-    vocabulary: VocabularySizes
-    mask_token: int
-    name: str = "pard"
-    needs: FeatureSpec = Pard.needs
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the size of the drafter's own vocabulary, padding included."""
-        return self.vocabulary.drafter
+    mask_token: int = field(kw_only=True)
 
     def make(self, parts: TargetParts) -> Pard:
         """Return the drafter of one sequence."""
@@ -70,4 +62,5 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
     )
     model = load_language_model(path, layers)
     shift_norms(model, conventions.norm_offset)
-    return PardSource(model, vocabulary, required(config, "mask_token_id", int, CONFIG))
+    mask_token = required(config, "mask_token_id", int, CONFIG)
+    return PardSource(model, vocabulary, "pard", mask_token=mask_token)

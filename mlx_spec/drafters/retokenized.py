@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,8 +27,8 @@ from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularyS
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
-from mlx_spec.model.sequence import common_prefix
 from mlx_spec.sampling import Sampling
+from mlx_spec.text import Text, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_STEPS = 48  # the drafter's tokens in one draft
@@ -39,35 +39,10 @@ SPACES = (b" ", b"\n")  # a new word begins with one of these in every tokenizer
 PROBE = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
 
 
-class TokenText(Protocol):
-    """The tokenizer of one model."""
-
-    @property
-    def controls(self) -> frozenset[int]:
-        """Return the tokens that are no text."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, none added."""
-        ...
-
-    def prompt_tokens(self, text: str) -> list[int]:
-        """Return the tokens of `text`, with those that every text begins with."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; of a special token its name."""
-        ...
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
-        ...
-
-
 # --- text and tokens
 
 
-def encode_after(tokenizer: TokenText, before: bytes, text: bytes) -> list[int] | None:
+def encode_after(tokenizer: Text, before: bytes, text: bytes) -> list[int] | None:
     """Return the tokens of `text` when it follows `before`.
 
     None if no token ends between the two, or if the tokenizer does not write the same bytes. The space that
@@ -129,7 +104,7 @@ class Translation:
     the same name, or nothing.
     """
 
-    def __init__(self, target: TokenText, drafter: TokenText) -> None:
+    def __init__(self, target: Text, drafter: Text) -> None:
         self._target = target
         self._drafter = drafter
         self._opening = drafter.prompt_tokens("")
@@ -182,13 +157,13 @@ class Translation:
         return b"".join(self._target.token_bytes(token) for token in self._history[start:end])
 
 
-def same_control(tokenizer: TokenText, token: int, other: TokenText) -> list[int]:
+def same_control(tokenizer: Text, token: int, other: Text) -> list[int]:
     """Return the control token of `other` that has the name of `token`, if there is one."""
     same = other.token_id(tokenizer.token_bytes(token).decode(errors="replace"))
     return [] if same is None or same not in other.controls else [same]
 
 
-def continuation(target: TokenText, place: Place, drafted: bytes) -> list[int]:
+def continuation(target: Text, place: Place, drafted: bytes) -> list[int]:
     """Return the target's tokens of a drafted text; none if they do not begin at the end of its history."""
     text = whole_characters(drafted)
     if not text.startswith(place.pending):
@@ -208,7 +183,7 @@ class Retokenized(SequenceDrafter):
 
     needs = FeatureSpec()
 
-    def __init__(self, model: nn.Module, vocab_size: int, target: TokenText, drafter: TokenText) -> None:
+    def __init__(self, model: nn.Module, vocab_size: int, target: Text, drafter: Text) -> None:
         self._model = DraftModel(model, VocabularySizes(vocab_size, vocab_size))
         self._translation = Translation(target, drafter)
         self._target, self._drafter = target, drafter
@@ -270,8 +245,8 @@ class RetokenizedSource:
 
     model: nn.Module
     drafter_vocab_size: int
-    target: TokenText
-    drafter: TokenText
+    target: Text
+    drafter: Text
     name: str
     needs: FeatureSpec = Retokenized.needs
     vocab_size: None = None  # it drafts tokens of the target's tokenizer
@@ -281,9 +256,7 @@ class RetokenizedSource:
         return Retokenized(self.model, self.drafter_vocab_size, self.target, self.drafter)
 
 
-def open_retokenized(
-    path: Path, config: Mapping[str, Any], drafter: TokenText, target: TokenText
-) -> RetokenizedSource:
+def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> RetokenizedSource:
     """Load a model that mlx-lm knows, to draft for a target of another vocabulary.
 
     Raises BadCheckpoint, NotRewindable, or Mismatch if a tokenizer does not write back the text it encodes.

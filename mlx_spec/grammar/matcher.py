@@ -10,7 +10,6 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +24,7 @@ from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import GrammarKind
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.hub.files import one_line
-from mlx_spec.text import Text
+from mlx_spec.text import Text, common_prefix
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -39,7 +38,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 MAX_SOURCE_CHARS = 100_000  # of a grammar: limits the memory that parsing it takes
 
 
-@dataclass(frozen=True)
+@dataclass
 class GrammarVocabulary:
     """The tokens as the parser sees them, and those with a meaning of their own."""
 
@@ -50,20 +49,10 @@ class GrammarVocabulary:
     opening: int | None  # begins thinking; None if the model has no markers for it
     closing: int | None
 
-    @cached_property
-    def all_tokens(self) -> TokenBits:
-        """Return all tokens."""
-        return token_bits(range(self.size), self.size)
-
-    @cached_property
-    def end_tokens(self) -> TokenBits:
-        """Return the tokens that end an answer."""
-        return token_bits(self.ends, self.size)
-
-    @cached_property
-    def other_tokens(self) -> TokenBits:
-        """Return all tokens but those that end an answer."""
-        return self.all_tokens & ~self.end_tokens
+    def __post_init__(self) -> None:
+        self.all_tokens = token_bits(range(self.size), self.size)
+        self.end_tokens = token_bits(self.ends, self.size)
+        self.other_tokens = self.all_tokens & ~self.end_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +126,7 @@ class AnswerMatcher:
     def _follow(self, generated: Sequence[int]) -> None:
         """Consume the emitted tokens. Raises InvalidValue if they do not match."""
         tokens = list(generated)
-        kept = _common_prefix(self._tokens, tokens)
+        kept = common_prefix(self._tokens, tokens)
         self._rewind(kept)
         for token in tokens[kept:]:
             self._consume(token)
@@ -288,10 +277,3 @@ def _unpack(packed: mx.array) -> mx.array:
 
 def _parser_error(parser: LLMatcher) -> str:
     return one_line(ValueError(parser.get_error()))
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return next(i for i in range(length) if a[i] != b[i])

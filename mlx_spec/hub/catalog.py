@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import NotFound
+from mlx_spec.hub.checkpoint import refuse_gguf
 
 Config = Mapping[str, Any]
 
@@ -143,6 +144,7 @@ def resolve(name: str) -> RepositoryPair:
     found = find_alias(name)
     if found is not None:
         return found
+    refuse_gguf(name)
     close = difflib.get_close_matches(name.lower(), aliases(), n=3) or sorted(ALIASES)
     raise NotFound(
         f"{name} is no known model: there are {', '.join(close)}, and any repository given as owner/name"
@@ -258,6 +260,11 @@ def repair_config(config: Config) -> dict[str, Any]:
     if "per_layer_config" in text:
         _merge_layers(text)
     return result
+
+
+def repairs(config: Config) -> dict[str, Any]:
+    """Return the keys of `config` that need other values, with these values."""
+    return {key: value for key, value in repair_config(config).items() if value != config.get(key)}
 
 
 def _spread_rope(config: dict[str, Any]) -> None:

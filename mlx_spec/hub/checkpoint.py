@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from mlx_spec.hub.files import AGAIN, read_object, shortened
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
+GGUF = "{} is GGUF, which is not read: give the folder or repository with the model in safetensors"
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 # Keys under which configs keep the language model; the second is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")
@@ -62,6 +64,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_published(folder: Path) -> dict[str, Any]:
     """Return a config.json that may lack `model_type`. Raises as `read_config`."""
     if not (folder / "config.json").is_file():
+        if any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS)):
+            raise NotFound(GGUF.format(folder))
         raise NotFound(
             f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
         )
@@ -102,6 +106,25 @@ def has_weights(folder: Path) -> bool:
         return False
     present = all((folder / name).is_file() for name in names)
     return (folder / "config.json").is_file() and present and any(folder.glob(WEIGHTS))
+
+
+def refuse_gguf(name: str) -> None:
+    """Raise NotFound for the name of a GGUF file."""
+    if name.lower().endswith(".gguf"):
+        raise NotFound(GGUF.format(name))
+
+
+def other_format(place: object, names: Collection[str]) -> str | None:
+    """Return the error for files that hold weights in formats that are not read, None for others."""
+    others = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in OTHER_WEIGHTS))
+    if not others or any(fnmatch(name, WEIGHTS) for name in others):
+        return None
+    if all(name.endswith(".gguf") for name in others):
+        return GGUF.format(place)
+    return (
+        f"{place} holds {shortened(others)} but no {WEIGHTS}, and nothing else is read: get a copy in that "
+        "format"
+    )
 
 
 def read_headers(folder: Path) -> Headers:
@@ -185,10 +208,6 @@ def _missing_files(folder: Path) -> Iterator[str]:
         yield f"{folder} lacks {shortened(missing)}, which {INDEX} lists: {AGAIN}"
     if any(folder.glob(WEIGHTS)):
         return
-    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
-    if others:
-        yield (
-            f"{folder} holds {shortened(others)} but no {WEIGHTS}, and nothing else is read: "
-            "get a copy in that format"
-        )
+    if problem := other_format(folder, [file.name for file in folder.iterdir()]):
+        yield problem
     yield f"{folder} holds no weights ({WEIGHTS}): {AGAIN}"

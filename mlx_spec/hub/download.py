@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS, has_weights
-from mlx_spec.hub.files import human_bytes, one_line, sha256, shortened
+from mlx_spec.hub.checkpoint import WEIGHTS, has_weights, other_format, refuse_gguf
+from mlx_spec.hub.files import human_bytes, one_line, sha256
 
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
@@ -68,23 +68,29 @@ class Download:
         return self.folder / "blobs" / file.blob
 
 
-def find(name: str, *, revision: str | None = None) -> Path:
+def find(name: str) -> Path:
     """Return the folder of a checkpoint; download it if necessary.
 
     A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line
     on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise NotFound(f"{name} is a file: give the folder that holds it")
-    found = cached(name, revision=revision)
+    found = local_folder(name) or cached(name)
     if found is None:
-        download = plan(name, revision=revision)
+        download = plan(name)
         print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
         found = fetch(download)
     return found
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder `name`, None if only a repository can have that name. Raises NotFound for a file."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    refuse_gguf(name)
+    if folder.exists():
+        raise NotFound(f"{name} is a file: give the folder that holds it")
+    return None
 
 
 def cached(name: str, *, revision: str | None = None) -> Path | None:
@@ -95,6 +101,7 @@ def cached(name: str, *, revision: str | None = None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    refuse_gguf(name)
     if name.count("/") != 1:
         raise _no_repository(name)
     try:
@@ -130,7 +137,8 @@ def plan(name: str, *, revision: str | None = None) -> Download:
     except Exception as error:  # the errors of the Hub and of its HTTP library
         raise NotFound(explain(name, error)) from error
     siblings = info.siblings or []
-    _check_format(name, [file.rfilename for file in siblings])
+    if problem := other_format(f"https://huggingface.co/{name}", [file.rfilename for file in siblings]):
+        raise BadCheckpoint(problem)
     files = []
     for file in siblings:
         if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS):
@@ -252,13 +260,3 @@ def _has_all_shards(folder: Path) -> bool:
 
 def _no_repository(name: str) -> NotFound:
     return NotFound(f"there is no folder {name}, and a repository on Hugging Face is named owner/name")
-
-
-def _check_format(name: str, files: list[str]) -> None:
-    """Raise BadCheckpoint for a repository without safetensors."""
-    others = [file for file in files if any(fnmatch(file, pattern) for pattern in OTHER_WEIGHTS)]
-    if others and not any(fnmatch(file, WEIGHTS) for file in files):
-        raise BadCheckpoint(
-            f"https://huggingface.co/{name} holds {shortened(others)} but no {WEIGHTS}, the only format "
-            "that is downloaded: use a repository that has it"
-        )

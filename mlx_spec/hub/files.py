@@ -12,6 +12,7 @@ from typing import Any
 from mlx_spec.errors import BadCheckpoint
 
 AGAIN = "download or convert it again"
+LOADING_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)  # of mlx-lm
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -62,4 +63,5 @@ def shortened(names: list[str], shown: int = 3) -> str:
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Return the text of an error on one line, cut to `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = f"no {text}" if isinstance(error, KeyError) else text
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -38,9 +38,9 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     text_config,
 )
-from mlx_spec.hub.download import cached, explain, plan
+from mlx_spec.hub.download import cached, explain, local_folder, plan
 from mlx_spec.hub.files import read_object, shortened
-from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision
+from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision, target_shape
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
@@ -124,11 +124,9 @@ def inspect(name: str) -> CheckpointInfo | ConvertedPair:
 
         target, drafter = inspect_checkpoint(demo.TARGET, DEMO), inspect_checkpoint(demo.DRAFTER, DEMO)
         return ConvertedPair(DEMO, target, drafter, {}, target.problem or drafter.problem)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(name)
+    if folder is not None:
         return inspect_folder(folder, name)
-    if folder.exists():
-        raise NotFound(f"{name} is a file: give the folder that holds it")
     snapshot = cached(name)
     return inspect_checkpoint(snapshot, name) if snapshot else _inspect_remote(name)
 
@@ -214,7 +212,7 @@ def _describe(
     except (AttributeError, TypeError) as error:
         raise BadCheckpoint(f"config.json of {name} is malformed ({error}): download it again") from error
     text, tensors = text_config(config), headers.tensors
-    kind, shape = drafter_kind(config, tensors), _target_shape(config)
+    kind, shape = drafter_kind(config, tensors), target_shape(config)
     if kind is None and "model_type" not in config:
         raise BadCheckpoint(f"config.json of {name} has no model_type: download it again")
     types = text.get("layer_types")
@@ -297,33 +295,13 @@ def _count_types(types: list[Any]) -> dict[str, int]:
     return dict(counts) if len(counts) > 1 else {}
 
 
-def _target_shape(config: Config) -> TargetShape:
-    """Return what a target with this config.json offers to a drafter."""
-    text = text_config(config)
-    heads = integer(text, "num_attention_heads")
-    kv_heads = integer(text, "num_key_value_heads") or heads
-    hidden, head_dim = integer(text, "hidden_size"), integer(text, "head_dim")
-    if head_dim is None and hidden and heads:
-        head_dim = hidden // heads
-    return TargetShape(
-        hidden,
-        integer(text, "vocab_size") or integer(config, "vocab_size"),
-        integer(text, "num_hidden_layers"),
-        integer(text, "sliding_window") if text.get("use_sliding_window") is not False else None,
-        kv_heads,
-        head_dim,
-        integer(text, "num_global_key_value_heads") or kv_heads,
-        integer(text, "global_head_dim") or head_dim,
-    )
-
-
 def _needed_shape(kind: str, config: Config, tensors: Tensors) -> TargetShape:
     """Return what a drafter of this kind asks of its target."""
     converted = config.get("target")  # our converter records what it converted for
     if kind != catalog.ASSISTANT and isinstance(converted, Mapping):
         keys = ("hidden_size", "vocab_size", "num_hidden_layers")
         return TargetShape(*(integer(converted, key) for key in keys))
-    own = _target_shape(config)
+    own = target_shape(config)
     vocab = _axis(tensors, "t2d", 0) or own.vocab_size
     if kind == catalog.ASSISTANT:
         hidden = integer(config, "backbone_hidden_size")

@@ -14,7 +14,7 @@ from typing import Literal
 from mlx_spec import demo
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
-from mlx_spec.hub.checkpoint import OTHER_WEIGHTS, WEIGHTS
+from mlx_spec.hub.checkpoint import WEIGHTS, other_format
 from mlx_spec.hub.download import cached
 from mlx_spec.hub.files import one_line, read_object, shortened
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
@@ -117,28 +117,24 @@ def plan_removal(name: str) -> Removal:
 
 
 def _bundled() -> LocalModel:
-    folder = demo.TARGET.parent
+    return _described(DEMO, "bundled", demo.TARGET.parent, demo.TARGET)
+
+
+def _described(name: str, origin: Literal["bundled", "converted"], folder: Path, used: Path) -> LocalModel:
+    size, last_used = _size(folder), _last_used(used)
     try:
-        found = inspect(DEMO)
+        found = inspect(name)
     except SpecError as error:
-        return LocalModel(DEMO, "bundled", folder, 0, 0.0, None, str(error))
-    return LocalModel(DEMO, "bundled", folder, found.size, _last_used(demo.TARGET), found, found.problem)
+        return LocalModel(name, origin, folder, size, last_used, None, str(error))
+    size = found.size if origin == "bundled" else size
+    return LocalModel(name, origin, folder, size, last_used, found, found.problem)
 
 
 def _pairs_in(folder: Path) -> list[LocalModel]:
     """List `folder` if it is a pair, or the pairs directly in it."""
     places = [folder] if (folder / MANIFEST).is_file() else _folders_in(folder)
     pairs = [place for place in places if (place / MANIFEST).is_file() and not place.name.startswith(".")]
-    return [_pair(place) for place in pairs]
-
-
-def _pair(folder: Path) -> LocalModel:
-    size, used = _size(folder), _last_used(folder)
-    try:
-        found = inspect_folder(folder, str(folder))
-    except SpecError as error:
-        return LocalModel(str(folder), "converted", folder, size, used, None, str(error))
-    return LocalModel(str(folder), "converted", folder, size, used, found, found.problem)
+    return [_described(str(place), "converted", place, place) for place in pairs]
 
 
 def _repository(folder: Path) -> LocalModel | None:
@@ -176,9 +172,9 @@ def _snapshot(folder: Path) -> Path | None:
 
 def _is_other_format(snapshot: Path) -> bool:
     """Return True for complete weights of a format that is never read."""
-    if any(snapshot.glob(WEIGHTS)) or any(snapshot.parent.parent.glob("blobs/*.incomplete")):
+    if any(snapshot.parent.parent.glob("blobs/*.incomplete")):
         return False
-    return any(file for pattern in OTHER_WEIGHTS for file in snapshot.glob(pattern))
+    return other_format(snapshot, [file.name for file in snapshot.iterdir()]) is not None
 
 
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:

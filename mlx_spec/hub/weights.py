@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import TargetShape
 from mlx_spec.hub.checkpoint import TensorInfo, integer, read_config, read_headers, text_config
 
 Config = Mapping[str, Any]
@@ -100,6 +101,26 @@ def decode_sizes(folder: Path, context: int) -> DecodeSizes:
     )
 
 
+def target_shape(config: Config) -> TargetShape:
+    """Return what a target with this config.json offers to a drafter."""
+    text = text_config(config)
+    heads = integer(text, "num_attention_heads")
+    kv_heads = integer(text, "num_key_value_heads") or heads
+    hidden, head_dim = integer(text, "hidden_size"), integer(text, "head_dim")
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    return TargetShape(
+        hidden,
+        integer(text, "vocab_size") or integer(config, "vocab_size"),
+        integer(text, "num_hidden_layers"),
+        integer(text, "sliding_window") if text.get("use_sliding_window") is not False else None,
+        kv_heads,
+        head_dim,
+        integer(text, "num_global_key_value_heads") or kv_heads,
+        integer(text, "global_head_dim") or head_dim,
+    )
+
+
 def count_parameters(tensors: Tensors, config: Config) -> int:
     """Return the parameters of a model; tables of indices do not count."""
     return sum(_parameters(name, tensor, tensors, config) for name, tensor in tensors.items())
@@ -160,24 +181,18 @@ def _common_dtype(tensors: Tensors, *, floats_only: bool = False) -> str | None:
 
 def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
     """Return the bytes of K/V that a token reads and that are held, 0 if not known."""
-    layers, queries = integer(text, "num_hidden_layers"), integer(text, "num_attention_heads")
-    heads = integer(text, "num_key_value_heads") or queries
-    hidden, size = integer(text, "hidden_size"), integer(text, "head_dim")
-    if size is None and hidden and queries:
-        size = hidden // queries
-    if layers is None or heads is None or size is None:
+    shape = target_shape(text)
+    if shape.layers is None or shape.kv_heads is None or shape.head_dim is None:
         return 0.0, 0.0
-    full_heads = integer(text, "num_global_key_value_heads") or heads
-    full_size = integer(text, "global_head_dim") or size
-    window = integer(text, "sliding_window")
+    full_heads, full_size = shape.global_kv_heads or 0, shape.global_head_dim or 0
     numbers = {  # in K, and as many in V
         "full_attention": context * full_heads * full_size,
-        "sliding_attention": min(context, window or context) * heads * size,
+        "sliding_attention": min(context, shape.window or context) * shape.kv_heads * shape.head_dim,
     }
     kinds = text.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else ["full_attention"] * layers
+    kinds = kinds if isinstance(kinds, list) else ["full_attention"] * shape.layers
     read = [2 * KV_BYTES * numbers.get(str(kind), 0) for kind in kinds]
-    owners = layers - (integer(text, "num_kv_shared_layers") or 0)
+    owners = shape.layers - (integer(text, "num_kv_shared_layers") or 0)
     return float(sum(read)), float(sum(read[:owners]))
 
 

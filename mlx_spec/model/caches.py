@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from mlx_spec.types import KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
 WINDOW_SLACK = 256  # rows that a sliding cache appends before it moves its window to the front of the buffer
-CAPACITY_STEP = 256  # rows; buffers grow by whole steps
+CAPACITY_STEP = 256  # rows; buffers grow in whole steps
 
 Packed = tuple[mx.array, mx.array, mx.array]  # quantized rows: packed weights, scales, biases
 
@@ -61,6 +62,15 @@ class _AppendOnlyCache:
 
     def __init__(self) -> None:
         self.offset = 0
+        self._keys: list[mx.array] = []  # [1, H, capacity, Dk]; quantized: weights, scales and biases
+        self._values: list[mx.array] = []
+
+    def _append(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        start, end = self.offset, self.offset + keys[0].shape[2]
+        for buffers, parts in ((self._keys, keys), (self._values, values)):
+            old: Sequence[mx.array | None] = buffers or [None] * len(parts)
+            buffers[:] = [write_rows(b, part, start, end) for b, part in zip(old, parts, strict=True)]
+        self.offset = end
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -77,6 +87,11 @@ class _AppendOnlyCache:
         """Drop all rows from position `size` on."""
         self.offset = min(self.offset, size)
 
+    def keep_rows(self, start: int, rows: mx.array) -> None:
+        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
+        for buffer in self.arrays():
+            _move_rows(buffer, start, rows)
+
     def snapshot(self) -> Any:
         """Return the state for `restore`."""
         return self.offset
@@ -85,40 +100,26 @@ class _AppendOnlyCache:
         """Return to a snapshot. Only appends may have followed it."""
         self.rewind(saved)
 
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays to evaluate after a prefill."""
+        return [*self._keys, *self._values]
+
 
 class FullCache(_AppendOnlyCache):
     """K and V of every position, in a preallocated buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: mx.array | None = None  # [1, H, capacity, Dk]
-        self.values: mx.array | None = None  # [1, H, capacity, Dv]
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D] and return all rows [1, H, S, D]."""
-        start, end = self.offset, self.offset + keys.shape[2]
-        self.keys = write_rows(self.keys, keys, start, end)
-        self.values = write_rows(self.values, values, start, end)
-        self.offset = end
+        self._append([keys], [values])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all rows [1, H, S, D]. mlx-lm's KV-shared layers call this."""
-        assert self.keys is not None and self.values is not None
-        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+        return self._keys[0][..., : self.offset, :], self._values[0][..., : self.offset, :]
 
     def rows(self, size: int) -> KVRows:
         """Return the first `size` rows, all of them committed."""
-        assert self.keys is not None and self.values is not None
-        return KVRows(self.keys[..., :size, :], self.values[..., :size, :])
-
-    def keep_rows(self, start: int, rows: mx.array) -> None:
-        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
-        self.keys, self.values = _move_rows(self.keys, start, rows), _move_rows(self.values, start, rows)
-
-    def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate after a prefill."""
-        return [a for a in (self.keys, self.values) if a is not None]
+        return KVRows(self._keys[0][..., :size, :], self._values[0][..., :size, :])
 
 
 class QuantizedCache(_AppendOnlyCache):
@@ -128,34 +129,20 @@ class QuantizedCache(_AppendOnlyCache):
         super().__init__()
         self.bits = bits  # mlx-lm's attention reads `bits` and `group_size`
         self.group_size = 64
-        self._keys: list[mx.array | None] = [None, None, None]
-        self._values: list[mx.array | None] = [None, None, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
         """Append [1, H, T, D] and return all rows, packed."""
         self.group_size = _group_size(keys.shape[-1], values.shape[-1])
-        start, end = self.offset, self.offset + keys.shape[2]
-        self._append(self._keys, keys, start, end)
-        self._append(self._values, values, start, end)
-        self.offset = end
+        self._append(self._quantized(keys), self._quantized(values))
         return self._rows(self._keys), self._rows(self._values)
 
-    def _append(self, buffers: list[mx.array | None], rows: mx.array, start: int, end: int) -> None:
-        parts = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
-        buffers[:] = [write_rows(b, part, start, end) for b, part in zip(buffers, parts, strict=True)]
+    def _quantized(self, rows: mx.array) -> Sequence[mx.array]:
+        parts: Sequence[mx.array] = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
+        return parts
 
-    def _rows(self, buffers: list[mx.array | None]) -> Packed:
-        packed, scales, biases = (b[..., : self.offset, :] for b in buffers if b is not None)
+    def _rows(self, buffers: list[mx.array]) -> Packed:
+        packed, scales, biases = (buffer[..., : self.offset, :] for buffer in buffers)
         return packed, scales, biases
-
-    def keep_rows(self, start: int, rows: mx.array) -> None:
-        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
-        for buffers in (self._keys, self._values):
-            buffers[:] = [_move_rows(buffer, start, rows) for buffer in buffers]
-
-    def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate after a prefill."""
-        return [a for a in (*self._keys, *self._values) if a is not None]
 
 
 class SlidingCache:
@@ -174,23 +161,20 @@ class SlidingCache:
         self.offset = 0
         self._first = 0  # position of row 0 of the buffers
         self._visible = 0  # position of the first row that the last block could see
-        self._keys: mx.array | None = None  # [1, H, capacity, Dk]
-        self._values: mx.array | None = None
+        self._buffers: list[mx.array] = []  # keys and values [1, H, capacity, D]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D]. Return the rows that the block can see, [1, H, min(S, window - 1) + T, D]."""
         base, end = self.offset, self.offset + keys.shape[2]
-        if self._keys is None or self._values is None or end - self._first > self._keys.shape[2]:
+        if not self._buffers or end - self._first > self._buffers[0].shape[2]:
             first = max(base - self.window + 1 - MAX_UNCOMMITTED, self._first)
-            self._keys, self._values, self._first = (
-                self._moved(self._keys, keys, first),
-                self._moved(self._values, values, first),
-                first,
-            )
+            old: Sequence[mx.array | None] = self._buffers or (None, None)
+            self._buffers = [self._moved(old[0], keys, first), self._moved(old[1], values, first)]
+            self._first = first
         else:
             at = slice(base - self._first, end - self._first)
-            self._keys[..., at, :] = keys
-            self._values[..., at, :] = values
+            self._buffers[0][..., at, :] = keys
+            self._buffers[1][..., at, :] = values
         self.offset = end
         self._visible = max(base - self.window + 1, 0)
         return self.keys_and_values()
@@ -228,9 +212,9 @@ class SlidingCache:
         return KVRows(*self._slice(max(size - self.window + 1, 0), size))
 
     def _slice(self, low: int, high: int) -> tuple[mx.array, mx.array]:
-        assert self._keys is not None and self._values is not None
         rows = slice(low - self._first, high - self._first)
-        return self._keys[..., rows, :], self._values[..., rows, :]
+        keys, values = self._buffers
+        return keys[..., rows, :], values[..., rows, :]
 
     def can_rewind(self, size: int) -> bool:
         """Return True if the buffer still has all rows that a query at position `size` can see."""
@@ -243,20 +227,21 @@ class SlidingCache:
 
     def keep_rows(self, start: int, rows: mx.array) -> None:
         """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
-        at = start - self._first
-        self._keys, self._values = _move_rows(self._keys, at, rows), _move_rows(self._values, at, rows)
+        for buffer in self._buffers:
+            _move_rows(buffer, start - self._first, rows)
 
     def snapshot(self) -> Any:
         """Return references for `restore`: live rows are moved, never rewritten."""
-        return self.offset, self._first, self._keys, self._values
+        return self.offset, self._first, list(self._buffers)
 
     def restore(self, saved: Any) -> None:
         """Return to a snapshot."""
-        self.offset, self._first, self._keys, self._values = saved
+        self.offset, self._first, buffers = saved
+        self._buffers = list(buffers)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate after a prefill."""
-        return [a for a in (self._keys, self._values) if a is not None]
+        return self._buffers
 
 
 class RecurrentCache(ArraysCache):
@@ -286,15 +271,11 @@ AttentionCache = FullCache | SlidingCache | QuantizedCache
 LayerCache = AttentionCache | RecurrentCache
 
 
-def capacity_for(rows: int) -> int:
-    """Return the rows to allocate for `rows`: a quarter more, rounded up to whole steps."""
-    return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
-
-
 def write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:
     """Write `rows` to start..end of a buffer [1, H, capacity, D]. Return it, grown if it was too short."""
     if buffer is None or end > buffer.shape[2]:
-        grown = mx.zeros((*rows.shape[:2], capacity_for(end), rows.shape[3]), rows.dtype)
+        capacity = -(-(end + end // 4) // CAPACITY_STEP) * CAPACITY_STEP  # a quarter more, in whole steps
+        grown = mx.zeros((*rows.shape[:2], capacity, rows.shape[3]), rows.dtype)
         if buffer is not None:
             grown[..., :start, :] = buffer[..., :start, :]
         buffer = grown
@@ -302,10 +283,8 @@ def write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) ->
     return buffer
 
 
-def _move_rows(buffer: mx.array | None, start: int, rows: mx.array) -> mx.array:
-    assert buffer is not None, "rows of an empty cache"
+def _move_rows(buffer: mx.array, start: int, rows: mx.array) -> None:
     buffer[..., start : start + rows.size, :] = buffer[..., start + rows, :]
-    return buffer
 
 
 def _group_size(*head_dims: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_spec.model.target import LMTarget
+from mlx_spec.text import common_prefix
 from mlx_spec.types import Drafter, DraftLengthPolicy
 
 
@@ -69,11 +70,3 @@ class CachedSequence:
         """
         del self._tokens[length:]
         self.parts.target.rewind(min(max(length - 1, 0), self.parts.target.size))
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    length = min(len(a), len(b))
-    if list(a[:length]) == list(b[:length]):
-        return length
-    return next(i for i in range(length) if a[i] != b[i])

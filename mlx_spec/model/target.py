@@ -37,14 +37,6 @@ MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more ge
 
 
 @dataclass(frozen=True)
-class _Rollback:
-    """The state before uncommitted writes."""
-
-    replay: mx.array
-    recurrent: list[Any]
-
-
-@dataclass(frozen=True)
 class _Checkpoint:
     """A size that `rewind` can return to even if later rows pushed earlier ones out of the caches."""
 
@@ -86,7 +78,8 @@ class LMTarget:
         self._replay = mx.array([], dtype=mx.int32)
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        self._rollback: _Rollback | None = None
+        # Before uncommitted writes: `_replay` and the snapshots of recurrent layers.
+        self._rollback: tuple[mx.array, list[Any]] | None = None
         self._checkpoints: list[_Checkpoint] = []
 
     @property
@@ -98,8 +91,6 @@ class LMTarget:
     def uncommitted(self) -> int:
         """Return the number of rows written and not yet committed."""
         return sum(tokens.size for tokens in self._uncommitted)
-
-    on_trial = uncommitted  # the name in types.Target until the engine uses `uncommitted`
 
     @property
     def nbytes(self) -> int:
@@ -230,7 +221,7 @@ class LMTarget:
 
     def _begin(self) -> None:
         recurrent = [c.snapshot() for c in self._caches if isinstance(c, RecurrentCache)]
-        self._rollback = _Rollback(self._replay, recurrent)
+        self._rollback = self._replay, recurrent
 
     def _end(self) -> None:
         self._uncommitted, self._captured, self._rollback = [], [], None
@@ -238,7 +229,7 @@ class LMTarget:
     def _undo(self, keep: int) -> None:
         if self._rollback is None:
             return
-        replay = self._rollback.replay
+        replay, snapshots = self._rollback
         size = self._size + keep
         if self._recurrent:
             size = self._size - replay.size
@@ -246,7 +237,7 @@ class LMTarget:
         for cache in _attention(self._caches):
             cache.rewind(size)
         recurrent = [c for c in self._caches if isinstance(c, RecurrentCache)]
-        for layer, saved in zip(recurrent, self._rollback.recurrent, strict=True):
+        for layer, saved in zip(recurrent, snapshots, strict=True):
             layer.restore(saved)
 
     def _write(self, tokens: mx.array, views: list[TreeCacheView] | None = None) -> mx.array:

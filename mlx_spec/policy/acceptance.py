@@ -34,6 +34,7 @@ class DrafterStatistics:
     def __init__(self, prior: Sequence[float] = tuple(LEVELS.values()), worth: int = PRIOR_DRAFTS) -> None:
         self.frequencies, self._worth = list(prior), worth
         self._drafts = 0
+        self.since = 0  # plain tokens since the last draft
         self._accepted, self._expected = [0.0] * MAX_DRAFT_TOKENS, [0.0] * MAX_DRAFT_TOKENS
         self._compute_rates()
 

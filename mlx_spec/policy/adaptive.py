@@ -4,7 +4,8 @@ Two rules are added to that choice:
 
   probing   While plain decoding is the best, nothing is learned about the drafter. So one token is drafted
             and verified when the plain tokens since the last draft have paid for it. Probes cost at most
-            PROBE_SHARE of the time. None is made if drafting would not pay even on the most predictable text.
+            PROBE_SHARE of the time, and COST_PROBE_SHARE if drafting would not pay even on the most
+            predictable text: then only the measured cost can be wrong.
   account   The sequences of a pair share an account of the plain tokens won and lost. A draft is made only if
             the account stays above -BUFFER even if all of it is rejected. A plain token pays EPSILON in, and
             at most BUFFER is kept. README.md proves the bound that follows.
@@ -36,6 +37,7 @@ Gains = Callable[[], Sequence[float]]
 EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
+COST_PROBE_SHARE = 0.001  # the same if no text would make drafting pay: its measured cost may be wrong
 FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
 ENOUGH_TOKENS = 16  # emitted, to say that speculation pays; timed, to assume costs: fewer are noise
 SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
@@ -59,13 +61,12 @@ class Account:
 
 
 class Proposal:
-    """One drafter in one answer: its belief, and the plain tokens since its last draft."""
+    """One drafter in one answer: its belief, and whether it has drafted yet."""
 
     def __init__(
         self, acceptance: DrafterStatistics, gains: Gains | None = None, request: RequestDrafter | None = None
     ) -> None:
         self.belief, self.gains, self.request = Belief(acceptance), gains, request
-        self.since = 0  # plain tokens since the last draft
         self.verified = False  # a draft, in this answer
 
     def expected_tokens(self) -> Floats:
@@ -143,7 +144,8 @@ class AdaptivePolicy:
         limits = [(index, self._limit(index, length, costs)) for _, index, length in paying]
         choices = tuple(Choice(index, limit) for index, limit in limits if limit)
         hopeful = [index for index in others if self._could_pay(index, costs)]
-        probes = tuple(Choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
+        shares = {i: PROBE_SHARE if i in hopeful else COST_PROBE_SHARE for i in others} if self._idle else {}
+        probes = tuple(Choice(i, 1) for i, share in shares.items() if self._probe_due(i, share, costs))
         if choices:
             return choices + probes, self._reason_on()
         if probes:
@@ -186,12 +188,12 @@ class AdaptivePolicy:
         best_tokens = self._proposals[index].belief.shared.tokens[-1]
         return best_length(best_tokens, costs.rounds(index), MAX_DRAFT_TOKENS)[1] * costs.plain > 1 + EPSILON
 
-    def _probe_due(self, index: int, costs: CostModel) -> bool:
-        """Return whether the plain tokens since the last draft have paid for a probe."""
+    def _probe_due(self, index: int, share: float, costs: CostModel) -> bool:
+        """Return whether a share of the plain tokens since the last draft has paid for a probe."""
         proposal = self._proposals[index]
         steps = (costs.seconds(index, 1) + costs.host) / costs.plain
         loss = max(steps - 1 - proposal.first_rate(), 0.01)
-        return proposal.since * PROBE_SHARE >= loss and self._limit(index, 1, costs) > 0
+        return proposal.belief.shared.since * share >= loss and self._limit(index, 1, costs) > 0
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
@@ -213,7 +215,7 @@ class AdaptivePolicy:
         if proposal.gains is None:
             stopped = len(round.tokens) == round.accepted  # a stop token hides the verdict on the rest
             proposal.belief.update(round.accepted, round.accepted < round.drafted and not stopped)
-        proposal.since, proposal.verified = 0, True
+        proposal.belief.shared.since, proposal.verified = 0, True
         self._idle = self._waiting = False
 
     def _observe_plain(self, round: Round, now: float, costs: CostModel | None) -> None:
@@ -231,7 +233,7 @@ class AdaptivePolicy:
             self._waiting = round.kind == "plain" or not self._queued
         self._idle = True
         for proposal in self._proposals:
-            proposal.since += 1
+            proposal.belief.shared.since += 1
         if timed and self._decided - self._done < costs.plain / 2:  # else the reader took its time
             costs.observe_plain(now - self._done)
 

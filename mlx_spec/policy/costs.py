@@ -150,7 +150,7 @@ class CostModel:
 
     def corrected(self) -> Table:
         """Return the table with what was learned, relative to plain decoding now: heat does not last."""
-        passes = np.exp(self._base + self._error - self._error[0]).tolist()
+        passes = (self.passes / self.plain * self.table.plain).tolist()
         verify = {length + 1: seconds for length, seconds in enumerate(passes) if length}
         return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
 
@@ -170,7 +170,8 @@ class CostModel:
     def _compute_seconds(self) -> None:
         passes = np.exp(self._base + self._error)
         self.plain = float(passes[0])
-        self.passes: Floats = np.maximum(passes, self.plain)  # seconds by draft length
+        most = self.plain * np.arange(1, MAX_DRAFT_TOKENS + 2)  # as many passes of one row as there are rows
+        self.passes: Floats = np.clip(passes, self.plain, most)  # seconds by draft length
         slower = self.plain / self.table.plain
         self._rounds = [d * slower + self.passes for d in self._drafting]
 

@@ -181,6 +181,16 @@ class GrammarMask:
 class _MatchingSampler(ABC):
     """A sampler that accepts the draft tokens that it would have drawn itself."""
 
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self._processor = processor
+
+    @property
+    def drafting(self) -> Sampler:
+        """Return the sampler without the grammar. It shares the seed and the count of draws."""
+        free = copy.copy(self)
+        free._processor = self._processor.without_grammar
+        return free
+
     @abstractmethod
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -216,16 +226,6 @@ class _MatchingSampler(ABC):
 class Greedy(_MatchingSampler):
     """Takes the most likely token."""
 
-    def __init__(self, processor: LogitsProcessor) -> None:
-        self._processor = processor
-
-    @property
-    def drafting(self) -> Sampler:
-        """Return the sampler without the grammar."""
-        if self._processor.without_grammar is self._processor:
-            return self
-        return Greedy(self._processor.without_grammar)
-
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
@@ -240,15 +240,8 @@ class Seeded(_MatchingSampler):
     """
 
     def __init__(self, processor: LogitsProcessor, seed: int) -> None:
-        self._processor = processor
+        super().__init__(processor)
         self._seed = seed
-
-    @property
-    def drafting(self) -> Sampler:
-        """Return the sampler without the grammar. The noise stays shared."""
-        if self._processor.without_grammar is self._processor:
-            return self
-        return Seeded(self._processor.without_grammar, self._seed)
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -266,17 +259,10 @@ class Unseeded(_MatchingSampler):
     """Draws with fresh noise. Drafts that come with their distribution are judged by `rule`."""
 
     def __init__(self, processor: LogitsProcessor, *, rule: Rule = block, key: int | None = None) -> None:
-        self._processor = processor
+        super().__init__(processor)
         self._rule = rule
         self._seed = secrets.randbits(64) if key is None else key
-        self._indices = itertools.count(1)
-
-    @property
-    def drafting(self) -> Sampler:
-        """Return the sampler without the grammar. Both count on, so no noise is used twice."""
-        free = copy.copy(self)
-        free._processor = self._processor.without_grammar
-        return free
+        self._indices = itertools.count(1)  # shared with `drafting`, so that no noise is used twice
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array

@@ -127,29 +127,6 @@ def _token_ids(text: Text, markers: Markers | None) -> tuple[int | None, int | N
     return (None, None) if markers is None else (text.token_id(markers.open), text.token_id(markers.close))
 
 
-class StopStrings:
-    """The strings that end an answer, wherever they stand in it. Raises InvalidValue for an empty one."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        if "" in strings:
-            raise InvalidValue("a stop string is empty: leave it out")
-        self._strings = tuple(strings)
-
-    def find(self, text: str) -> tuple[int, str] | None:
-        """Return the start and the string that is complete first, the longest if several end there."""
-        starts = [(text.find(string), string) for string in self._strings]
-        complete = [(start + len(string), start, string) for start, string in starts if start >= 0]
-        return min(complete)[1:] if complete else None
-
-    def pending_length(self, text: str) -> int:
-        """Return the length of the longest end of `text` that may begin a stop string."""
-        longest = max((len(string) - 1 for string in self._strings), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(string.startswith(text[-length:]) for string in self._strings):
-                return length
-        return 0
-
-
 @dataclass(frozen=True)
 class Span:
     """A piece of text that one token completed, with the tokens before it that were half a character."""
@@ -194,8 +171,10 @@ class AnswerStream:
         stop: Sequence[str] = (),
         calls: Markers | None = None,
     ) -> None:
+        if "" in stop:
+            raise InvalidValue("a stop string is empty: leave it out")
         self._reader = AnswerReader(text, prompt, calls=calls)
-        self._stops = StopStrings(stop)
+        self._stop = tuple(stop)
         self._without_text: list[_TokenOrigin] = []  # tokens read whose text is not known yet
         self._held: list[TextPart] = []  # of kind answer: may become a stop string
         self._parts: list[TextPart] = []  # not returned yet
@@ -267,11 +246,14 @@ class AnswerStream:
     def _check_stops(self) -> None:
         """Release the text in which no stop string can begin, or finish at one."""
         text = "".join(part.text for part in self._held)
-        found = self._stops.find(text)
-        self._release(found[0] if found else len(text) - self._stops.pending_length(text))
-        if found:
+        starts = [(text.find(string), string) for string in self._stop]
+        complete = [(start + len(string), start, string) for start, string in starts if start >= 0]
+        if complete:  # the string that is complete first, the longest if several end there
+            _, start, self.finished = min(complete)
+            self._release(start)
             self._held.clear()
-            self.finished = found[1]
+        else:
+            self._release(len(text) - _pending_length(text, self._stop))
 
     def _release(self, count: int | None = None) -> None:
         """Release the first `count` characters that were held back; None for all."""
@@ -302,6 +284,15 @@ class AnswerStream:
     def _take_parts(self) -> list[TextPart]:
         parts, self._parts = self._parts, []
         return parts
+
+
+def _pending_length(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that may begin one of the strings."""
+    longest = max((len(string) - 1 for string in strings), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(string.startswith(text[-length:]) for string in strings):
+            return length
+    return 0
 
 
 def _split(part: TextPart, at: int) -> tuple[TextPart, TextPart]:

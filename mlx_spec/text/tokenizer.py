@@ -137,10 +137,6 @@ class Text:
             kept["content"] = _outside(content, markers)
         return kept
 
-    def written(self, token: int) -> bytes:
-        """Return `token_bytes(token)`: the name that other packages still use."""
-        return self._token_bytes(token)
-
 
 def _outside(content: str, markers: Markers) -> str:
     """Return `content` without the text between markers, or before a marker that only closes."""
@@ -261,6 +257,14 @@ def _converted(folder: Path) -> Tokenizer:
     if not isinstance(tokenizer, Tokenizer):
         raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read: save it as tokenizer.json")
     return tokenizer
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of tokens that two sequences have in common at their beginning."""
+    length = min(len(a), len(b))
+    if list(a[:length]) == list(b[:length]):
+        return length
+    return next(i for i in range(length) if a[i] != b[i])
 
 
 def _ids(value: Any) -> list[int]:

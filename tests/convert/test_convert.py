@@ -51,6 +51,12 @@ def converted(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
     return convert(request(pair, out, **changes), StageProgress(io.StringIO()))
 
 
+def as_published(target: Path, drafter: object, out: Path) -> dict[str, Any]:
+    """Convert without quantization, in the types of the sources."""
+    asked = Request(str(target), str(drafter), out, "none", None, "none", None, False)
+    return convert(asked, StageProgress(io.StringIO()))
+
+
 def refusal(pair: str | Path, out: Path, kind: type[SpecError] = BadCheckpoint, **changes: Any) -> str:
     """The one line a conversion is refused with; nothing is left of it."""
     with pytest.raises(kind) as caught:
@@ -239,7 +245,7 @@ def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
 def test_without_a_drafter(tmp_path: Path) -> None:
     manifest = converted("12b", tmp_path / "out", drafter="none")
     assert manifest["drafter"] is None and not (tmp_path / "out" / "drafter").exists()
-    assert mlx_spec.load(tmp_path / "out").info.drafter is None
+    assert mlx_spec.load(tmp_path / "out").info.drafter == "lookup"
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
@@ -247,10 +253,9 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     made, source, out = synthetic.native(kind), tmp_path / "source", tmp_path / "out"
     shutil.copytree(GOLDEN / "12b" / "target", source, ignore=shutil.ignore_patterns("*.safetensors"))
     mx.save_safetensors(str(source / "model.safetensors"), made.tensors)
-    rope = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5}
+    rope = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.4}
     (source / "config.json").write_text(json.dumps({**rope, **made.config}))
-    asked = Request(str(source), "auto", out, "none", None, "none", None, False)
-    manifest = convert(asked, StageProgress(io.StringIO()))
+    manifest = as_published(source, "auto", out)
     drafter = manifest["parts"]["drafter"]
     assert drafter["family"].endswith("_mtp") and drafter["runnable"]
     # Copies of the target's tables are in neither; everything else is in one of both.
@@ -262,7 +267,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
         str(source / "model.safetensors"), {k: v for k, v in made.tensors.items() if k not in head}
     )
     with pytest.raises(BadCheckpoint, match="stripped"):
-        convert(replace(asked, out=tmp_path / "other"), StageProgress(io.StringIO()))
+        as_published(source, "auto", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -288,8 +293,7 @@ def test_drafters_of_every_family(made: synthetic.Checkpoint, tmp_path: Path) ->
     mx.save_safetensors(str(source / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (source / "config.json").write_text(json.dumps(config))
     drafter = made.write(tmp_path / "drafter")
-    asked = Request(str(source), str(drafter), tmp_path / "out", "none", None, "none", None, False)
-    part = convert(asked, StageProgress(io.StringIO()))["parts"]["drafter"]
+    part = as_published(source, drafter, tmp_path / "out")["parts"]["drafter"]
     assert part["runnable"]
     assert mlx_spec.load(tmp_path / "out").drafter_names == (part["family"], "lookup")
 
@@ -297,10 +301,7 @@ def test_drafters_of_every_family(made: synthetic.Checkpoint, tmp_path: Path) ->
 def test_a_target_has_a_model_type(tmp_path: Path) -> None:
     source = synthetic.medusa().write(tmp_path / "source")
     with pytest.raises(BadCheckpoint, match="has no model_type: this is no target"):
-        convert(
-            Request(str(source), "none", tmp_path / "out", "none", None, "none", None, False),
-            StageProgress(io.StringIO()),
-        )
+        as_published(source, "none", tmp_path / "out")
 
 
 def test_where_tensors_went(tmp_path: Path) -> None:
@@ -324,13 +325,28 @@ def test_cut_shard(copied: Callable[[str], Path], tmp_path: Path) -> None:
     assert "promises" in refusal(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
 @pytest.mark.parametrize("part", ["target", "assistant"])
 def test_other_formats(name: str, part: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("12b")
     (source / part / "model.safetensors").rename(source / part / name)
     text = refusal(source, tmp_path / "out")
-    assert name in text and "only safetensors are read" in text
+    assert name in text and "nothing else is read" in text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"), [(None, "has no tokenizer.json or tokenizer.model"), ("{}", "is no tokenizer")]
+)
+def test_tokenizer_is_read_before_anything_is_converted(
+    tokenizer: str | None, message: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, shown = copied("12b"), io.StringIO()
+    (source / "target" / "tokenizer.json").unlink()
+    if tokenizer is not None:
+        (source / "target" / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(BadCheckpoint, match=message):
+        convert(request(source, tmp_path / "out"), StageProgress(shown))
+    assert shown.getvalue() == "" and not list(tmp_path.glob("*out*"))
 
 
 def test_unknown_families(copied: Callable[[str], Path], tmp_path: Path) -> None:

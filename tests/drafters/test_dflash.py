@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from fitted import largest, opened, random_rows, replay
 from synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.conditioned import MAX_WAITING, Rows
+from mlx_spec.drafters.conditioned import MAX_WAITING
 from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.types import Features, TargetParts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dflash"
 TOLERANCE = 1e-5
 CAPTURE = (0, 1, 2)
-TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
 
 
 # --- the same numbers as mlx-vlm
@@ -47,9 +45,9 @@ def made(source: DrafterSource) -> DFlash:
     return source.make(TargetParts(lambda ids: tensors["embed"][ids], lambda x: x @ tensors["head"].T))
 
 
-def layers(shift: int = 0) -> list[mx.array]:
-    """What the target's layers gave out; shifted, row i would be what belongs to row i + shift."""
-    return mx.split(mx.roll(golden()[2]["features"], -shift, axis=0), 3, axis=-1)
+def layers() -> list[mx.array]:
+    """The outputs of the target's layers."""
+    return mx.split(golden()[2]["features"], 3, axis=-1)
 
 
 def worst(found: list[mx.array]) -> float:
@@ -64,26 +62,7 @@ def test_six_rounds(chunks, tmp_path):
     assert worst(replay(drafter, history, layers(), begins, 4, chunks)) < TOLERANCE
 
 
-def test_rows_that_are_missing_at_a_border_would_show(tmp_path):
-    history, begins, tensors = golden()
-    drafter, end = made(opened(published(), tmp_path)), begins[0]
-    drafter.observe(history[:5], Features(tuple(layer[:4] for layer in layers())))
-    drafter.observe(history[:end], Features(tuple(layer[5 : end - 1] for layer in layers())))
-    assert largest(fitted.logits_of(drafter, history[:end], 4), tensors["logits.0"]) > 100 * TOLERANCE
-
-
-def test_part_of_a_block_is_the_part_of_the_whole(tmp_path):
-    history, begins, tensors = golden()
-    found = replay(made(opened(published(), tmp_path)), history, layers(), begins, 2)
-    assert max(largest(ours, tensors[f"logits.{i}"][:2]) for i, ours in enumerate(found)) < TOLERANCE
-
-
-# --- traps, each of which changes the numbers
-
-
-def test_rows_belong_to_their_positions(tmp_path):
-    history, begins, _ = golden()
-    assert worst(replay(made(opened(published(), tmp_path)), history, layers(shift=1), begins, 4)) > 0.1
+# --- what the config.json says
 
 
 @pytest.mark.parametrize(("key", "value"), [("shift", 1), ("position_offset", -1), ("norm_offset", 1)])
@@ -91,36 +70,6 @@ def test_conventions_count(key, value, tmp_path):
     history, begins, _ = golden()
     source = opened(published(), tmp_path, edit=lambda config: config["mlx_spec"].update({key: value}))
     assert worst(replay(made(source), history, layers(), begins, 4)) > 0.05
-
-
-def test_norms_without_their_1(tmp_path):
-    history, begins, _ = golden()
-    less = {name: w - 1 if "norm" in name else w for name, w in published().tensors.items()}
-    add_one = {"edit": lambda config: config["mlx_spec"].update(norm_offset=1)}
-    source = opened(replace(published(), tensors=less), tmp_path, **add_one)
-    assert worst(replay(made(source), history, layers(), begins, 4)) < TOLERANCE
-
-
-def test_rope_is_its_own(tmp_path):
-    history, begins, _ = golden()
-    source = opened(published(rope_theta=1e4), tmp_path)
-    assert worst(replay(made(source), history, layers(), begins, 4)) > 1e-3
-
-
-def test_slots_see_each_other(tmp_path):
-    """Both ways: a causal block would make the first slot blind for the number of those behind it."""
-    history, begins, _ = golden()
-    longer = opened(published(block_size=6), tmp_path)
-    assert worst([x[:4] for x in replay(made(longer), history, layers(), begins, 4)]) > 1e-3
-
-
-def test_outputs_and_inputs_of_layers(tmp_path):
-    """z-lab's ids number the outputs of layers, those of vLLM their inputs."""
-    config = json.loads((GOLDEN / "config.json").read_text())
-    assert opened(published(), tmp_path / "a").needs.hidden_layers == (1, 2, 4)
-    inputs = {"mask_token_id": 39, "aux_hidden_state_layer_ids": [2, 3, 5]}
-    assert opened(published(dflash_config=inputs), tmp_path / "b").needs.hidden_layers == (1, 2, 4)
-    assert config["dflash_config"]["target_layer_ids"] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("window", [3, 8])
@@ -160,16 +109,6 @@ def test_after_any_rounds_it_is_as_good_as_new(length, tmp_path):
         assert largest(logits, replay(source.make(parts()), history, rows, [begin], 4)[0]) < TOLERANCE
 
 
-def test_masks_do_not_stay(tmp_path, monkeypatch):
-    source, rows, history = opened(small(), tmp_path), random_rows(30, 3), tiny.prompt(31)
-    right = replay(source.make(parts()), history, rows, [9, 12], 4)
-    cut, kept = Rows.cut, []
-    monkeypatch.setattr(Rows, "cut", lambda self, size, position: kept.append(size))
-    wrong = replay(source.make(parts()), history, rows, [9, 12], 4)
-    assert kept and cut is not Rows.cut
-    assert largest(right[0], wrong[0]) < TOLERANCE and largest(right[1], wrong[1]) > 0.01
-
-
 def test_history_goes_back(tmp_path):
     """To any earlier place: what is shared stays, the rest is forgotten."""
     source, rows, history = opened(small(), tmp_path), random_rows(60, 3), tiny.prompt(61)
@@ -195,8 +134,8 @@ def test_cold_start(tmp_path):
     again = source.make(parts())
     again.observe(history[15:21], Features(tuple(r[15:20] for r in rows)))
     assert largest(cold, fitted.logits_of(again, history[15:21], 4)) < 1e-4
-    assert drafter.draft(history[:20], 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
-    assert drafter.draft([*history[:20], 3], 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
+    for stranger in (history[:20], [*history[:20], 3]):
+        assert drafter.draft(stranger, 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
 
 
 def test_limits(tmp_path):

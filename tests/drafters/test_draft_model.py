@@ -27,7 +27,6 @@ from mlx_spec.drafters.draft_model import (
     VocabularySizes,
 )
 from mlx_spec.errors import BadCheckpoint, NotRewindable
-from mlx_spec.model.sequence import common_prefix
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Features
@@ -259,13 +258,6 @@ def test_lossless_with_itself(kind):
     assert all(round.accepted == round.drafted for round in done)
 
 
-def test_common_prefix():
-    assert common_prefix([], [1]) == 0
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([1, 2, 3], (1, 2)) == 2
-    assert common_prefix([1, 2, 3], [1, 5, 3]) == 1
-
-
 # --- from disk
 
 
@@ -286,19 +278,13 @@ def test_any_language_model_becomes_a_drafter(tmp_path):
     source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
     assert (source.name, source.vocab_size) == ("llama", tiny.VOCAB)
     assert source.vocabulary == VocabularySizes(tiny.VOCAB, 260)
+    nested = {"text_config": {"vocab_size": 300}, "vocab_size": 1}
+    assert open_drafter(tmp_path, config, nested).vocabulary.target == 300
+    with pytest.raises(BadCheckpoint, match="target has no 'vocab_size'"):
+        open_drafter(tmp_path, config, {"text_config": {}})
     target = LMTarget(tiny.full())
     draft, _ = drafted(source.make(target.parts), tiny.prompt(9), 3)
     assert draft == drafted(DraftModel(model, SAME), tiny.prompt(9), 3)[0]
-
-
-def test_sizes_of_nested_configs(tmp_path):
-    model = tiny.full(seed=1)
-    config = llama_config(model)
-    save(tmp_path, model, config)
-    target = {"text_config": {"vocab_size": 300}, "vocab_size": 1}
-    assert open_drafter(tmp_path, config, target).vocabulary.target == 300
-    with pytest.raises(BadCheckpoint, match="target has no 'vocab_size'"):
-        open_drafter(tmp_path, config, {"text_config": {}})
 
 
 def test_incomplete_checkpoint(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shutil
@@ -12,9 +11,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.drafters import FAMILIES, open_drafter
-from mlx_spec.drafters.gemma4 import AssistantConfig, HeadShape, check_fit
+from mlx_spec.drafters.gemma4 import AssistantConfig, check_fit
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.catalog import repair_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -36,36 +34,19 @@ def test_made_for_each_other(pair):
         check_fit(config, config_of({"e2b": "e4b", "31b": "26b"}.get(pair, "31b"), "target"))
 
 
-TOP_KEYS = ("backbone_hidden_size", "use_ordered_embeddings", "text_config")
-CENTROID_KEYS = ("num_centroids", "centroid_intermediate_top_k")
+TOP_KEYS = "backbone_hidden_size use_ordered_embeddings text_config num_centroids centroid_intermediate_top_k"
 TEXT_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "global_head_dim",
-    "layer_types",
-    "sliding_window",
-    "rms_norm_eps",
-    "rope_parameters",
+    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+    "global_head_dim layer_types sliding_window rms_norm_eps rope_parameters"
 )
 
 
-@pytest.mark.parametrize("key", [*TOP_KEYS, *CENTROID_KEYS, *TEXT_KEYS])
+@pytest.mark.parametrize("key", [*TOP_KEYS.split(), *TEXT_KEYS.split()])
 def test_missing_key(key):
     config = config_of("e2b", "assistant")
-    del (config["text_config"] if key in TEXT_KEYS else config)[key]
+    del (config["text_config"] if key in TEXT_KEYS.split() else config)[key]
     with pytest.raises(BadCheckpoint, match=f"has no '{key}'"):
         AssistantConfig.from_dict(config)
-
-
-def test_centroid_keys_are_for_centroid_heads():
-    config = config_of("26b", "assistant")
-    for key in CENTROID_KEYS:
-        config.pop(key, None)
-    assert AssistantConfig.from_dict(config).num_centroids == 0
 
 
 @pytest.mark.parametrize(
@@ -89,18 +70,6 @@ def test_bad_value(where, key, value, message):
     (config["text_config"] if where == "text" else config)[key] = value
     with pytest.raises(BadCheckpoint, match=re.escape(message)):
         AssistantConfig.from_dict(config)
-
-
-@pytest.mark.parametrize("pair", ["e2b", "26b", "12b"])
-def test_both_ways_to_write_the_full_layers(pair):
-    """transformers 5.23 writes `per_layer_config` where the published checkpoints have `global_` keys."""
-    published, written = config_of(pair, "assistant"), config_of(pair, "assistant")
-    text = written["text_config"]
-    heads = text.pop("num_global_key_value_heads", None)
-    own = {"head_dim": text.pop("global_head_dim")} | ({"num_key_value_heads": heads} if heads else {})
-    text["per_layer_config"] = {"3": own}
-    assert AssistantConfig.from_dict(written) == AssistantConfig.from_dict(published)
-    assert AssistantConfig.from_dict(published | {"a_new_key": 1}) == AssistantConfig.from_dict(published)
 
 
 # --- the target
@@ -148,16 +117,6 @@ def test_only_layers_with_a_cache_count():
         check_fit(config, target)
 
 
-def test_mended_target_config_fits_too():
-    target = config_of("12b", "target")
-    heads = target["text_config"].pop("num_global_key_value_heads")
-    own = {"head_dim": target["text_config"].pop("global_head_dim"), "num_key_value_heads": heads}
-    layers = target["text_config"]["layer_types"]
-    target["text_config"]["per_layer_config"] = {str(i): own for i, kind in enumerate(layers) if kind == FULL}
-    for written in (target, repair_config(copy.deepcopy(target))):
-        check_fit(AssistantConfig.from_dict(config_of("12b", "assistant")), written)
-
-
 # --- the tensors
 
 
@@ -179,12 +138,12 @@ def open_in(folder: Path):
     return open_drafter(folder, json.loads((folder / "config.json").read_text()), config_of("e2b", "target"))
 
 
+KEY = "model.layers.0.self_attn.k_proj.weight"
+
+
 def test_copy_of_the_head_is_ignored(folder):
     change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert open_in(folder).vocab_size == 512
-
-
-KEY = "model.layers.0.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -234,30 +193,13 @@ def test_cut_file(folder):
         open_in(folder)
 
 
-def test_missing_shard(folder):
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(BadCheckpoint, match="model-00001-of-00002"):
-        open_in(folder)
-
-
 # --- the registry
 
 
-def test_head_shape_of_each_layer():
-    config = AssistantConfig.from_dict(config_of("26b", "assistant"))
-    assert config.heads == (HeadShape(2, 16),) * 3 + (HeadShape(1, 32),)
-
-
-@pytest.mark.parametrize("config", [{}, {"model_type": None}])
-def test_no_model_type(config, tmp_path):
-    with pytest.raises(BadCheckpoint, match="has no 'model_type'"):
-        open_drafter(tmp_path, config, {})
-
-
-@pytest.mark.parametrize("model_type", ["eagle1", "../llama", "no_such_model"])
+@pytest.mark.parametrize("model_type", [None, "eagle1", "../llama", "no_such_model"])
 def test_unknown_family(model_type, tmp_path):
     with pytest.raises(BadCheckpoint) as caught:
         open_drafter(tmp_path, {"model_type": model_type}, {})
-    assert repr(model_type) in str(caught.value)
-    assert all(family in str(caught.value) for family in FAMILIES)
+    text = str(caught.value)
+    assert "has no 'model_type'" in text if model_type is None else repr(model_type) in text
+    assert model_type is None or all(family in text for family in FAMILIES)

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from grammars import CLOSE, END, OPEN, STOP, Mixed, V, byte_text
-from lossless import emitted, first_difference
+from grammars import CLOSE, END, OPEN, STOP, V, byte_text
+from lossless import Scripted, emitted, first_difference
 from mlx_lm.generate import generate_step
 from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
@@ -85,7 +85,9 @@ def run(
 
 def adaptive() -> AdaptivePolicy:
     """A policy without drafters of its own, on a device where rows cost nothing."""
-    return AdaptivePolicies(0, Table(0.03, {1: 0.03, 17: 0.03}, [])).policy()
+    policies = AdaptivePolicies([])
+    policies.use(Table(0.03, {1: 0.03, 17: 0.03}, []))
+    return policies.policy()
 
 
 def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
@@ -93,7 +95,7 @@ def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
         return Lookup(1, 16)
     if kind == "draft model":
         return DraftModel(tiny.full(seed=1), VocabularySizes(V, V))
-    return Mixed([*PROMPT, *truth], WRONG)
+    return Scripted([*PROMPT, *truth], 2, wrong=WRONG)
 
 
 def by_mlx_lm(model: object, schema: Schema, count: int) -> list[int]:
@@ -163,7 +165,7 @@ def test_thoughts_come_first(seed: int | None) -> None:
     assert plain[0] == OPEN and 1 < plain.index(CLOSE) < 100
     answer = plain[plain.index(CLOSE) + 1 :]
     for wrong in ([0], WRONG):
-        drafter = Mixed([*PROMPT, *plain], wrong)
+        drafter = Scripted([*PROMPT, *plain], 2, wrong=wrong)
         parts = SequenceParts(LMTarget(tiny.full()), (drafter,), FixedPolicy(5))
         assert emitted(run(parts, sampling, 120)) == plain
     assert answer[-1] in TEXT.eos
@@ -211,8 +213,9 @@ def test_a_request_that_brings_nothing_changes_nothing() -> None:
 
 def simulated(accepted: int, seconds: float, rounds: int) -> list[int]:
     """Lengths drafted from a prediction if every draft fares the same; plain rounds take a second."""
-    table, now = Table(1.0, {1: 1.0, 17: 1.0}, []), [0.0]
-    policy = AdaptivePolicies(0, table).policy(clock=lambda: now[0])
+    policies, now = AdaptivePolicies([]), [0.0]
+    policies.use(Table(1.0, {1: 1.0, 17: 1.0}, []))
+    policy = policies.policy(clock=lambda: now[0])
     _, extras = for_request((), PROMPT, prediction=[*range(40)])
     extras = tuple(replace(extra, available=lambda history: 16) for extra in extras)
     policy.begin(extras)

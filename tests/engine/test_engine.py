@@ -8,14 +8,24 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 import tiny
-from lossless import GREEDY, Scripted, emitted, first_difference, mlx_lm_greedy, plain, rounds
+from lossless import (
+    GREEDY,
+    Listed,
+    Scripted,
+    emitted,
+    first_difference,
+    lengths,
+    mlx_lm_greedy,
+    plain,
+    rounds,
+)
 
 from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, RequestDrafter, Round, Sampler
+from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
@@ -97,11 +107,7 @@ def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K:
     stop = next(t for i, t in enumerate(truth) if i > 5 and t not in truth[:i])
     end = truth.index(stop) + 1
     target, drafter = LMTarget(model), Scripted(prompt + truth)
-    done = list(
-        engine.generate(
-            target, [drafter], FixedPolicy(K), GREEDY.sampler(17, 256), prompt, max_tokens=30, stop=[stop]
-        )
-    )
+    done = rounds(target, drafter, K, prompt, 30, stop=[stop])
     assert emitted(done) == truth[:end]
     assert done[-1].finish_reason == "stop" and all(r.finish_reason is None for r in done[:-1])
     assert target.size == len(prompt) + end - 1
@@ -163,32 +169,13 @@ def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
     assert got == truths
 
 
-class Alternating:
-    """Speculates in blocks of rounds, so that plain rounds that look ahead and drafts follow each other."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-
-    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
-        pass
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        return Decision((Choice(0, 3),) if self.rounds // 3 % 2 else (), Reason.PROBE)
-
-    def observe(self, round: Round) -> None:
-        self.rounds += 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_switching_between_plain_and_speculative_rounds(kind: str) -> None:
     model, prompt = MODELS[kind], tiny.prompt(17)
     truth = said(kind, 17)
     needs = FeatureSpec(final_hidden=True)
     drafter = Scripted(prompt + truth, 3, needs)
-    sampler = GREEDY.sampler(17, 256)
-    done = list(
-        engine.generate(LMTarget(model, needs), [drafter], Alternating(), sampler, prompt, max_tokens=COUNT)
-    )
+    done = rounds(LMTarget(model, needs), drafter, lengths(0, 0, 0, 3, 3, 3), prompt, COUNT)
     assert emitted(done) == truth
     assert any(r.drafted for r in done) and any(not r.drafted for r in done)
     rows = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
@@ -202,35 +189,13 @@ def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch
     read = engine._read
     monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))
     prompt = tiny.prompt(17)
-    sampler = sampling.sampler(17, 256)
-    done = list(
-        engine.generate(
-            LMTarget(MODELS["full"]), [Scripted([5] * 90)], FixedPolicy(K), sampler, prompt, max_tokens=40
-        )
-    )
+    done = rounds(LMTarget(MODELS["full"]), Scripted([5] * 90), K, prompt, 40, sampling=sampling)
     assert len(copies) == len(done)
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidValue, match="prompt is empty"):
         rounds(LMTarget(MODELS["full"]), Scripted([]), 0, [], 5)
-
-
-class Listed:
-    """A policy that takes its decisions from a list and keeps the rounds."""
-
-    def __init__(self, *decisions: Decision) -> None:
-        self.decisions = decisions
-        self.rounds: list[Round] = []
-
-    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
-        pass
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        return self.decisions[len(self.rounds) % len(self.decisions)]
-
-    def observe(self, round: Round) -> None:
-        self.rounds.append(round)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,8 +208,7 @@ def test_the_next_drafter_is_tried_where_one_has_nothing(kind: str) -> None:
 
     policy = Listed(Decision((Choice(0, 2), Choice(1, 4)), Reason.PAYS))
     drafters = [Seldom(prompt + truth), Scripted(prompt + truth, 2)]
-    sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
-    done = list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=COUNT))
+    done = rounds(LMTarget(MODELS[kind]), drafters, policy, prompt, COUNT)
     assert emitted(done) == truth
     assert {r.drafter for r in policy.rounds if r.drafted} == {0, 1}
     assert drafters[0].histories == drafters[1].histories
@@ -279,9 +243,7 @@ def test_a_round_says_what_it_was(kind: str) -> None:
     prompt, truth = tiny.prompt(17), said(kind, 17)
     draft, plain_ = Decision((Choice(0, 3),), Reason.PAYS), Decision((), Reason.COST, plain_seconds=0.5)
     policy = Listed(plain_, plain_, draft, draft)
-    sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
-    drafters = [Scripted(prompt + truth, 2)]
-    done = list(engine.generate(target, drafters, policy, sampler, prompt, max_tokens=COUNT))
+    done = rounds(LMTarget(MODELS[kind]), Scripted(prompt + truth, 2), policy, prompt, COUNT)
     assert emitted(done) == truth
     assert [r.kind for r in done[:8]] == ["plain", "plain", "landed", "draft"] * 2
     assert all((r.kind == "draft") == (r.drafter == 0) == bool(r.drafted) for r in done)

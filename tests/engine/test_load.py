@@ -7,9 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,16 +16,16 @@ import mlx.nn as nn
 import pytest
 import synthetic
 import tiny
-from hub_stand_in import Hub, serving
 from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec import hub
+from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NotRewindable, SpecError
 from mlx_spec.hub import catalog
-from mlx_spec.hub.checkpoint import check_weights
-from mlx_spec.load import load
+from mlx_spec.hub.checkpoint import GGUF
+from mlx_spec.hub.inspect import CheckpointInfo, inspect
+from mlx_spec.load import WITHOUT, load
 from mlx_spec.types import Reason
 
 ROOT = Path(__file__).parents[2]
@@ -110,15 +109,15 @@ def test_draft_model_and_lookup(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("drafter", "options", "reason"),
     [
-        (None, {}, Reason.NO_DRAFTER),
-        (None, {"num_draft_tokens": 4}, Reason.NO_DRAFTER),
+        (None, {}, Reason.LEARNING),  # with lookup
+        (None, {"num_draft_tokens": 4}, Reason.FIXED),
         ("none", {}, Reason.DISABLED),
         ("lookup", {"num_draft_tokens": 0}, Reason.DISABLED),
-        ("lookup", {}, Reason.LEARNING),
     ],
 )
 def test_reason_is_visible(saved: Path, drafter: str | None, options: dict, reason: Reason) -> None:
     pair = load(saved / "target", drafter, **options)
+    assert pair.info.drafter == (None if drafter == "none" else "lookup")
     assert next(iter(pair.generate([1, 2, 3], max_tokens=5))).reason == reason
 
 
@@ -132,7 +131,7 @@ def test_shards(target: Path) -> None:
     (target / "model.safetensors").unlink()
     index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert len(list(load(target).generate([1, 2], max_tokens=3))) == 3
+    assert len(list(load(target, "none").generate([1, 2], max_tokens=3))) == 3
     (target / "model-00002-of-00002.safetensors").unlink()
     message = refused(BadCheckpoint, target)
     assert "lacks model-00002-of-00002.safetensors, which model.safetensors.index.json lists" in message
@@ -179,9 +178,6 @@ assert callable(mlx_spec.load) and mlx_spec.Session is mlx_spec.session.Session
 assert set(dir(mlx_spec)) >= {"load", "__version__"} and all(hasattr(mlx_spec, n) for n in mlx_spec.__all__)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="'mlx_spec' has no attribute 'nothing'"):
         _ = mlx_spec.nothing
 
@@ -205,12 +201,10 @@ def test_missing_path(tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path}/none" in refused(NotFound, tmp_path / "none")
     (tmp_path / "file").touch()
     assert "is a file: give the folder that holds it" in refused(NotFound, tmp_path / "file")
-    for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", ""):
-        assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name or "./none")
-
-
-def test_folder_without_config(tmp_path: Path) -> None:
-    assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path)
+    for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", "./none"):
+        assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name)
+    (tmp_path / "folder").mkdir()
+    assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path / "folder")
 
 
 @pytest.mark.parametrize(
@@ -235,40 +229,57 @@ def test_config(target: Path, content: str, message: str) -> None:
     assert message in refused(BadCheckpoint, target)
 
 
-def test_truncated_weights(target: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda whole: whole[:-1], "bytes, its header promises"),
+        (lambda whole: whole[: len(whole) // 2], "bytes, its header promises"),
+        (lambda whole: whole + b"x", "bytes, its header promises"),
+        (lambda whole: whole[:100], "ends after 100 bytes, inside its header"),
+        (lambda whole: b"\x10" + b"\0" * 7 + b"no json at all..", "has a damaged header"),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+    ],
+)
+def test_damaged_weights(target: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     file = target / "model.safetensors"
-    whole = file.read_bytes()
-    for end in (len(whole) - 1, len(whole) // 2):
-        file.write_bytes(whole[:end])
-        message = refused(BadCheckpoint, target)
-        assert f"{file} has {end} bytes, its header promises {len(whole)}" in message
-    file.write_bytes(whole[:100])
-    assert f"{file} ends after 100 bytes, inside its header" in refused(BadCheckpoint, target)
-    file.write_bytes(whole + b"x")
-    assert f"has {len(whole) + 1} bytes, its header promises {len(whole)}" in refused(BadCheckpoint, target)
+    file.write_bytes(damage(file.read_bytes()))
+    assert f"{file} " in (said := refused(BadCheckpoint, target)) and message in said
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\x10" + b"\0" * 7 + b"no json at all..", b"\xff" * 50])
-def test_not_safetensors(target: Path, content: bytes) -> None:
-    (target / "model.safetensors").write_bytes(content)
-    assert "model.safetensors" in refused(BadCheckpoint, target)
-
-
-def test_lfs_pointer(target: Path) -> None:
-    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "is a Git LFS pointer" in refused(BadCheckpoint, target)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "model.gguf"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors"])
 def test_other_weights(target: Path, name: str) -> None:
     (target / "model.safetensors").rename(target / name)
     said = refused(BadCheckpoint, target)
     assert f"holds {name} but no model*.safetensors, and nothing else is read" in said
-
-
-def test_no_weights(target: Path) -> None:
-    (target / "model.safetensors").unlink()
+    (target / name).unlink()
     assert "holds no weights" in refused(BadCheckpoint, target)
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("place", ["file", "missing file", "folder", "checkpoint"])
+def test_gguf(saved: Path, target: Path, tmp_path: Path, role: str, place: str) -> None:
+    """One sentence, wherever the name leads to and whoever reads it."""
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / "model-Q4.gguf"
+    file.write_bytes(b"GGUF")
+    (target / "model.safetensors").rename(target / "model.gguf")
+    places = {"folder": file.parent, "checkpoint": target, "missing file": Path("owner/x.GGUF")}
+    name = places.get(place, file)
+    error = BadCheckpoint if place == "checkpoint" else NotFound
+    said = refused(error, name) if role == "target" else refused(error, saved / "target", name)
+    sentence = GGUF.format(name)
+    assert said.removeprefix("drafter: ").removesuffix(f"; {WITHOUT}") == sentence
+    if place == "checkpoint":
+        found = inspect(str(name))
+        assert isinstance(found, CheckpointInfo) and found.problem == sentence
+    else:
+        with pytest.raises(NotFound, match=sentence):
+            inspect(str(name))
+    with pytest.raises(error, match=sentence):
+        open_source(str(name))
+    if place == "file":
+        with pytest.raises(NotFound, match=sentence):
+            catalog.resolve(str(name))  # as `mlx-spec chat NAME` and `pull` do
 
 
 def test_tensors_that_do_not_fit(target: Path) -> None:
@@ -341,7 +352,7 @@ def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) ->
     a, b = exchanged(assistant)
     message = refused(Mismatch, target, assistant)
     assert f"token 7 is {b!r} for the drafter" in message and f"{a!r} for the target" in message
-    assert 'use a drafter with the target\'s vocabulary; drafter="none" decodes without one' in message
+    assert message.endswith(f"use a drafter with the target's vocabulary; {WITHOUT}")
 
 
 @pytest.mark.parametrize(
@@ -378,9 +389,7 @@ def sidecar(model_type: str, prefix: str) -> synthetic.Checkpoint:
 
 def test_drafter_that_is_not_there(saved: Path) -> None:
     message = refused(NotFound, saved / "target", saved / "nothing")
-    assert (
-        message.startswith("drafter: there is no folder") and 'drafter="none" decodes without one' in message
-    )
+    assert message.startswith("drafter: there is no folder") and message.endswith(WITHOUT)
 
 
 # --- configs in other writers' words
@@ -425,102 +434,3 @@ def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: P
 )
 def test_published_pairs(repository: str, drafter: str | None) -> None:
     assert catalog.made_for(repository) == drafter
-
-
-# --- repositories
-
-
-Find = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def served(target: Path) -> Iterator[Hub]:
-    """A hub with owner/model, which holds more than a checkpoint needs."""
-    (target / "pytorch_model.bin").write_bytes(b"x")
-    (target / "own.py").write_text("x = 1")
-    with serving({"owner/model": target}) as hub:
-        yield hub
-
-
-@pytest.fixture
-def find(served: Hub, tmp_path: Path) -> Find:
-    """`hub.find` in a process of its own, that asks the little hub and has an empty cache."""
-
-    def run(name: str, setup: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-        code = f"""
-import sys
-{setup}
-from mlx_spec import hub
-from mlx_spec.errors import SpecError
-try:
-    print(hub.find({name!r}))
-except SpecError as error:
-    print(type(error).__name__, error)
-"""
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env=served.variables(tmp_path / "hf") | environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    return run
-
-
-def test_download(find: Find, served: Hub, target: Path) -> None:
-    done = find("owner/model")
-    folder = Path(done.stdout.strip())
-    assert folder.is_dir(), done.stderr
-    assert {file.name for file in folder.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "chat_template.jinja",
-    }
-    assert "Fetching" in done.stderr and "bytes" not in done.stdout
-    assert check_weights(folder) == (target / "model.safetensors").stat().st_size
-    # once it is there, nobody is asked
-    served.asked.clear()
-    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
-        assert find("owner/model", **environment).stdout.strip() == str(folder)
-    assert served.asked == []
-    (folder / "model.safetensors").unlink()
-    assert "not complete in the local cache" in find("owner/model", HF_HUB_OFFLINE="1").stdout
-    assert find("owner/model").stdout.strip() == str(folder) and check_weights(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "owner/gated",
-            "NotFound owner/gated is gated: accept the licence at https://huggingface.co/owner/gated",
-        ),
-        ("owner/nothing", "NotFound there is no repository https://huggingface.co/owner/nothing"),
-        ("owner/torn", "NotFound https://huggingface.co/owner/torn cannot be downloaded"),
-        ("owner/mo--del", "NotFound there is no folder owner/mo--del"),
-    ],
-)
-def test_hub_errors(find: Find, name: str, message: str) -> None:
-    done = find(name)
-    assert done.stdout.startswith(message), done.stdout + done.stderr
-    assert done.stdout.count("\n") == 1
-
-
-def test_offline(find: Find) -> None:
-    done = find("owner/model", HF_HUB_OFFLINE="1")
-    assert done.stdout.startswith(
-        "NotFound owner/model is not complete in the local cache and HF_HUB_OFFLINE"
-    )
-    done = find("owner/model", HF_ENDPOINT="http://127.0.0.1:9")
-    assert "owner/model" in done.stdout and "cannot be" in done.stdout and done.stdout.count("\n") == 1
-
-
-def test_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_000_000_000))
-    hub.check_space("owner/model", 900_000_000, Path("/tmp/hub"))
-    with pytest.raises(hub.NoSpace, match=r"owner/model needs 2.3 GB on the disk of .*, 2.0 GB are free"):
-        hub.check_space("owner/model", 1_200_000_000, Path("/tmp/hub"))
-    hub.check_space("owner/model", 0, Path("/tmp/hub"))

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from test_session import KINDS, alone, make_pair
 
-from mlx_spec.model.sequence import CachedSequence, common_prefix
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import MIN_COMPARED_TOKENS, Positions, Statistics, added
@@ -92,11 +92,6 @@ def test_interrupted_at_any_round(kind: str) -> None:
             held.append(round.tokens)
         rounds.close()  # type: ignore[attr-defined]
         assert generate(pair, held, prompt, 6) == alone(pair, kind, prompt, 6, GREEDY)
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == common_prefix([1, 2], (1, 2, 3)) == 2
-    assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 
 
 def drafted(tokens: int, drafted: int, seconds: float, *, drafter: int = 0, plain: float = 1.0) -> Round:

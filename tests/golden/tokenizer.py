@@ -32,27 +32,10 @@ CORPUS = [
 
 BOS, EOS = 2, 1
 BASIC = ["<pad>", "<eos>", "<bos>", "<unk>"]
-CONTROL = [
-    "<|tool>",
-    "<tool|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-    '<|"|>',
-    "<|think|>",
-    "<|channel>",
-    "<channel|>",
-    "<|turn>",
-    "<turn|>",
-    "<|image>",
-    "<image|>",
-    "<|image|>",
-    "<|audio>",
-    "<audio|>",
-    "<|audio|>",
-    "<|video|>",
-]
+CONTROL = (
+    '<|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> <|think|> <|channel> '
+    "<channel|> <|turn> <turn|> <|image> <image|> <|image|> <|audio> <audio|> <|audio|> <|video|>"
+).split()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -38,105 +38,58 @@ COMMON: Spec = dict(
     bos_token_id=2,
 )
 
-# seed: of the random pair, trained_seed: of the trained one; chosen for the greedy margins of golden.json.
+# What the variants below do not say otherwise.
+TEXT: Spec = dict(
+    num_kv_shared_layers=0,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_global_key_value_heads=None,
+    attention_k_eq_v=False,
+)
+PER_LAYER: Spec = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16)
+NOT_PER_LAYER: Spec = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=0)
+K_EQ_V: Spec = dict(attention_k_eq_v=True, num_global_key_value_heads=1, use_bidirectional_attention="vision")
+MOE: Spec = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64)
+
+
+def variant(seed: int, trained_seed: int, layer_types: list[str], *parts: Spec, **text: Any) -> Spec:
+    """`seed` is of the random pair; both were chosen for the greedy margins of golden.json."""
+    own = dict(num_hidden_layers=len(layer_types), layer_types=layer_types)
+    for part in (*parts, text):
+        own |= part
+    return dict(seed=seed, trained_seed=trained_seed, centroids=False, unified=False, text={**TEXT, **own})
+
+
 VARIANTS: dict[str, Spec] = {
     # per-layer embeddings, shared K/V, double-wide MLP in the sharing layers, 1 KV head, centroid head
-    "e2b": dict(
-        seed=1339,
-        trained_seed=1239,
-        centroids=True,
-        unified=False,
-        text=dict(
-            num_hidden_layers=10,
-            layer_types=[S, S, S, S, G] * 2,
-            num_kv_shared_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            num_global_key_value_heads=None,
-            attention_k_eq_v=False,
-            hidden_size_per_layer_input=16,
-            vocab_size_per_layer_input=VOCAB,
-            use_double_wide_mlp=True,
-        ),
-    ),
+    "e2b": variant(
+        1339,
+        1239,
+        [S, S, S, S, G] * 2,
+        PER_LAYER,
+        num_kv_shared_layers=4,
+        num_key_value_heads=1,
+        use_double_wide_mlp=True,
+    )
+    | {"centroids": True},
     # per-layer embeddings, shared K/V, 2 KV heads, centroid head
-    "e4b": dict(
-        seed=1749,
-        trained_seed=1249,
-        centroids=True,
-        unified=False,
-        text=dict(
-            num_hidden_layers=8,
-            layer_types=[S, S, S, G] * 2,
-            num_kv_shared_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_global_key_value_heads=None,
-            attention_k_eq_v=False,
-            hidden_size_per_layer_input=16,
-            vocab_size_per_layer_input=VOCAB,
-            use_double_wide_mlp=False,
-        ),
-    ),
+    "e4b": variant(1749, 1249, [S, S, S, G] * 2, PER_LAYER, num_kv_shared_layers=3, use_double_wide_mlp=False)
+    | {"centroids": True},
     # mixture of experts, K = V in the full layers, dense head
-    "26b": dict(
-        seed=1359,
-        trained_seed=1259,
-        centroids=False,
-        unified=False,
-        text=dict(
-            num_hidden_layers=4,
-            layer_types=[S, S, S, G],
-            num_kv_shared_layers=0,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=VOCAB,
-            use_bidirectional_attention="vision",
-            enable_moe_block=True,
-            num_experts=4,
-            top_k_experts=2,
-            moe_intermediate_size=64,
-        ),
-    ),
+    "26b": variant(1359, 1259, [S, S, S, G], NOT_PER_LAYER, K_EQ_V, MOE),
     # dense, K = V in the full layers, more heads
-    "31b": dict(
-        seed=1369,
-        trained_seed=1269,
-        centroids=False,
-        unified=False,
-        text=dict(
-            num_hidden_layers=6,
-            layer_types=[S, S, G] * 2,
-            num_kv_shared_layers=0,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            num_global_key_value_heads=2,
-            attention_k_eq_v=True,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=VOCAB,
-            use_bidirectional_attention="vision",
-        ),
+    "31b": variant(
+        1369,
+        1269,
+        [S, S, G] * 2,
+        NOT_PER_LAYER,
+        K_EQ_V,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_global_key_value_heads=2,
     ),
     # gemma4_unified: dense, K = V in the full layers, 1 global KV head
-    "12b": dict(
-        seed=1279,
-        trained_seed=1379,
-        centroids=False,
-        unified=True,
-        text=dict(
-            num_hidden_layers=6,
-            layer_types=[S, S, G] * 2,
-            num_kv_shared_layers=0,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            use_bidirectional_attention="vision",
-        ),
-    ),
+    "12b": variant(1279, 1379, [S, S, G] * 2, K_EQ_V) | {"unified": True},
 }
 
 

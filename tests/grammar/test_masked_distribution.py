@@ -13,11 +13,11 @@ import chi_square
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import Accept, Tree, error, rows, trees
+from enumeration import Accept, Levels, error, rows, trees
 from enumeration import emitted as enumerated
-from exact_distribution import PROMPT, Nothing, V, draft_model, model
+from exact_distribution import PROMPT, V, draft_model, model
 from grammars import byte_text
-from lossless import emitted
+from lossless import Scripted, emitted
 
 from mlx_spec.drafters.model_free import GrammarFilter, Lookup
 from mlx_spec.engine import generate
@@ -26,7 +26,7 @@ from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
+from mlx_spec.types import Draft, Drafter, Sampler
 
 COUNT = 3  # tokens of a generation
 GENERATIONS = 120
@@ -136,7 +136,7 @@ def test_drawn_drafts(expected: np.ndarray, rule: verify.Rule) -> None:
     assert excess(expected, legal(draft_model()), unseeded(rule)) < 1
 
 
-@pytest.mark.parametrize("drafter", [legal(Lookup(2, 8)), Nothing()])
+@pytest.mark.parametrize("drafter", [legal(Lookup(2, 8)), Scripted([])])
 def test_drafts_that_are_not_drawn_and_no_drafts(expected: np.ndarray, drafter: Drafter) -> None:
     assert excess(expected, drafter, unseeded()) < 1
 
@@ -150,7 +150,7 @@ def test_drawn_drafts_cut_by_validity_are_caught(expected: np.ndarray) -> None:
 
 
 def test_a_missing_grammar_is_caught(expected: np.ndarray) -> None:
-    assert excess(expected, Nothing(), unseeded(sampling=Sampling(1.0)), 50) > 1
+    assert excess(expected, Scripted([]), unseeded(sampling=Sampling(1.0)), 50) > 1
 
 
 # --- every draft, enumerated
@@ -161,7 +161,7 @@ TOLERANCE = 1e-6
 CAUGHT = 1e-2  # a wrong cut errs by more than this
 
 
-def error_of_cut(accept: Accept, p: Tree, q: Tree, by_validity: bool) -> float:
+def error_of_cut(accept: Accept, p: Levels, q: Levels, by_validity: bool) -> float:
     """Return the error of the distribution if drafts from q are cut before the first token without p."""
     size, K = p[0].shape[0], len(q)
     paths = np.array(list(itertools.product(range(size), repeat=K)))
@@ -192,23 +192,8 @@ def test_a_cut_by_validity_changes_the_distribution(accept: Accept) -> None:
     assert max(errors) > CAUGHT
 
 
-class Reciting:
-    """Drafts the same tokens each time."""
-
-    needs = FeatureSpec()
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        pass
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        return Draft(mx.array(self.tokens[:limit], dtype=mx.int32))
-
-
 def test_a_draft_ends_with_the_first_forbidden_token() -> None:
     a, b, e, f = (LETTERS.index(letter) for letter in "abef")
     for drafted, kept in (([a, b, b], 3), ([a, b, e, a], 3), ([f, f, a], 2), ([7, a, a], 1)):
-        found = legal(Reciting(drafted)).draft(PROMPT, 4, SAMPLING.sampler(len(PROMPT), V))
+        found = legal(Scripted([*PROMPT, *drafted])).draft(PROMPT, 4, SAMPLING.sampler(len(PROMPT), V))
         assert found.tokens.tolist() == drafted[:kept]

@@ -151,14 +151,6 @@ def test_disk_that_cannot_be_written(
         hub.find(E2B)
 
 
-def test_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_000_000_000))
-    hub.check_space("owner/model", 900_000_000, Path("/tmp/hub"))
-    with pytest.raises(hub.NoSpace, match=r"owner/model needs 2.3 GB on the disk of .*, 2.0 GB are free"):
-        hub.check_space("owner/model", 1_200_000_000, Path("/tmp/hub"))
-    hub.check_space("owner/model", 0, Path("/tmp/hub"))
-
-
 # --- interruptions
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import human_bytes, one_line, read_object, shortened, write_atomically
 
 
@@ -44,9 +43,3 @@ def test_words() -> None:
     assert shortened(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more" and shortened(["a"]) == "a"
     assert one_line(ValueError("two\n  lines")) == "two lines" and len(one_line(ValueError("x" * 999))) == 300
     assert one_line(ValueError()) == "ValueError"
-
-
-def test_text_config() -> None:
-    nested = {"text_config": {"hidden_size": 1}, "hidden_size": 2}
-    assert text_config(nested) == {"hidden_size": 1} and text_config({"hidden_size": 2}) == {"hidden_size": 2}
-    assert text_config({"text_config": {}, "a": 1}) == {"text_config": {}, "a": 1}

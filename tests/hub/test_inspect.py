@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from mlx_spec.apps import models
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
-GOLDEN = ROOT / "tests" / "golden"
 WEIGHT = {"model.embed_tokens.weight": ("BF16", (64, 32))}
 
 
@@ -49,22 +49,6 @@ def test_target(tmp_path: Path) -> None:
     assert (found.has_tokenizer, found.has_template, found.problem) == (True, True, None)
     assert found.goes_with == ("google/gemma-4-E2B-it-assistant",)
     assert found.speculative_heads == "none"
-
-
-def test_golden_files() -> None:
-    target, assistant = one(GOLDEN / "26b" / "target"), one(GOLDEN / "26b" / "assistant")
-    assert (
-        target.layer_types == {"sliding": 10, "full": 2} or sum(target.layer_types.values()) == target.layers
-    )
-    assert (target.has_template, assistant.kind) == (True, "Gemma 4 assistant")
-    assert assistant.needs is not None and assistant.needs.hidden_size == target.hidden_size
-    assert assistant.goes_with == ()
-
-
-def test_window_that_is_not_used(tmp_path: Path) -> None:
-    assert one(sparse.checkpoint(tmp_path / "a", sparse.QWEN3, WEIGHT)).window is None
-    config = sparse.QWEN3 | {"use_sliding_window": True}
-    assert one(sparse.checkpoint(tmp_path / "b", config, WEIGHT)).window == 4096
 
 
 def test_config_as_transformers_saves_it(tmp_path: Path) -> None:
@@ -163,12 +147,14 @@ MASK = {"mask_hidden": ("BF16", (1, 1, 192))}
 CONVERTED = {"target": {"hidden_size": 96, "vocab_size": 99, "num_hidden_layers": 7, "rope": {}}}
 LAYER = {"model_type": "llama", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 1}
 SMALL = {"draft_vocab_size": 32, "target_hidden_size": 96}
+VERIFIER = {"speculators_config": {"verifier": {"name_or_path": "owner/target"}}}
 FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
 
 
 @pytest.mark.parametrize(
     ("config", "tensors", "kind", "needs"),
     [
+        (LAYER | {"draft_vocab_size": 32} | VERIFIER, EAGLE, "EAGLE-3", (64, 320, None)),
         (LAYER, EAGLE, "EAGLE-3", (64, 320, None)),
         (LAYER | SMALL, WEIGHT, "EAGLE-3", (96, 320, None)),
         (LAYER, EAGLE | MASK, "P-EAGLE", (64, 320, None)),
@@ -188,15 +174,9 @@ def test_kinds(
     tmp_path: Path, config: dict[str, Any], tensors: sparse.Tensors, kind: str | None, needs: Any
 ) -> None:
     found = one(sparse.checkpoint(tmp_path / "drafter", config, tensors))
-    assert found.kind == kind
+    assert found.kind == kind and ("owner/target" in found.goes_with) == ("speculators_config" in config)
     shape = found.needs
     assert (shape and (shape.hidden_size, shape.vocab_size, shape.layers)) == needs
-
-
-def test_what_a_drafter_says_it_is_for(tmp_path: Path) -> None:
-    verifier = {"verifier": {"name_or_path": "owner/target"}}
-    config = LAYER | {"draft_vocab_size": 32, "speculators_config": verifier}
-    assert one(sparse.checkpoint(tmp_path / "a", config, EAGLE)).goes_with == ("owner/target",)
 
 
 @pytest.mark.parametrize(
@@ -221,41 +201,25 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
 # --- what is damaged
 
 
-def test_truncated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
-    file = folder / "model.safetensors"
-    size = file.stat().st_size
-    with file.open("ab") as stream:
-        stream.truncate(size - 1)
-    found = one(folder)
-    assert found.problem is not None and f"has {size - 1} bytes, its header promises {size}" in found.problem
-    assert found.parameters == 64 * 32
-    assert run("inspect", str(folder)) == 1
-    assert f"its header promises {size}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("damage", "message"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
-        (b"abc", "is not a safetensors file"),
-        (b"\x10" + bytes(7) + b"no json at all..", "damaged header"),
-        (b"\x02" + bytes(7) + b"[]", "damaged header"),
-        (b'\x11\0\0\0\0\0\0\0{"a": {"dtype":1}}', "damaged header"),
-        (b"\xff" * 50, "is not a safetensors file"),
+        (lambda whole: whole[:-1], "bytes, its header promises"),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        (lambda whole: b"abc", "is not a safetensors file"),
+        (lambda whole: b"\xff" * 50, "is not a safetensors file"),
+        (lambda whole: b"\x10" + bytes(7) + b"no json at all..", "damaged header"),
+        (lambda whole: b"\x02" + bytes(7) + b"[]", "damaged header"),
+        (lambda whole: b'\x11\0\0\0\0\0\0\0{"a": {"dtype":1}}', "damaged header"),
+        (lambda whole: whole.replace(b"[64, 32]", b"[64, 33]"), "another size than their shape: model.emb"),
     ],
 )
-def test_not_safetensors(tmp_path: Path, content: bytes, message: str) -> None:
-    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
-    (folder / "model.safetensors").write_bytes(content)
-    assert message in (one(folder).problem or "")
-
-
-def test_shape_that_its_bytes_do_not_hold(tmp_path: Path) -> None:
+def test_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes().replace(b"[64, 32]", b"[64, 33]"))
-    assert "another size than their shape: model.embed_tokens.weight" in (one(folder).problem or "")
+    file.write_bytes(damage(file.read_bytes()))
+    assert message in (one(folder).problem or "")
+    assert run("inspect", str(folder)) == 1
 
 
 def test_index(tmp_path: Path) -> None:

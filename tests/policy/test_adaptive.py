@@ -64,6 +64,16 @@ def test_rows_that_cost_too_much():
     assert all(round.kind == "plain" for round in answer.rounds[:-1])
 
 
+def test_costs_that_were_measured_far_too_high_are_found_out():
+    """A table from a busy machine used to switch drafting off for good: nothing was timed again."""
+    device, policies = Device(CURVES["flat"]), AdaptivePolicies(["mtp"])
+    policies.use(CURVES["CUDA linear"].table())
+    policy = policies.policy(device.clock)
+    answers = [decode(policy, device, [model(0.9)], 400) for _ in range(8)]
+    assert not any(round.drafted for round in answers[0].rounds)
+    assert answers[-1].seconds < 0.5 * 400 * PLAIN_SECONDS
+
+
 def test_a_useless_drafter_is_probed_now_and_then():
     device, policies = pair("M5 Max")
     policy = policies.policy(device.clock)

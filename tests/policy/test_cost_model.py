@@ -35,6 +35,16 @@ def test_one_length_teaches_the_others():
     assert model.plain == pytest.approx(FLAT.plain, rel=0.1)
 
 
+def test_a_pass_never_costs_more_than_its_rows_one_by_one():
+    """Slow rounds of a busy machine were once saved as a pass of 17 rows that takes 660 plain tokens."""
+    model = CostModel(FLAT)
+    for _ in range(50):
+        model.observe_round(0, 4, 40 * FLAT.plain)
+    rows = range(2, 18)
+    assert all(model.passes[n - 1] <= n * model.plain * 1.0001 for n in rows)
+    assert all(model.corrected().verify[n] <= n * FLAT.plain * 1.0001 for n in rows)
+
+
 def test_heat_is_common():
     model, before = CostModel(CURVES["M5 Max"].table()), CostModel(CURVES["M5 Max"].table())
     for _ in range(60):

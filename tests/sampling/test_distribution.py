@@ -13,7 +13,6 @@ from exact_distribution import (
     FILTERED,
     PLAIN,
     PROMPT,
-    Nothing,
     Posing,
     V,
     draft_model,
@@ -22,12 +21,10 @@ from exact_distribution import (
     seeded,
     unseeded,
 )
-from lossless import Scripted, emitted, first_difference
+from lossless import Scripted, emitted, first_difference, rounds
 
 from mlx_spec.drafters.model_free import Lookup
-from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling, verify
 from mlx_spec.types import Drafter
 
@@ -49,7 +46,7 @@ def test_drafts_that_are_not_drawn(sampling: Sampling) -> None:
 
 
 def test_no_drafts() -> None:
-    assert excess(Nothing(), FILTERED, unseeded(FILTERED)) < 1
+    assert excess(Scripted([]), FILTERED, unseeded(FILTERED)) < 1
 
 
 def test_seeded_drafts_drawn_with_the_target_s_noise() -> None:
@@ -62,15 +59,13 @@ def test_argmax_posing_as_drawn_is_caught(rule: verify.Rule) -> None:
 
 
 def test_missing_filters_are_caught() -> None:
-    assert excess(Nothing(), FILTERED, unseeded(PLAIN), FEW) > 1
+    assert excess(Scripted([]), FILTERED, unseeded(PLAIN), FEW) > 1
 
 
 def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
-    sampler = sampling.sampler(len(PROMPT), V)
-    rounds = list(generate(LMTarget(model()), [drafter], FixedPolicy(K), sampler, PROMPT, max_tokens=count))
-    if not isinstance(drafter, Nothing):
-        assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
-    return emitted(rounds)
+    done = rounds(LMTarget(model()), drafter, K, PROMPT, count, V, sampling)
+    assert not K or 0 < sum(r.accepted for r in done) < sum(r.drafted for r in done)
+    return emitted(done)
 
 
 @pytest.mark.parametrize("filtered", [False, True])
@@ -79,10 +74,10 @@ def test_seeded_text_is_the_same_with_any_drafter_or_none(filtered: bool) -> Non
     sampling, count = Sampling(0.8, seed=11), 200
     if filtered:
         sampling = replace(sampling, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.02)
-    plain = text(Nothing(), 0, sampling, count)
+    plain = text(Scripted([]), 0, sampling, count)
     spoiled = [(t + 1) % V if i % 5 == 4 else t for i, t in enumerate(plain)]
     for K in (1, 3, 7):
         for drafter in (Scripted([*PROMPT, *spoiled]), Lookup(1, 8), draft_model()):
             drafted = text(drafter, K, sampling, count)
             assert drafted == plain, f"{type(drafter).__name__}, K {K}: {first_difference(drafted, plain)}"
-    assert text(Nothing(), 0, replace(sampling, seed=12), count) != plain
+    assert text(Scripted([]), 0, replace(sampling, seed=12), count) != plain

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import grammars
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
-from likelihood import TEXT, TOP, check, log_softmax, reference
-from lossless import GREEDY, Scripted, emitted, plain, rounds
+from likelihood import TEXT, TOP, check, reference
+from lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
 import mlx_spec
 from mlx_spec import engine
@@ -22,13 +21,10 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder, score_prompt
 from mlx_spec.types import (
-    Choice,
-    Decision,
     Draft,
     Drafter,
     DraftLengthPolicy,
     FeatureSpec,
-    Reason,
     Round,
     Sampler,
     TokenLogprob,
@@ -68,24 +64,11 @@ def recorded(
     return done, found
 
 
-class Mixed:
-    """Plain rounds that queue the next token, single plain rounds and drafts in turn."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-
-    def begin(self, *request_drafters: Any) -> None:
-        pass
-
-    def decide(self, history: Sequence[int]) -> Decision:
-        drafts = self.rounds // 3 % 2 or self.rounds % 7 == 0
-        return Decision((Choice(0, 4),) if drafts else (), Reason.PROBE)
-
-    def observe(self, round: Round) -> None:
-        self.rounds += 1
-
-
-POLICIES = {"plain": lambda: FixedPolicy(0), "speculative": lambda: FixedPolicy(4), "mixed": Mixed}
+POLICIES = {
+    "plain": lambda: FixedPolicy(0),
+    "speculative": lambda: FixedPolicy(4),
+    "mixed": lambda: lengths(4, 0, 0, 4, 4, 4, 0, 4, 0),  # queued tokens, single plain rounds and drafts
+}
 CASES = [("sliding", name, policy) for name in SAMPLINGS for policy in POLICIES]
 CASES += [("full", "unseeded", "mixed"), ("recurrent", "penalties", "mixed")]
 
@@ -121,7 +104,7 @@ def test_speculation_does_not_change_them(name: str) -> None:
 def test_temperature_and_filters_do_not_count() -> None:
     hot, prompt = SAMPLINGS["seeded"], tiny.prompt(13)
     done, found = recorded(MODELS["full"], Scripted([]), FixedPolicy(0), hot, prompt)
-    warm = log_softmax(reference(MODELS["full"], hot, prompt, emitted(done)) / 1.3)
+    warm = reference(MODELS["full"], hot, prompt, emitted(done), temperature=1.3)
     with pytest.raises(AssertionError):
         check(found, warm, emitted(done))
 
@@ -168,7 +151,7 @@ def test_a_grammar_counts(sampling: Sampling) -> None:
     sampling = Sampling(sampling.temperature, seed=sampling.seed, grammar=grammar)
     prompt, found, truth = tiny.prompt(9), [], list[int]()
     for K in (0, 4):
-        drafter = grammars.Mixed(prompt + truth, [ord("x"), ord("a"), grammars.END])
+        drafter = Scripted(prompt + truth, 2, wrong=[ord("x"), ord("a"), grammars.END])
         done, each = recorded(MODELS["full"], drafter, FixedPolicy(K), sampling, prompt)
         truth = emitted(done)
         found.append(each)

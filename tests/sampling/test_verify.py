@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import BELOW_ONE, KINDS, Accept, Array, Tree, emitted, error, normalised, rows, trees
+from enumeration import BELOW_ONE, KINDS, Accept, Array, Levels, emitted, error, normalised, rows, trees
 
 from mlx_spec.sampling import verify
 
@@ -50,22 +50,22 @@ def test_example_of_the_block_paper() -> None:
     assert by_block == pytest.approx(11 / 9, abs=TOLERANCE)
 
 
-def one_hot(tree: Tree) -> Tree:
+def one_hot(tree: Levels) -> Levels:
     return [np.eye(level.shape[-1])[level.argmax(-1)] for level in tree]
 
 
-def sharpened(tree: Tree) -> Tree:
+def sharpened(tree: Levels) -> Levels:
     return [normalised(level**2) for level in tree]
 
 
-def top_scaled(tree: Tree) -> Tree:
+def top_scaled(tree: Levels) -> Levels:
     """The likeliest token at half its weight, as Saguaro draws (arXiv:2603.03251)."""
     return [normalised(level * (1 - 0.5 * one_hot([level])[0])) for level in tree]
 
 
 @pytest.mark.parametrize("accept", RULES)
 @pytest.mark.parametrize("misdrawn", [one_hot, sharpened, top_scaled])
-def test_a_draft_not_drawn_from_q_is_caught(accept: Accept, misdrawn: Callable[[Tree], Tree]) -> None:
+def test_a_draft_not_drawn_from_q_is_caught(accept: Accept, misdrawn: Callable[[Levels], Levels]) -> None:
     """Argmax passed off as sampled, a temperature that differs from q's, a rescaled draw with plain q."""
     p, q = trees("dense", 3, 3, 0)
     out, _ = emitted(accept, p, q, misdrawn(q))

@@ -13,8 +13,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import BELOW_ONE, Accept, Array, emitted, error, evaluate, normalised, thresholds, trees
-from enumeration import Tree as Levels
+from enumeration import Array, Drafts, Guess, Levels, emitted, error, normalised, trees
 from exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
 
 from mlx_spec.model.tree import Tree, tree_of
@@ -41,81 +40,44 @@ def with_replacement(q: Array, earlier: list[int]) -> Array:
     return q
 
 
-class Drafts:
-    """Every draft of a tree: tokens [N, K], its probability, and p [N, T, V] and q [N, K, V] along it."""
-
-    def __init__(self, tree: Tree, p: Levels, q: Levels, drawn: Drawn, judged: Drawn) -> None:
-        size, kept = p[0].shape[0], []
-        for tokens in itertools.product(range(size), repeat=len(tree.parents)):
-            prefixes, probability, rows = [()], 1.0, []
-            for j, row in enumerate(tree.parents):
-                earlier = [tokens[i] for i in range(j) if tree.parents[i] == row]
-                guess = q[len(prefixes[row])][prefixes[row]].astype(np.float64)
-                probability *= drawn(guess, earlier)[tokens[j]]
-                rows.append(judged(guess, earlier))
-                prefixes.append((*prefixes[row], tokens[j]))
-            if probability > 0:
-                kept.append((tokens, probability, [p[len(prefix)][prefix] for prefix in prefixes], rows))
-        self.tree = tree
-        self.tokens, self.probability, self.p, self.q = (
-            np.array(column) for column in zip(*kept, strict=True)
-        )
-
-    def emitted(self, accept: Callable[..., tuple[mx.array, mx.array]]) -> tuple[Levels, float]:
-        """Return the mass of every emitted sequence, by number of accepted tokens, and the mean number."""
-        size, K = self.p.shape[-1], len(self.tree.parents)
-        rule: Accept = partial(accept, tree=self.tree)
-        rows = self.p, self.tokens, self.q
-        limit = thresholds(rule, *rows)
-        out, mean = [np.zeros((size,) * (j + 1)) for j in range(self.tree.height + 1)], 0.0
-        for below in itertools.product([True, False], repeat=K):
-            inside = np.where(below, limit / 2, np.minimum((1 + limit) / 2, BELOW_ONE))
-            weight = self.probability * np.where(below, limit, 1 - limit).prod(1)
-            last, left = evaluate(rule, *rows, inside)
-            assert np.isfinite(left).all() and (left >= 0).all()
-            for row, path in enumerate(self.tree.paths):
-                hit = (last == row) & (weight > 0)
-                prefix = (
-                    self.tokens[hit][:, [r - 1 for r in path[1:]]] @ size ** np.arange(len(path) - 1)[::-1]
-                )
-                at = out[len(path) - 1].reshape(-1, size)
-                np.add.at(at, prefix, weight[hit, None] * normalised(left[hit]))
-                mean += float(weight[hit].sum()) * (len(path) - 1)
-        return out, mean
-
-
 def drafts(
     kind: str, shape: tuple[int, ...], size: int, drawn: Drawn, judged: Drawn, seed: int = 0
 ) -> tuple[Drafts, Levels]:
     tree = tree_of(shape)
     p, q = trees(kind, size, tree.height, seed)
-    return Drafts(tree, p, q, drawn, judged), p
+
+    def guess(rule: Drawn) -> Guess:
+        return lambda prefix, earlier: rule(q[len(prefix)][prefix].astype(np.float64), earlier)
+
+    return Drafts(tree, p, guess(drawn), guess(judged)), p
+
+
+def emitted_from(every: Drafts, accept: Callable = verify_tree.accept_recursive) -> tuple[Levels, float]:
+    return every.emitted(partial(accept, tree=every.tree))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_distribution_is_exact(kind: str, shape: tuple[int, ...]) -> None:
     every, p = drafts(kind, shape, 3, without_replacement, without_replacement)
-    assert error(every.emitted(verify_tree.accept_recursive)[0], p) < TOLERANCE
+    assert error(emitted_from(every)[0], p) < TOLERANCE
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_guesses_drawn_with_replacement_are_exact(shape: tuple[int, ...]) -> None:
     every, p = drafts("both masked", shape, 3, with_replacement, with_replacement)
-    assert error(every.emitted(verify_tree.accept_recursive)[0], p) < TOLERANCE
+    assert error(emitted_from(every)[0], p) < TOLERANCE
 
 
 def test_more_tokens_and_guesses_are_exact() -> None:
     every, p = drafts("both masked", (0, 0, 0, 2), 5, without_replacement, without_replacement)
-    assert error(every.emitted(verify_tree.accept_recursive)[0], p) < TOLERANCE
+    assert error(emitted_from(every)[0], p) < TOLERANCE
 
 
 def test_a_chain_is_judged_by_token_and_guesses_add_to_it() -> None:
     p, q = trees("dense", 3, 2, 1)
     chain, more = (
-        Drafts(tree_of(shape), p, q, without_replacement, without_replacement).emitted(
-            verify_tree.accept_recursive
-        )[1]
+        emitted_from(drafts("dense", shape, 3, without_replacement, without_replacement, 1)[0])[1]
         for shape in ((0, 1), (0, 1, 1, 0))
     )
     assert chain == pytest.approx(emitted(verify.accept_token, p, q, q)[1], abs=TOLERANCE)
@@ -130,7 +92,7 @@ def test_a_chain_is_judged_by_token_and_guesses_add_to_it() -> None:
 def test_guesses_judged_by_another_distribution_are_caught(shape, drawn, judged) -> None:
     """Drawn without replacement and judged as if with it, which leaves siblings unnormalised; the reverse."""
     every, p = drafts("dense", shape, 3, drawn, judged)
-    assert error(every.emitted(verify_tree.accept_recursive)[0], p) > CAUGHT
+    assert error(emitted_from(every)[0], p) > CAUGHT
 
 
 def left_unnormalised(p, tokens, q, uniform, tree):
@@ -153,7 +115,7 @@ def judged_by_p(p, tokens, q, uniform, tree):
 @pytest.mark.parametrize("wrong", [left_unnormalised, judged_by_p])
 def test_wrong_residuals_are_caught(wrong) -> None:
     every, p = drafts("dense", (0, 0, 0), 3, without_replacement, without_replacement)
-    assert error(every.emitted(wrong)[0], p) > CAUGHT
+    assert error(emitted_from(every, wrong)[0], p) > CAUGHT
 
 
 # --- the walk

@@ -18,13 +18,16 @@ from typing import Any, Literal
 
 import pytest
 
+anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from endpoint import frames  # noqa: E402
 from openai.types import Completion, Model  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from serving import CHAT, Serving, serving  # noqa: E402
 
+SUPPORT = Path(__file__).parents[1] / "support"
 ZIP = [{"role": "user", "content": "What does zip do?"}]
 EXACT = {"model": "demo", "temperature": 0}
 WEATHER = {
@@ -180,12 +183,13 @@ def test_prediction(client: Any) -> None:
         ({"temperature": 9}, "BadRequestError", "temperature"),
         ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
         ({"logit_bias": {"x": 1}}, "BadRequestError", "logit_bias"),
+        ({"logit_bias": {"999999999": 1}}, "BadRequestError", None),  # found by the engine
         ({"messages": []}, "BadRequestError", "messages"),
         ({"messages": [{"role": "user", "content": "long " * 9000}]}, "BadRequestError", "messages"),
         ({"modalities": ["audio"]}, "BadRequestError", "modalities"),
     ],
 )
-def test_errors(client: Any, change: dict[str, Any], error: str, param: str) -> None:
+def test_errors(client: Any, change: dict[str, Any], error: str, param: str | None) -> None:
     with pytest.raises(getattr(openai, error)) as caught:
         client.chat.completions.create(**{"messages": ZIP, "max_tokens": 4, **EXACT, **change})
     assert caught.value.param == param
@@ -215,12 +219,7 @@ def test_models(server: Serving, client: Any) -> None:
 
 @pytest.mark.skipif(find_spec("litellm") is None, reason="needs LiteLLM")
 def test_litellm(server: Serving) -> None:
-    program = [
-        sys.executable,
-        str(Path(__file__).parents[1] / "support" / "litellm_client.py"),
-        server.url,
-        "demo",
-    ]
+    program = [sys.executable, str(SUPPORT / "litellm_client.py"), server.url, "demo"]
     offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, env=offline)
     assert done.returncode == 0, done.stderr
@@ -241,3 +240,160 @@ def test_langchain(server: Serving) -> None:
     longer = module.ChatOpenAI(base_url=f"{server.url}/v1", max_tokens=100, **ask)
     called = longer.bind_tools([WEATHER], tool_choice="required").invoke("Weather?")
     assert called.tool_calls[0]["name"] == "weather" and "city" in called.tool_calls[0]["args"]
+
+
+# --- Anthropic's Messages API and OpenAI's Responses API
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "pure": {"type": "boolean"}},
+    "required": ["name", "pure"],
+    "additionalProperties": False,
+}
+FORECAST = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TEMPERATURE = {"extra_body": {"temperature": 0}}  # newer clients have no field for it
+CLAUDE: dict[str, Any] = {"model": "demo", "max_tokens": 30, "messages": ZIP, **TEMPERATURE}
+OPENAI: dict[str, Any] = {
+    "model": "demo",
+    "max_output_tokens": 30,
+    "temperature": 0,
+    "input": ZIP[0]["content"],
+}
+NEW = "id item_id created_at completed_at timings parsed_output parsed_arguments call_id".split()
+
+
+@pytest.fixture
+def claude(server: Serving) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def settled(value: Any) -> Any:
+    """Without what is new in every answer, and what the cache held."""
+    if isinstance(value, dict):
+        return {k: settled(v) for k, v in value.items() if k not in NEW and k != "usage"}
+    return [settled(v) for v in value] if isinstance(value, list) else value
+
+
+CLAUDE_ASKS = {
+    "text": {"max_tokens": 12},
+    "schema": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "call": {"tools": [{"name": "weather", "input_schema": FORECAST}], "tool_choice": {"type": "any"}},
+}
+
+
+@pytest.mark.parametrize("kind", CLAUDE_ASKS)
+def test_messages_streamed_and_whole_are_the_same(claude: Any, kind: str):
+    asked = CLAUDE | CLAUDE_ASKS[kind]
+    with claude.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    whole = claude.messages.create(**asked)
+    assert whole.content and settled(streamed.model_dump()) == settled(whole.model_dump())
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    if kind == "text":
+        assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 12)
+    elif kind == "schema":
+        assert set(json.loads(whole.content[0].text)) == {"name", "pure"}
+    else:
+        assert whole.stop_reason == "tool_use" and whole.content[-1].name == "weather"
+        assert whole.content[-1].input["days"] in (1, 2)
+
+
+def test_a_stop_sequence_is_named(claude: Any):
+    text = claude.messages.create(**CLAUDE).content[0].text
+    stop = text[5:9]
+    found = claude.messages.create(**CLAUDE, stop_sequences=["never said", stop])
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+    assert found.content[0].text == text[: text.index(stop)]
+
+
+def test_a_tool_is_called_and_its_result_read(claude: Any):
+    asked = CLAUDE | CLAUDE_ASKS["call"]
+    call = claude.messages.create(**asked).content
+    use = call[-1]
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "dry", "is_error": False}
+    turns = [*ZIP, {"role": "assistant", "content": call}, {"role": "user", "content": [result]}]
+    found = claude.messages.create(**(asked | {"messages": turns, "tool_choice": {"type": "none"}}))
+    assert [block.type for block in found.content] == ["text"]
+
+
+GPT_ASKS = {
+    "text": {"max_output_tokens": 12, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "schema": {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+    "call": {
+        "tools": [{"type": "function", "name": "weather", "parameters": FORECAST, "strict": True}],
+        "tool_choice": "required",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", GPT_ASKS)
+def test_responses_streamed_and_whole_are_the_same(client: Any, server: Serving, kind: str):
+    asked = OPENAI | GPT_ASKS[kind]
+    events = [
+        content for _, content in frames(server.send("/v1/responses", asked | {"stream": True}).body.decode())
+    ]
+    whole = client.responses.create(**asked)
+    body = whole.model_dump(by_alias=True, exclude_unset=True)
+    assert whole.output and settled(events[-1]["response"]) == settled(body)
+    deltas = "".join(event["delta"] for event in events if event["type"].endswith("output_text.delta"))
+    assert deltas == whole.output_text
+    if kind == "text":
+        part = whole.output[0].content[0]
+        assert (whole.status, whole.usage.output_tokens) == ("incomplete", 12)
+        assert b"".join(bytes(token.bytes) for token in part.logprobs).decode() == part.text
+        assert all(token.logprob == token.top_logprobs[0].logprob for token in part.logprobs)
+    elif kind == "schema":
+        assert set(json.loads(whole.output_text)) == {"name", "pure"}
+    else:
+        call = whole.output[-1]
+        assert call.name == "weather" and json.loads(call.arguments)["days"] in (1, 2)
+
+
+def test_a_call_that_is_cut_off_is_text_without_markup(claude: Any, client: Any):
+    """An agent shows such a text as the answer."""
+    said = claude.messages.create(**CLAUDE | CLAUDE_ASKS["call"] | {"max_tokens": 12})
+    response = client.responses.create(**OPENAI | GPT_ASKS["call"] | {"max_output_tokens": 12})
+    function = {"type": "function", "function": {"name": "weather", "parameters": FORECAST}}
+    chat: dict[str, Any] = {"model": "demo", "messages": ZIP, "tools": [function], "max_tokens": 12}
+    chat |= {"temperature": 0, "tool_choice": "required"}
+    choice = client.chat.completions.create(**chat).choices[0]
+    pieces = [piece.choices[0].delta for piece in client.chat.completions.create(**chat, stream=True)]
+    streamed = "".join(piece.content or "" for piece in pieces)
+    assert [block.type for block in said.content] == ["text"] and said.stop_reason == "max_tokens"
+    assert response.status == "incomplete" and choice.finish_reason == "length"
+    assert choice.message.tool_calls is None and not any(piece.tool_calls for piece in pieces)
+    (text,) = {said.content[0].text, response.output_text, choice.message.content, streamed}
+    assert text.startswith('call:weather{city:"') and not set("<|>") & set(text)
+
+
+def test_the_next_turn_reads_on(claude: Any):
+    first = claude.messages.create(**CLAUDE)
+    turns = [*ZIP, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And map?"}]
+    usage = claude.messages.create(**(CLAUDE | {"messages": turns})).usage
+    read = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
+    assert read - 3 <= usage.cache_read_input_tokens < read and 0 < usage.input_tokens < 20
+
+
+def test_both_protocols_say_the_same(claude: Any, client: Any):
+    text = claude.messages.create(**CLAUDE, system="Be brief.").content[0].text
+    assert client.responses.create(**OPENAI, instructions="Be brief.").output_text == text
+
+
+def test_what_cannot_be_asked_of_this_model_is_refused(claude: Any, client: Any):
+    schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/x.json"}}}
+    with pytest.raises(anthropic.BadRequestError):
+        claude.messages.create(**CLAUDE, output_config={"format": {"type": "json_schema", "schema": schema}})
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(
+            **OPENAI, text={"format": {"type": "json_schema", "name": "n", "schema": schema}}
+        )
+    assert caught.value.param == "text.format"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**(OPENAI | {"input": "word " * 40_000}))
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")

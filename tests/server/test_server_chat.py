@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import DEMO, HELLO, TURN, Endpoint, Stub, fresh, running, stubbed
+from endpoint import DEMO, HELLO, TURN, Stub, fresh, stubbed
 
 from mlx_spec.apps.server.request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, Settings
@@ -312,49 +311,3 @@ def test_tool_calls():
     ]
     assert choice["message"]["content"] == "I ask: zwölf\n\n🌦 data: x"
     assert choice["finish_reason"] == "tool_calls"
-
-
-# --- with the demo pair
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Endpoint]:
-    with running() as endpoint:
-        yield endpoint
-
-
-def content(found: Any) -> str:
-    assert found.status_code == 200, found.text
-    text: str = found.json()["choices"][0]["message"]["content"]
-    return text
-
-
-def test_a_call_that_is_cut_off_is_text_of_an_answer_that_was_cut_off(demo):
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
-    body = {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 12}
-    (choice,) = demo.chat(**body).json()["choices"]
-    assert choice["message"]["content"].startswith("<|tool_call>call:look_up{")
-    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
-
-
-def test_every_limit_is_kept(demo):
-    for name in ("max_tokens", "max_completion_tokens"):
-        found = demo.chat(temperature=0, **{name: 3}).json()
-        assert found["usage"]["completion_tokens"] == 3
-        assert found["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_prompt_that_is_too_long_is_named(demo):
-    body = {"messages": [{"role": "user", "content": "long " * 9000}]}
-    for stream in (False, True):
-        error = demo.refused(**body, stream=stream)
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-
-
-def test_refusals_leave_the_engine_alone(demo):
-    assert demo.refused(logit_bias={"999999999": 1})["type"] == "invalid_request_error"
-    assert demo.refused(status=404, model="other")["code"] == "model_not_found"
-    assert demo.client.get("/health").json()["status"] == "ok"
-    assert demo.client.get("/v1/models/demo").json()["loaded"] is True
-    assert content(demo.chat(temperature=0, max_tokens=4))

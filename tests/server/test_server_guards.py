@@ -171,7 +171,7 @@ def test_without_the_key_it_is_401(headers):
 def test_only_health_and_the_page_are_open():
     client = stubbed(Stub(), Settings(DEMO, api_key="k")).client
     assert client.get("/health").status_code == 200
-    assert client.get("/").status_code == 200 and client.get("/page/main.js").status_code == 200
+    assert client.get("/").status_code == 200 and client.get("/page/chat.js").status_code == 200
     assert client.post("/").status_code == 401
     for path in ("/v1/models", "/metrics", "/v1/models/demo", "/health/", "/nothing"):
         assert client.get(path).status_code == 401

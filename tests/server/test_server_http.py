@@ -23,6 +23,7 @@ from endpoint import (
     HELLO,
     MESSAGES,
     RESPONSES,
+    ROUND,
     STATISTICS,
     TEXT,
     Stub,
@@ -42,6 +43,7 @@ from mlx_spec.apps.server.metrics import CountedEngine, Metrics
 from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
+from mlx_spec.session import Positions
 
 LIMIT = 60  # seconds until a process counts as hung
 LEAVING = 10  # seconds; it takes one where nothing else runs
@@ -79,8 +81,8 @@ def test_wrong_method_is_405(stub):
 
 
 def test_an_unknown_model_does_not_reach_the_engine(stub):
-    for path in (CHAT, TEXT):
-        error = stubbed(stub).refused(path, 404, model="gpt-9", prompt="x")
+    for path in (CHAT, TEXT, RESPONSES):
+        error = stubbed(stub).refused(path, 404, **BODIES[path] | {"model": "gpt-9"})
         assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert stub.requests == []
 
@@ -222,16 +224,12 @@ def test_metrics(stub):
     }
     for name, value in expected.items():
         assert found[f'mlx_spec_{name}_total{{model="demo"}}'] == value
-    at = 'mlx_spec_spec_decode_num_accepted_tokens_per_pos_total{model="demo",position="%d"}'
+    at = 'mlx_spec_spec_decode_num_accepted_tokens_per_pos_total{drafter="lookup",model="demo",position="%d"}'
     assert found[at % 0] == found[at % 1] == 2 and at % 2 not in found
     assert found['mlx_spec_time_to_first_token_seconds_count{model="demo"}'] == 2
     assert found['mlx_spec_gain{model="demo"}'] == pytest.approx(1.5)
     assert found['mlx_spec_reason{model="demo",reason="speculation pays"}'] == 1
     assert {"mlx_spec_queue_depth", "mlx_spec_running"} <= set(found)
-    found = endpoint.client.get("/metrics.json").json()
-    assert found["models"]["demo"]["generation_tokens_total"] == 8
-    assert found["last"]["model"] == "demo" and found["last"]["speculation"] == "on"
-    assert found["queue"] == {"waiting": 0, "running": 0}
 
 
 class ByHand(Stub):
@@ -243,8 +241,8 @@ class ByHand(Stub):
 
 
 def test_metrics_move_while_an_answer_streams(monkeypatch):
-    def value(name: str) -> float | None:
-        return counted.registry.get_sample_value(f"mlx_spec_{name}_total", {"model": "demo"})
+    def value(name: str, **labels: str) -> float | None:
+        return counted.registry.get_sample_value(f"mlx_spec_{name}_total", {"model": "demo", **labels})
 
     engine, seen = ByHand(), []
     counted = Metrics(engine.status)
@@ -252,7 +250,8 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
         GenerationRequest("demo", RawPrompts(("x",)), Sampling()), seen.append
     )
     first = replace(STATISTICS, generated_tokens=3, drafted=4, by_drafter={}, decode_seconds=0.1)
-    events = (PromptRead(5, 2), RoundDone(0, first), RoundDone(0, STATISTICS), RoundDone(1, first))
+    names = ("lookup", "other")
+    events = (PromptRead(5, 2), RoundDone(0, first, names), ROUND, RoundDone(1, first, names))
     for event in events[:2]:
         engine.send(event)
     assert [value(name) for name in ("prompt_tokens", "generation_tokens")] == [5, 3]
@@ -262,12 +261,17 @@ def test_metrics_move_while_an_answer_streams(monkeypatch):
     assert value("generation_tokens") == 4 + 3 and value("spec_decode_num_draft_tokens") == 6 + 4
     assert value("generation_seconds") == pytest.approx(0.3)
     monkeypatch.setattr(metrics, "COUNT_INTERVAL_S", 1e9)
-    engine.send(RoundDone(1, STATISTICS))
+    last = replace(STATISTICS, by_drafter={1: Positions((3,), (0,)), **STATISTICS.by_drafter})
+    engine.send(RoundDone(1, last, names))
     assert value("generation_tokens") == 7, "counted a few times a second, not with every round"
     job.cancel()
     job.cancel()
     assert value("generation_tokens") == 8 and value("cancelled") == 1
-    assert seen == [*events, RoundDone(1, STATISTICS)]
+    drafted = "spec_decode_num_draft_tokens_per_pos"
+    at = [value(drafted, drafter=name, position="0") for name in names]
+    assert at == [4, 3] and value(drafted, drafter="other", position="1") is None
+    assert counted.json()["models"]["demo"][f"{drafted}_total"] == [7, 4, 4], "all drafters together"
+    assert seen == [*events, RoundDone(1, last, names)]
 
 
 # --- as a process

@@ -92,7 +92,7 @@ def demo_bytes(folder: Path) -> int:
     return sum(array.nbytes for array in tensors.values())
 
 
-def test_the_need_of_what_is_not_here(tmp_path: Path) -> None:
+def test_the_need_of_a_model_that_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"not on this machine: fetch it with `mlx-spec pull nobody/nothing`"):
         memory_need(ServedModel("x", "nobody/nothing"))
     shutil.copytree(demo.TARGET, tmp_path / "target")
@@ -103,7 +103,7 @@ def test_the_need_of_what_is_not_here(tmp_path: Path) -> None:
         memory_need(ServedModel("x", str(tmp_path)))
 
 
-def test_the_one_used_longest_ago_makes_room() -> None:
+def test_the_model_used_longest_ago_makes_room() -> None:
     with working(settings(ONE, TWO, THREE, room=2.5)) as engine:
         assert loaded(engine) == ["one"]
         for name in ("one", "two", "one"):
@@ -123,14 +123,14 @@ def test_unloading_gives_the_memory_back() -> None:
             assert mx.get_active_memory() < before + 0.05 * NEED.weights
 
 
-def test_a_pinned_one_stays() -> None:
+def test_a_pinned_model_stays() -> None:
     with working(settings(replace(ONE, pinned=True), TWO, THREE, room=2.5)) as engine:
         for name in ("two", "three"):
             closed(answer(engine, chat(QUESTION, model=name, max_tokens=3)))
         assert loaded(engine) == ["one", "three"]
 
 
-def test_what_does_not_fit_is_refused_with_numbers() -> None:
+def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
     with working(settings(replace(ONE, pinned=True), TWO, room=1.5)) as engine:
         found = failure(answer(engine, chat(QUESTION, model="two")))
         assert (found.status, found.code) == (503, "insufficient_memory")
@@ -163,7 +163,7 @@ def test_a_model_in_use_is_not_unloaded() -> None:
         assert loaded(engine) == ["one"]
 
 
-def test_what_idles_is_unloaded() -> None:
+def test_an_idle_model_is_unloaded() -> None:
     with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
         deadline = time.monotonic() + served.TIMEOUT_S
@@ -187,7 +187,7 @@ def test_an_unknown_name_unloads_nothing() -> None:
 
 
 @pytest.mark.parametrize("breaks", ["not here", "damaged", "crashes"])
-def test_one_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = {"not here": "nobody/nothing", "damaged": str(tmp_path), "crashes": "demo"}[breaks]
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
@@ -207,7 +207,7 @@ def test_one_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.L
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
 
 
-def test_the_first_one_cannot_be_loaded() -> None:
+def test_a_first_model_that_cannot_be_loaded() -> None:
     with working(settings(ServedModel("one", "nobody/nothing"), TWO), loader_of_two) as engine:
         assert not engine.wait_loaded(0)
         status = engine.status()

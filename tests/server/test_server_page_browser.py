@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-import uvicorn
-from endpoint import CLOSED, DEMO, STATISTICS, Stub, stubbed
+from endpoint import CLOSED, DEMO, ROUND, Stub, listening
 
-from mlx_spec.apps.server.events import ChoiceEnded, Event, PromptRead, RoundDone, SourceSpan, TextDelta
+from mlx_spec.apps.server.events import ChoiceEnded, Event, PromptRead, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -58,21 +54,11 @@ def tab(browser: Browser) -> Iterator[Tab]:
         yield opened
 
 
-@contextmanager
-def recorded(events: tuple[Event, ...], *, pause: float = 0.0, api_key: str | None = None) -> Iterator[str]:
-    """The address of our application before a worker that sends these events."""
-    settings = replace(Settings(DEMO), api_key=api_key)
-    app = stubbed(Stub(events, pause=pause), settings).app
-    listening = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, ws="none"))
-    thread = threading.Thread(target=running.run, args=([listening],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        running.should_exit = True
-        thread.join(20)
-        listening.close()
+def recorded(
+    events: tuple[Event, ...], *, pause: float = 0.0, api_key: str | None = None
+) -> AbstractContextManager[str]:
+    """The address of our application before an engine that plays these events."""
+    return listening(Stub(events, pause=pause), Settings(DEMO, api_key=api_key))
 
 
 def text(tab: Tab, selector: str) -> str:
@@ -213,7 +199,7 @@ def test_text_is_shown_and_never_run(tab):
         TextDelta(0, "answer", part, (), (SourceSpan(part, sources[i % 5], i % 5),))
         for i, part in enumerate(parts)
     )
-    rounds = (event for piece in pieces for event in (piece, RoundDone(0, STATISTICS)))
+    rounds = (event for piece in pieces for event in (piece, ROUND))
     with recorded((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002) as url:
         tab.open(url)
         tab.until(READY)

@@ -27,7 +27,8 @@ from served import (
     working,
 )
 
-from mlx_spec import demo, grammar
+from mlx_spec import demo
+from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, RoundDone, TextDelta
@@ -35,6 +36,8 @@ from mlx_spec.apps.server.models import GrammarCache, Models
 from mlx_spec.apps.server.request import OutputFormat
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import Grammar, GrammarKind
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.grammar.sandbox import CompileSandbox
 
 PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
@@ -50,9 +53,7 @@ def engine() -> Iterator[EngineThread]:
 
 
 def test_a_grammar_that_takes_long_holds_up_nobody_else(engine: EngineThread) -> None:
-    closed(
-        answer(engine, chat(QUESTION, format=OutputFormat("regex", "a")))
-    )  # the process that compiles is there
+    closed(answer(engine, chat(QUESTION, format=OutputFormat("regex", "a"))))  # starts the sandbox
     running = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
     running.until(RoundDone)
     slow = begin(engine, chat(QUESTION, format=SLOW))
@@ -68,7 +69,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(engine: EngineThread) ->
     wait_until_idle(engine)
 
 
-def test_one_that_is_cancelled_while_it_is_prepared_leaves_its_place(engine: EngineThread) -> None:
+def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(engine: EngineThread) -> None:
     slow = begin(engine, chat(QUESTION, format=SLOW))
     while not engine.status().running:
         time.sleep(0.005)
@@ -103,13 +104,13 @@ def test_closing_does_not_wait_for_a_grammar() -> None:
 
 def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
-    compile = grammar.compile_grammar
+    compile = models.compile_grammar
 
-    def counted(kind: grammar.GrammarKind, source: str, *rest: Any, **more: Any) -> grammar.Grammar:
+    def counted(kind: GrammarKind, source: str, *rest: Any, **more: Any) -> Grammar:
         sources.append(source)
         return compile(kind, source, *rest, **more)
 
-    monkeypatch.setattr(grammar, "compile", counted)
+    monkeypatch.setattr(models, "compile_grammar", counted)
     requests = [
         chat(QUESTION, format=OutputFormat("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2
     ]
@@ -155,17 +156,10 @@ def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
 
 def test_tokens_are_counted_of_models_that_are_not_loaded(engine: EngineThread, tmp_path: Path) -> None:
     request = chat("What is a list?")
-    models = (
-        ServedModel("demo", "demo"),
-        ServedModel("other", str(demo.TARGET)),
-        ServedModel("gone", str(tmp_path)),
-    )
-    other = EngineThread(Settings(models))  # never started
-    assert (
-        other.count_tokens(replace(request, model="other"))
-        == other.count_tokens(request)
-        == engine.count_tokens(request)
-    )
+    targets = {"demo": "demo", "other": str(demo.TARGET), "gone": str(tmp_path)}
+    other = EngineThread(Settings(tuple(ServedModel(*each) for each in targets.items())))  # never started
+    counts = [other.count_tokens(replace(request, model=name)) for name in ("demo", "other")]
+    assert counts == [engine.count_tokens(request)] * 2
     with pytest.raises(Failure, match="'gone' could not be loaded") as caught:
         other.count_tokens(replace(request, model="gone"))
     assert caught.value.status == 503
@@ -174,28 +168,23 @@ def test_tokens_are_counted_of_models_that_are_not_loaded(engine: EngineThread, 
 # --- the process that compiles
 
 
-def test_a_rehearsal_can_be_closed_and_used_again() -> None:
-    rehearsal = CompileSandbox()
-    request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": small()}
+def test_a_sandbox_can_be_closed_and_used_again() -> None:
+    text, sandbox = Models(DEMO).text("demo"), CompileSandbox()
+    found = compile_grammar("regex", "a", text, len(text.vocabulary()), seconds=9)
+    request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": found.vocabulary.small}
     for _ in range(2):
-        rehearsal.compile("regular expression", request, 9)
-        rehearsal.close()
-    rehearsal.close()
-
-
-def small() -> tuple[str, int]:
-    text = Models(DEMO).text("demo")
-    found = grammar.compile_grammar("regex", "a", text, len(text.vocabulary()), seconds=9)
-    return found.vocabulary.small
+        sandbox.compile("regular expression", request, 9)
+        sandbox.close()
+    sandbox.close()
 
 
 def test_a_process_that_compiled_ends_without_a_word() -> None:
     code = """
 from mlx_spec.apps.server.models import Models
 from mlx_spec.apps.server.settings import ServedModel, Settings
-from mlx_spec.grammar import compile
+from mlx_spec.grammar.matcher import compile_grammar
 text = Models(Settings((ServedModel("demo", "demo"),))).text("demo")
-compile("regex", "a", text, len(text.vocabulary()), seconds=9)
+compile_grammar("regex", "a", text, len(text.vocabulary()), seconds=9)
 """
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", code],

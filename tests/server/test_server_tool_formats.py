@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import call_texts
 import pytest
@@ -15,7 +16,13 @@ from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.events import TextDelta, ToolCall
 from mlx_spec.apps.server.request import Chat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, find_tool_format, results_in_calls
+from mlx_spec.apps.server.tool_formats import (
+    ToolCallReader,
+    chat_prompt,
+    find_tool_format,
+    results_in_calls,
+    without_markup,
+)
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate, read_template
@@ -207,45 +214,50 @@ def test_a_call_is_given_whole_when_it_closes(format):
     assert reader.complete == 2 and reader.end() == []
 
 
-@pytest.mark.parametrize("body", ["call:f{a:celsius}", "nothing of the kind", ""])
-def test_a_broken_call_stays_text(format, body):
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ("call:f{a:celsius}", "call:f{a:celsius}"),
+        (f"call:f{{a:{Q}x{Q},b", 'call:f{a:"x",b'),
+        ("<|tool_call>call<|channel>f{a<turn|>", "callf{a"),
+        ("a < b |> <b>c</b>", "a < b |> <b>c</b>"),
+    ],
+)
+def test_a_broken_call_is_text_without_markup(format, body, shown):
     reader = ToolCallReader(0, format, [])
     (piece,) = reader.read(TextPart("call", body, call=0, closed=True))
-    assert piece.text == f"<|tool_call>{body}<tool_call|>" and piece.kind == "answer"
-    assert reader.complete == 0
+    assert piece.text == shown and piece.kind == "answer"
+    assert reader.complete == 0 and reader.read(TextPart("call", "", call=1, closed=True)) == []
 
 
 def test_text_after_a_call_is_not_lost(format):
     reader = ToolCallReader(0, format, [])
     events = reader.read(TextPart("call", "call:f{}call:g{a:", call=0, closed=True))
     assert reader.complete == 1 and [type(event) for event in events] == [ToolCall, TextDelta]
-    assert events[-1].text == "<|tool_call>call:g{a:<tool_call|>"
+    assert events[-1].text == "call:g{a:"
 
 
 def test_cut_at_every_token(text, format):
-    """Nothing is lost wherever an answer ends, and a call counts only once it is complete."""
+    """No text is lost wherever an answer ends, and a call counts only once it is complete."""
     written = 'Sure. <|tool_call>call:f{a:<|"|>x é<|"|>,b:[1,2]}<tool_call|><|tool_call>call:g{}<tool_call|>'
     tokens = text.encode(written)
     for end in range(len(tokens) + 1):
         answer, reader = AnswerStream(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
         parts = answer.read(Round(tokens[:end], 0, 0, 0.0)) + answer.end()
         events = [e for p in parts if p.kind == "call" for e in reader.read(p)] + reader.end()
-        pieces = "".join(e.text for e in events if isinstance(e, TextDelta))
+        shown = "".join(e.text for e in events if isinstance(e, TextDelta))
         assert reader.complete == sum(isinstance(e, ToolCall) for e in events)
-        begun = text.decode_raw(tokens[:end]).count("<|tool_call>")
-        assert begun == reader.complete + pieces.count("<|tool_call>")
-        assert pieces == "" or text.decode_raw(tokens[:end]).endswith(pieces)
+        begun = text.decode_raw(tokens[:end]).split("<|tool_call>")[1:]
+        assert len(begun) - reader.complete in (0, 1)
+        assert shown == ("" if len(begun) == reader.complete else begun[-1].replace(Q, '"'))
 
 
 def test_rounds_do_not_matter(text, format):
     written = 'A <|tool_call>call:f{a:<|"|>x é<|"|>}<tool_call|>B<|tool_call>call:oops<tool_call|> C'
     tokens, rng, seen = text.encode(written), random.Random(3), set()
     for _ in range(20):
-        answer, reader, found = (
-            AnswerStream(text, [], calls=format.syntax.marks),
-            ToolCallReader(0, format, []),
-            [],
-        )
+        answer, reader = AnswerStream(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
+        found = []
         for piece in call_texts.cut(tokens, rng):
             for part in answer.read(Round(piece, 0, 0, 0.0)):
                 found += reader.read(part) if part.kind == "call" else [part]
@@ -254,7 +266,7 @@ def test_rounds_do_not_matter(text, format):
         seen.add((arguments, "".join(e.text for e in found if isinstance(e, (TextPart, TextDelta)))))
     ((arguments, content),) = seen
     assert arguments == '{"a":"x é"}'
-    assert content.replace(" ", "") == "AB<|tool_call>call:oops<tool_call|>C"
+    assert content.replace(" ", "") == "ABcall:oopsC"
 
 
 # --- formats of models, and prompts
@@ -321,6 +333,8 @@ def test_the_template_tells_how_calls_are_written(name):
     assert syntax.parse(call, [WEATHER]) == ([("get_weather", '{"city":"Rome"}')], "")
     other = call.replace("get_weather", "")
     assert syntax.parse(other, [WEATHER]) == ([], other)
+    for cut in range(len(call)):
+        assert not re.search(r"</?\w{4,}[^>]*>", without_markup(call[:cut], syntax.marks))
     if syntax.needs_close:
         assert syntax.parse(call, [WEATHER], closed=False) == ([], call)
         assert syntax.parse(call, []) == ([], call), "these parsers find a call in nearly any text"

@@ -12,12 +12,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 import mlx_spec
-from mlx_spec import demo, grammar
+from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of, tool_call_ban
+from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
 from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
@@ -66,22 +67,7 @@ SIMPLE = Tool(
     "f", None, {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, True
 )
 ONE, TWO = "<|tool_call>call:f{a:1}<tool_call|>", "<|tool_call>call:f{a:1}<tool_call|>" * 2
-CLOSERS = (
-    '"',
-    Q,
-    "}",
-    "]",
-    "\n",
-    "</",
-    "</parameter>",
-    "<tool_call|>",
-    "</tool_call>",
-    ">",
-    ",",
-    "1",
-    '"}',
-    "]}",
-)
+CLOSERS = ("\n", *f'" {Q} }} ] </ </parameter> <tool_call|> </tool_call> > , 1 "}} ]}}'.split())
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +90,7 @@ def format_of(text, syntax=SYNTAXES[0]):
 
 def matcher(source, text):
     size = len(text.vocabulary())
-    return grammar.compile_grammar("lark", source, text, size, seconds=10).start.deep_copy()
+    return compile_grammar("lark", source, text, size, seconds=10).start.deep_copy()
 
 
 def accepts(source, text, written):
@@ -187,12 +173,6 @@ def test_choices(text):
         of(SIMPLE, choice="required", named="g")
 
 
-def test_none_is_a_ban(text):
-    found = format_of(text)
-    assert tool_call_ban(found, ToolUse((PING,), "none")) == {found.open: float("-inf")}
-    assert tool_call_ban(found, ToolUse((PING,))) == {}
-
-
 def test_an_answer_format_or_calls(text):
     schema = '{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}'
     for format, good, bad in (
@@ -224,9 +204,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
     with pytest.raises(Failure, match=re.escape(f"tool 'f' is strict, and {keyword}")) as failure:
         answer_grammar(found, ToolUse((Tool("f", None, parameters, strict=True),)))
     assert (failure.value.status, failure.value.param) == (400, "tools")
-    source = answer_grammar(
-        found, ToolUse((Tool("f", None, parameters),), "required")
-    )  # the rest is enforced
+    source = answer_grammar(found, ToolUse((Tool("f", None, parameters),), "required"))  # the rest counts
     assert accepts(source, text, "<|tool_call>call:f{}<tool_call|>")
     assert not accepts(source, text, "<|tool_call>call:f{y:1}<tool_call|>")
 
@@ -288,18 +266,15 @@ def test_one_of_in_a_response_format_counts_as_any_of(text):
     schema = json.dumps({"oneOf": [{"type": "number"}, {"type": "integer"}]})
     size = len(text.vocabulary())
     with pytest.raises(InvalidValue, match="oneOf"):
-        grammar.compile_grammar("json_schema", schema, text, size, seconds=10)
-    assert grammar.compile_grammar("json_schema", coerce_one_of(schema), text, size, seconds=10)
+        compile_grammar("json_schema", schema, text, size, seconds=10)
+    assert compile_grammar("json_schema", coerce_one_of(schema), text, size, seconds=10)
     for other in ('{"oneOf"', '{"type": "object"}', '["oneOf"]'):
         assert coerce_one_of(other) == other
 
 
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
     other = format_of(text, Syntax("glm47", SYNTAXES[1].marks, SYNTAXES[1].read))
-    assert (
-        answer_grammar(other, ToolUse((PING,))) is None
-        and answer_grammar(other, ToolUse((PING,), "none")) is None
-    )
+    assert [answer_grammar(other, ToolUse((PING,), choice)) for choice in ("auto", "none")] == [None] * 2
     answer = OutputFormat("json_object")
     for use in (ToolUse((PING,), "required"), ToolUse((SIMPLE,)), ToolUse((PING,), parallel=False)):
         with pytest.raises(Failure, match=r"the calls of this model \(glm47\) cannot be enforced") as failure:
@@ -330,7 +305,7 @@ def test_the_demo_calls_what_it_must(pair):
     use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
     found = find_tool_format(pair.text)
     source = answer_grammar(found, use)
-    compiled = grammar.compile_grammar("lark", source, pair.text, pair.info.vocab_size, seconds=10)
+    compiled = compile_grammar("lark", source, pair.text, pair.info.vocab_size, seconds=10)
     chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
     prompt = chat_prompt(chat, pair.text, "demo")
     answers = []

@@ -20,6 +20,7 @@ class Shape:
     head: int
     theta: float = 10000.0
     eps: float = 1e-6
+    frequencies: tuple[float, ...] = ()  # of a scaled rope, instead of those of theta
     rounded: bool = False  # whether angles are rounded to float32, as MLX computes them in every precision
 
 
@@ -43,7 +44,8 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def rotate(x: np.ndarray, positions: np.ndarray, shape: Shape) -> np.ndarray:
     """[T, H, Dk], the first half of a head against the second."""
     half = x.shape[-1] // 2
-    angles = positions[:, None] / shape.theta ** (np.arange(half) / half)
+    frequencies = shape.frequencies or 1 / shape.theta ** (np.arange(half) / half)
+    angles = positions[:, None] * np.array(frequencies)
     if shape.rounded:
         frequencies = mx.exp(mx.arange(half) * (-np.log(shape.theta) / half))
         angles = np.array(mx.array(positions, dtype=mx.float32)[:, None] * frequencies, dtype=np.float64)

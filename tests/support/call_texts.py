@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_spec.apps.server.request import Tool
-from mlx_spec.apps.server.tool_formats import SYNTAXES
+from mlx_spec.apps.server.tool_formats import SYNTAXES, type_of
 
 LETTERS = "abZ0 \n\t\"\\'{}[]<>|,:/é日🙂\u2028"
 KEYS = ("a", "my-key", "B_2", "ünï", "with space", "x.y")
@@ -65,8 +65,7 @@ WRITERS = {"gemma4": gemma, "hermes": hermes, "qwen3-coder": coder}
 
 def described(name: str, arguments: dict[str, Any]) -> Tool:
     """Return a tool whose schema gives the types of `arguments`."""
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
-    properties = {k: {"type": "null" if v is None else kinds[type(v)]} for k, v in arguments.items()}
+    properties = {key: {"type": type_of(value)} for key, value in arguments.items()}
     return Tool(name, None, {"type": "object", "properties": properties})
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.engine_thread import EngineThread, Status
+from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, unknown_model
 from mlx_spec.apps.server.events import (
     ChoiceEnded,
@@ -70,6 +68,7 @@ STATISTICS = Statistics(
 )
 USAGE = Usage(5, 2, 4, 1, 3, 1)
 READ = PromptRead(5, 2)
+ROUND = RoundDone(0, STATISTICS, ("lookup",))
 CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12))
 TOKENS = tuple(
     TokenLogprob(i, text, -0.5, (Alternative(i, text, -0.5), Alternative(9, b"\xff", -float("inf"))))
@@ -80,9 +79,9 @@ ANSWER: tuple[Event, ...] = (
     TextDelta(0, "thinking", "Hm."),
     TextDelta(0, "answer", "Hel", TOKENS[:1], (SourceSpan("Hel", "lookup", 1),)),
     TextDelta(0, "answer", "lo", TOKENS[1:], (SourceSpan("lo", None, 0),)),
-    RoundDone(0, STATISTICS),
+    ROUND,
     TextDelta(0, "answer", " you"),
-    RoundDone(0, STATISTICS),
+    ROUND,
     ChoiceEnded(0, "stop"),
     CLOSED,
 )
@@ -90,12 +89,12 @@ ARGUMENTS = '{"city": "Köln", "days": [1, 2]}'
 TURN: tuple[Event, ...] = (  # thinking, text and two calls, with borders in awkward places
     READ,
     TextDelta(0, "thinking", "Wea"),
-    RoundDone(0, STATISTICS),
+    ROUND,
     TextDelta(0, "thinking", "ther?"),
     TextDelta(0, "answer", ""),
     TextDelta(0, "answer", "I ask: "),
     TextDelta(0, "answer", "zwölf\n\n🌦 data: x"),
-    RoundDone(0, STATISTICS),
+    ROUND,
     ToolCall(0, 0, "call_1", "weather", ARGUMENTS),
     ToolCall(0, 1, "call_2", "now", ""),
     ChoiceEnded(0, "tool_calls"),
@@ -105,7 +104,6 @@ SHUTDOWN = Failed(Failure(503, "shutting down", type="server_error", code="shutt
 
 
 def said(*texts: str, reason: Any = "stop", stop: str | None = None) -> tuple[Event, ...]:
-    """An answer of text."""
     return (READ, *(TextDelta(0, "answer", text) for text in texts), ChoiceEnded(0, reason, stop), CLOSED)
 
 
@@ -178,7 +176,6 @@ class Endpoint:
         return self.post(CHAT, **BODIES[CHAT] | body)
 
     def refused(self, path: str = CHAT, status: int = 400, **body: Any) -> dict[str, Any]:
-        """The error object of a request that must be refused."""
         given = BODIES[CHAT] | body if path == CHAT else body
         return error_of(self.post(path, **given), status)
 
@@ -224,19 +221,8 @@ def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
 
 
 def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
-    """The application with a stub for an engine."""
     app = create(settings or Settings(DEMO), engine)  # type: ignore[arg-type]
     return Endpoint(TestClient(app, base_url=HOST), app)
-
-
-@contextmanager
-def running(settings: Settings | None = None) -> Iterator[Endpoint]:
-    """The application with a real engine, ready, until the context ends."""
-    given = settings or Settings(DEMO)
-    app = create(given, EngineThread(given))
-    with TestClient(app, base_url=HOST) as client:
-        wait_until(lambda: client.get("/health").json()["status"] == "ok")
-        yield Endpoint(client, app)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = LOADING_TIMEOUT_S) -> None:
@@ -251,7 +237,6 @@ def wait_until(holds: Callable[[], bool], seconds: float = LOADING_TIMEOUT_S) ->
 
 @contextmanager
 def listening(engine: Any, settings: Settings) -> Iterator[str]:
-    """The address of a server."""
     config = uvicorn.Config(create(settings, engine), port=0, log_level="error", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -267,23 +252,23 @@ def listening(engine: Any, settings: Settings) -> Iterator[str]:
         thread.join()
 
 
+@dataclass(frozen=True)
 class Place:
-    """A server with a stub, and one of its routes."""
+    stub: Stub
+    endpoint: Endpoint
+    path: str
+    url: str  # of a server with the same stub
 
-    def __init__(self, stub: Stub, url: str, path: str) -> None:
-        self.stub, self.url, self.path = stub, url + path, path
-
-    def post(self, body: dict[str, Any] | bytes | None = None, **changes: Any) -> tuple[int, Any]:
-        """Status and JSON of a response. A body of bytes is sent as it is."""
-        given = BODIES[self.path] | changes if body is None else body
-        return post(self.url, given)
+    def post(self, **changes: Any) -> tuple[int, Any]:
+        response = self.endpoint.post(self.path, **BODIES[self.path] | changes)
+        return response.status_code, response.json()
 
     def frames(self, **changes: Any) -> list[tuple[str | None, Any]]:
-        """Names and contents of a stream's events; a comment has neither."""
-        return frames(self.url, BODIES[self.path] | changes)
+        response = self.endpoint.post(self.path, **BODIES[self.path] | changes, stream=True)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return frames(response.text)
 
     def request(self, **changes: Any) -> Any:
-        """What the engine is asked for a body."""
         status, reply = self.post(**changes)
         assert status == 200, reply
         return self.stub.requests[-1]
@@ -297,29 +282,10 @@ class Place:
         return error
 
 
-def post(url: str, body: object) -> tuple[int, Any]:
-    """Status and JSON of a response; `body` is JSON, or bytes as they are."""
-    try:
-        with _open(url, body) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
-
-
-def frames(url: str, body: dict[str, Any]) -> list[tuple[str | None, Any]]:
+def frames(stream: str) -> list[tuple[str | None, Any]]:
     """Names and contents of a stream's events; a comment has neither."""
-    with _open(url, body | {"stream": True}) as reply:
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        blocks = reply.read().decode().split("\n\n")
-    assert blocks.pop() == ""
-    return [_frame(block) for block in blocks]
-
-
-def _open(url: str, body: object) -> Any:
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url, raw, {"content-type": "application/json"})
-    return urllib.request.urlopen(request)
+    assert stream.endswith("\n\n")
+    return [_frame(block) for block in stream[:-2].split("\n\n")]
 
 
 def _frame(block: str) -> tuple[str | None, Any]:

@@ -13,15 +13,18 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.model.tree import Tree, tree_of
+
 Array = np.ndarray
-Tree = list[Array]  # entry j, shape [V] * (j + 1): the distributions after each prefix of j tokens
+Levels = list[Array]  # entry j, shape [V] * (j + 1): the distributions after each prefix of j tokens
 Accept = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+Guess = Callable[[tuple[int, ...], list[int]], Array]  # (tokens before, earlier guesses for the place) -> [V]
 
 KINDS = ["dense", "masked p", "masked q", "both masked", "sparse q", "equal", "nearly equal", "peaked"]
 BELOW_ONE = np.float32(1 - 2**-24)
 
 
-def random_tree(rng: np.random.Generator, V: int, depth: int, spread: float, masked: float) -> Tree:
+def random_tree(rng: np.random.Generator, V: int, depth: int, spread: float, masked: float) -> Levels:
     """Random distributions; a token is masked with the given probability, never all of them."""
     tree = []
     for j in range(depth):
@@ -35,7 +38,7 @@ def normalised(weights: Array) -> Array:
     return np.asarray(weights / weights.sum(-1, keepdims=True))
 
 
-def trees(kind: str, V: int, K: int, seed: int) -> tuple[Tree, Tree]:
+def trees(kind: str, V: int, K: int, seed: int) -> tuple[Levels, Levels]:
     """Return the distributions p, of depth K + 1, and q, of depth K."""
     rng = np.random.default_rng([KINDS.index(kind), V, K, seed])
     spread = 4.0 if kind == "peaked" else 1.0
@@ -48,7 +51,7 @@ def trees(kind: str, V: int, K: int, seed: int) -> tuple[Tree, Tree]:
     return p, random_tree(rng, V, K, spread, masked)
 
 
-def rows(tree: Tree, paths: Array) -> Array:
+def rows(tree: Levels, paths: Array) -> Array:
     """Return the distributions along each path: [N, depth, V]."""
     shape = (len(paths), tree[0].shape[0])
     levels = [np.broadcast_to(level[tuple(paths[:, :j].T)], shape) for j, level in enumerate(tree)]
@@ -83,32 +86,56 @@ def thresholds(accept: Accept, p: Array, tokens: Array, q: Array) -> Array:
     return np.asarray(np.where(idle, 1, (low + high) / 2).reshape(N, K, -1).min(-1))
 
 
-def emitted(accept: Accept, p: Tree, q: Tree, drawn: Tree) -> tuple[Tree, float]:
-    """Enumerate a round whose drafts are drawn from `drawn` and judged by q.
+class Drafts:
+    """Every draft of a tree: tokens [N, K], its probability, and p [N, T, V] and q [N, K, V] along it."""
 
-    Return the mass of every emitted sequence, by number of accepted tokens, and the mean of that number.
-    """
-    V, K = p[0].shape[0], len(q)
-    paths = np.array(list(itertools.product(range(V), repeat=K)))
-    probability = np.take_along_axis(rows(drawn, paths), paths[:, :, None], -1)[:, :, 0].prod(1)
-    paths, probability = paths[probability > 0], probability[probability > 0]
-    inputs = rows(p, paths), paths, rows(q, paths)
-    limit = thresholds(accept, *inputs)
-    out, mean = [np.zeros((V,) * (j + 1)) for j in range(K + 1)], 0.0
-    for below in itertools.product([True, False], repeat=K):
-        inside = np.where(below, limit / 2, np.minimum((1 + limit) / 2, BELOW_ONE))
-        weight = probability * np.where(below, limit, 1 - limit).prod(1)
-        n, weights = evaluate(accept, *inputs, inside)
-        assert np.isfinite(weights).all() and (weights >= 0).all()
-        for j in range(K + 1):
-            hit = (n == j) & (weight > 0)
-            prefix = paths[hit, :j] @ V ** np.arange(j)[::-1]
-            np.add.at(out[j].reshape(-1, V), prefix, weight[hit, None] * normalised(weights[hit]))
-        mean += float(weight @ n)
-    return out, mean
+    def __init__(self, tree: Tree, p: Levels, drawn: Guess, judged: Guess) -> None:
+        kept = []
+        for tokens in itertools.product(range(p[0].shape[0]), repeat=len(tree.parents)):
+            prefixes, probability, rows = [()], 1.0, []
+            for j, row in enumerate(tree.parents):
+                earlier = [tokens[i] for i in range(j) if tree.parents[i] == row]
+                probability *= drawn(prefixes[row], earlier)[tokens[j]]
+                rows.append(judged(prefixes[row], earlier))
+                prefixes.append((*prefixes[row], tokens[j]))
+            if probability > 0:
+                kept.append((tokens, probability, [p[len(prefix)][prefix] for prefix in prefixes], rows))
+        self.tree = tree
+        self.tokens, self.probability, self.p, self.q = (
+            np.array(column) for column in zip(*kept, strict=True)
+        )
+
+    def emitted(self, rule: Accept) -> tuple[Levels, float]:
+        """Return the mass of every emitted sequence, by number of accepted tokens, and the mean number."""
+        size, K = self.p.shape[-1], len(self.tree.parents)
+        rows = self.p, self.tokens, self.q
+        limit = thresholds(rule, *rows)
+        out, mean = [np.zeros((size,) * (j + 1)) for j in range(self.tree.height + 1)], 0.0
+        for below in itertools.product([True, False], repeat=K):
+            inside = np.where(below, limit / 2, np.minimum((1 + limit) / 2, BELOW_ONE))
+            weight = self.probability * np.where(below, limit, 1 - limit).prod(1)
+            last, left = evaluate(rule, *rows, inside)
+            assert np.isfinite(left).all() and (left >= 0).all()
+            for row, path in enumerate(self.tree.paths):
+                hit = (last == row) & (weight > 0)
+                before = self.tokens[hit][:, [r - 1 for r in path[1:]]]
+                prefix = before @ size ** np.arange(len(path) - 1)[::-1]
+                at = out[len(path) - 1].reshape(-1, size)
+                np.add.at(at, prefix, weight[hit, None] * normalised(left[hit]))
+                mean += float(weight[hit].sum()) * (len(path) - 1)
+        return out, mean
 
 
-def error(out: Tree, p: Tree) -> float:
+def emitted(accept: Accept, p: Levels, q: Levels, drawn: Levels) -> tuple[Levels, float]:
+    """Enumerate a round whose drafts are chains that are drawn from `drawn` and judged by q."""
+
+    def along(levels: Levels) -> Guess:
+        return lambda prefix, earlier: levels[len(prefix)][prefix]
+
+    return Drafts(tree_of(tuple(range(len(q)))), p, along(drawn), along(q)).emitted(accept)
+
+
+def error(out: Levels, p: Levels) -> float:
     """Return the largest error in the distribution of K + 1 tokens: the round's, then tokens drawn from p."""
     found, target = out[0], p[0].astype(np.float64)
     for emitted_here, level in zip(out[1:], p[1:], strict=True):

@@ -14,7 +14,7 @@ import chi_square
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from lossless import emitted
+from lossless import Scripted, emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
@@ -23,7 +23,7 @@ from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import Draft, Drafter, Sampler
 
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
@@ -53,18 +53,6 @@ def model(noise: float = 0.0) -> nn.Module:
     built.update(tree_map(lambda x: x + noise * mx.random.normal(x.shape), weights))
     mx.eval(built.parameters())
     return built
-
-
-class Nothing:
-    """Never drafts."""
-
-    needs = FeatureSpec()
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        pass
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        return no_draft()
 
 
 class Liar(Unseeded):
@@ -131,12 +119,15 @@ def seeded(sampling: Sampling) -> Callable[[int], Sampler]:
 def excess(
     drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler], generations: int = GENERATIONS
 ) -> float:
-    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection."""
+    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection.
+
+    A `Scripted` drafter has nothing to draft here.
+    """
     weights = model()
     target, counts = LMTarget(weights), np.zeros((V,) * COUNT)
     for i in range(generations):
         target.rewind(len(PROMPT) - 1)
         done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
-        assert done[0].drafted == (0 if isinstance(drafter, Nothing) else COUNT - 1)
+        assert done[0].drafted == (0 if isinstance(drafter, Scripted) else COUNT - 1)
         counts[tuple(emitted(done))] += 1
     return chi_square.excess(counts, exact(weights, sampling))

@@ -11,7 +11,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from mlx_spec.grammar import Grammar, GrammarKind, Matcher
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.text import Text
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
 V = 256
 OPEN, CLOSE, END, STOP = 251, 252, 253, 254  # bytes of no character
@@ -62,22 +61,3 @@ def tokens_of(row: mx.array) -> set[int]:
 def row(matcher: Matcher, generated: Sequence[int], drafted: Sequence[int] = ()) -> set[int]:
     """Return the tokens that may follow all of these."""
     return tokens_of(matcher.allowed(generated, drafted, 1)[0])
-
-
-class Mixed:
-    """Drafts the truth, and in every second draft a wrong, illegal or end token in its middle."""
-
-    needs = FeatureSpec()
-
-    def __init__(self, truth: Sequence[int], wrong: Sequence[int]) -> None:
-        self._truth, self._wrong, self._drafts = list(truth), list(wrong), 0
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        pass
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        tokens = self._truth[len(history) : len(history) + limit]
-        self._drafts += 1
-        if self._drafts % 2 == 0 and tokens:
-            tokens[len(tokens) // 2] = self._wrong[self._drafts // 2 % len(self._wrong)]
-        return Draft(mx.array(tokens, dtype=mx.int32))

@@ -4,50 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from exact_distribution import reference as distribution
+from grammars import byte_text
 
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
 from mlx_spec.types import TokenLogprob
 
 TOP = 4
 
 
-def letters() -> Text:
-    """The 256 bytes as letters."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return Text(tokenizer, None, ())
+TEXT = byte_text({})
 
 
-TEXT = letters()
-
-
-def reference(model: nn.Module, sampling: Sampling, prompt: list[int], emitted: list[int]) -> np.ndarray:
+def reference(
+    model: nn.Module, sampling: Sampling, prompt: list[int], emitted: list[int], temperature: float = 1.0
+) -> np.ndarray:
     """Return log-probabilities [N, V] at the emitted tokens, by one forward pass without a cache."""
     logits = np.array(model(mx.array([prompt + emitted]))[0].astype(mx.float32), dtype=np.float64)
-    rows = logits[len(prompt) - 1 : -1].copy()
-    for j, row in enumerate(rows):
-        seen = sorted({*prompt, *emitted[:j]})
-        penalty = sampling.repetition_penalty
-        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-        for token in set(emitted[:j]):
-            row[token] -= sampling.presence_penalty + sampling.frequency_penalty * emitted[:j].count(token)
-        for token, bias in (sampling.logit_bias or {}).items():
-            row[token] += bias
-    return log_softmax(rows)
-
-
-def log_softmax(rows: np.ndarray) -> np.ndarray:
-    peak = rows.max(axis=-1, keepdims=True)
-    return rows - peak - np.log(np.exp(rows - peak).sum(axis=-1, keepdims=True))
+    plain = replace(sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, grammar=None)
+    rows = [
+        distribution(plain, row, [*prompt, *emitted[:j]], len(prompt))
+        for j, row in enumerate(logits[len(prompt) - 1 : -1])
+    ]
+    with np.errstate(divide="ignore"):  # a banned token
+        return np.log(np.array(rows))
 
 
 def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], within: float = 1e-5) -> None:

@@ -13,16 +13,35 @@ from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
+from mlx_spec.types import (
+    Choice,
+    Decision,
+    Draft,
+    Drafter,
+    DraftLengthPolicy,
+    Features,
+    FeatureSpec,
+    Reason,
+    RequestDrafter,
+    Round,
+    Sampler,
+)
 
 GREEDY = Sampling()
 
 
 class Scripted:
-    """Drafts the truth and spoils every n-th in its middle: accept, partial accept and reject all run."""
+    """Drafts the truth and spoils every n-th in its middle, with the `wrong` tokens in turn if given."""
 
-    def __init__(self, truth: Sequence[int], spoil: int = 0, needs: FeatureSpec | None = None) -> None:
+    def __init__(
+        self,
+        truth: Sequence[int],
+        spoil: int = 0,
+        needs: FeatureSpec | None = None,
+        wrong: Sequence[int] = (),
+    ) -> None:
         self.truth, self.spoil, self.needs = list(truth), spoil, needs or FeatureSpec()
+        self.wrong = wrong
         self.seen: list[Features] = []
         self.histories: list[int] = []
         self.drafts = 0
@@ -35,8 +54,32 @@ class Scripted:
         tokens = self.truth[len(history) : len(history) + limit]
         self.drafts += 1
         if self.spoil and self.drafts % self.spoil == 0 and tokens:
-            tokens[len(tokens) // 2] = (tokens[len(tokens) // 2] + 1) % 256
+            middle = len(tokens) // 2
+            choices = self.wrong or [(tokens[middle] + 1) % 256]
+            tokens[middle] = choices[self.drafts // self.spoil % len(choices)]
         return Draft(mx.array(tokens, dtype=mx.int32))
+
+
+class Listed:
+    """A policy that takes its decisions from a list, over and over, and keeps the rounds."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = decisions
+        self.rounds: list[Round] = []
+
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
+        pass
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        return self.decisions[len(self.rounds) % len(self.decisions)]
+
+    def observe(self, round: Round) -> None:
+        self.rounds.append(round)
+
+
+def lengths(*limits: int) -> Listed:
+    """Draft with the first drafter up to these numbers of tokens in turn; 0 is a plain round."""
+    return Listed(*(Decision((Choice(0, K),) if K else (), Reason.PROBE) for K in limits))
 
 
 def mlx_lm_greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -46,11 +89,20 @@ def mlx_lm_greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 def rounds(
-    target: LMTarget, drafter: Drafter, K: int, prompt: list[int], count: int, vocab: int = 256
+    target: LMTarget,
+    drafter: Drafter | Sequence[Drafter],
+    K: int | DraftLengthPolicy,
+    prompt: list[int],
+    count: int,
+    vocab: int = 256,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[int] = (),
 ) -> list[Round]:
-    """All rounds of a greedy generation."""
-    sampler = GREEDY.sampler(len(prompt), vocab)
-    return list(generate(target, [drafter], FixedPolicy(K), sampler, prompt, max_tokens=count))
+    """All rounds of a generation, greedy if nothing else is said."""
+    drafters = drafter if isinstance(drafter, Sequence) else [drafter]
+    policy = FixedPolicy(K) if isinstance(K, int) else K
+    sampler = sampling.sampler(len(prompt), vocab)
+    return list(generate(target, drafters, policy, sampler, prompt, max_tokens=count, stop=stop))
 
 
 def emitted(done: list[Round]) -> list[int]:

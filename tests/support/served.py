@@ -25,26 +25,21 @@ ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens tha
 
 @dataclass
 class Stream:
-    """A request and its events."""
-
     job: Job
     events: queue.Queue[Event]
     seen: list[Event] = field(default_factory=list)
 
     def next(self) -> Event:
-        """The next one."""
         event = self.events.get(timeout=TIMEOUT_S)
         self.seen.append(event)
         return event
 
     def until(self, kind: type[Event]) -> Event:
-        """Read up to the first event of a kind."""
         while not isinstance(event := self.next(), kind):
             assert not isinstance(event, Finished | Failed), event
         return event
 
     def all(self) -> list[Event]:
-        """All events, also those that were read before."""
         while not (self.seen and isinstance(self.seen[-1], Finished | Failed)):
             self.next()
         return self.seen
@@ -52,7 +47,6 @@ class Stream:
 
 @contextmanager
 def working(settings: Settings = DEMO, loader: Loader = load_served) -> Iterator[EngineThread]:
-    """An engine that has loaded its first model."""
     engine = EngineThread(settings, loader)
     engine.start()
     try:
@@ -73,37 +67,31 @@ def chat(
 
 
 def raw(*prompts: str | tuple[int, ...], echo: bool = False, **given: Any) -> GenerationRequest:
-    """Texts or tokens to continue."""
     options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 8, "prompt_param": "prompt"}
     return GenerationRequest("demo", RawPrompts(prompts, echo), **options | given)
 
 
 def begin(engine: EngineThread, request: GenerationRequest) -> Stream:
-    """Submit a request."""
     events: queue.Queue[Event] = queue.Queue()
     return Stream(engine.submit(request, events.put), events)
 
 
 def answer(engine: EngineThread, request: GenerationRequest) -> list[Event]:
-    """All events of a request."""
     return begin(engine, request).all()
 
 
 def text_of(events: list[Event], index: int = 0, kind: str = "answer") -> str:
-    """The text of a choice."""
     deltas = [e for e in events if isinstance(e, TextDelta)]
     return "".join(e.text for e in deltas if (e.index, e.kind) == (index, kind))
 
 
 def closed(events: list[Event]) -> Finished:
-    """The last event, which must not be a failure."""
     last = events[-1]
     assert isinstance(last, Finished), last
     return last
 
 
 def failure(events: list[Event]) -> Failure:
-    """The failure of a request."""
     last = events[-1]
     assert isinstance(last, Failed), last
     return last.failure
@@ -120,7 +108,6 @@ def body(events: list[Event]) -> Any:
 
 
 def wait_until_idle(engine: EngineThread) -> None:
-    """Wait until no request runs or waits."""
     deadline = time.monotonic() + TIMEOUT_S
     while engine.status().running or engine.status().waiting:
         assert time.monotonic() < deadline

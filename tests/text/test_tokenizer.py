@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from vocabularies import GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
 
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.text import Text, read_text, read_tokenizer
+from mlx_spec.text import Text, common_prefix, read_text, read_tokenizer
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.parent.name)
@@ -19,6 +19,11 @@ def test_end_tokens_are_the_union_of_all_files(folder: Path) -> None:
     names = ("<eos>", "<turn|>", "<|tool_response>")
     assert text.eos == {text.token_id(name) for name in names}
     assert text.chats and text.thinks
+
+
+def test_common_prefix() -> None:
+    assert common_prefix([1, 2, 3], [1, 5, 3]) == common_prefix([1], (1, 2)) == 1
+    assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 
 
 def test_unknown_ids_have_no_text() -> None:

@@ -8,12 +8,16 @@ folder: `python make.py`.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "support"))
+from by_hand import Shape, array, attention, finish, norm  # noqa: E402
+
 V, W, T, LAYERS = 96, 40, 32, 8  # vocabularies, hidden size and layers of the target
 HEADS, GROUPS, HEAD, INNER, EPS, THETA = 6, 2, 8, 40, 1e-5, 5e4
 SCALING = {
@@ -25,20 +29,15 @@ SCALING = {
 }
 K, KEPT = 4, (3, 1, 5, 2, 4)  # tokens drafted and committed in each round
 CAPTURE = (1, 3, 4)  # outputs: the inputs of layers 2, L // 2 and L - 3
-Weights = dict[str, np.ndarray]
+Weights = dict[str, mx.array]  # bfloat16, which the files store
 rng = np.random.default_rng(5)
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """As bfloat16 holds it: what the files store."""
-    return np.array(mx.array(x.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32), dtype=np.float64)
-
-
-def random(*form: int) -> np.ndarray:
+def random(*form: int) -> mx.array:
     """A matrix, or a norm far from 1."""
-    if len(form) == 1:
-        return rounded(1 + 0.4 * rng.standard_normal(form))
-    return rounded(rng.standard_normal(form) / np.sqrt(form[-1]))
+    noise = rng.standard_normal(form)
+    weight = 1 + 0.4 * noise if len(form) == 1 else noise / np.sqrt(form[-1])
+    return mx.array(weight.astype(np.float32)).astype(mx.bfloat16)
 
 
 def layer(width: int, inputs: int) -> Weights:
@@ -57,10 +56,6 @@ def layer(width: int, inputs: int) -> Weights:
     return {f"{name}.weight": random(*form) for name, form in forms.items()}
 
 
-def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
-
-
 def frequencies() -> np.ndarray:
     """Llama 3's: long waves slowed by the factor, short ones kept, a ramp between them."""
     plain = THETA ** -(np.arange(0, HEAD, 2) / HEAD)
@@ -70,38 +65,13 @@ def frequencies() -> np.ndarray:
     return share * plain + (1 - share) * plain / SCALING["factor"]
 
 
-def rotate(x: np.ndarray) -> np.ndarray:
-    """[H, S, Dk], row s at position s."""
-    angle = np.arange(x.shape[1])[:, None] * frequencies()
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1
-    )
+SHAPE = Shape(HEADS, GROUPS, HEAD, eps=EPS, frequencies=tuple(frequencies()))
 
 
-def attend(w: Weights, x: np.ndarray) -> np.ndarray:
-    """Causal grouped-query attention over rows [S, inputs]."""
-    S = len(x)
-
-    def heads(part: str, count: int) -> np.ndarray:
-        return (x @ w[f"self_attn.{part}.weight"].T).reshape(S, count, HEAD).swapaxes(0, 1)
-
-    q, k, v = rotate(heads("q_proj", HEADS)), rotate(heads("k_proj", GROUPS)), heads("v_proj", GROUPS)
-    k, v = (np.repeat(part, HEADS // GROUPS, axis=0) for part in (k, v))
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(HEAD)
-    scores = np.where(np.tril(np.ones((S, S), dtype=bool)), scores, -np.inf)
-    scores = np.exp(scores - scores.max(-1, keepdims=True))
-    out = (scores / scores.sum(-1, keepdims=True)) @ v
-    return out.swapaxes(0, 1).reshape(S, -1) @ w["self_attn.o_proj.weight"].T
-
-
-def forward(w: Weights, x: np.ndarray) -> np.ndarray:
-    """The MLP half of a layer, with its residual."""
-    normed = norm(x, w["post_attention_layernorm.weight"])
-    gate = normed @ w["mlp.gate_proj.weight"].T
-    return (
-        x + (gate / (1 + np.exp(-gate)) * (normed @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
-    )
+def decoder_layer(w: Weights, prefix: str, residual: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Attention over rows `x` [S, inputs], and the MLP, each with its residual."""
+    attended = attention(x, w, prefix, SHAPE, np.arange(len(x), dtype=float))
+    return finish(residual, attended, w, prefix, EPS)
 
 
 def make_target() -> Weights:
@@ -113,13 +83,13 @@ def make_target() -> Weights:
 
 def run_target(weights: Weights, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Captured outputs side by side [S, 3T] and logits [S, V]."""
-    x, seen = weights["model.embed_tokens.weight"][ids], []
+    x, seen = array(weights, "model.embed_tokens.weight")[ids], []
     for index in range(LAYERS):
         prefix = f"model.layers.{index}."
-        w = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
-        x = forward(w, x + attend(w, norm(x, w["input_layernorm.weight"])))
+        normed = norm(x, array(weights, f"{prefix}input_layernorm.weight"), EPS)
+        x = decoder_layer(weights, prefix, x, normed)
         seen.append(x)
-    logits = norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    logits = norm(x, array(weights, "model.norm.weight"), EPS) @ array(weights, "lm_head.weight").T
     return np.concatenate([seen[index] for index in CAPTURE], axis=-1), logits
 
 
@@ -135,17 +105,17 @@ def make_drafter(width: int) -> Weights:
 
 def draft(
     w: Weights, table: np.ndarray, features: np.ndarray, tokens: list[int], ids: np.ndarray, *, norms: bool
-):
+) -> tuple[list[int], np.ndarray]:
     """K tokens after `tokens`, and the logits [K, W]. Row i reads features i and token i + 1."""
-    own = {name.removeprefix("midlayer."): tensor for name, tensor in w.items()}
-    read = norm(features, w["input_norm.weight"]) if norms else features
-    hidden, followed = read @ w["fc.weight"].T, list(tokens[1:])
+    read = norm(features, array(w, "input_norm.weight"), EPS) if norms else features
+    hidden, followed = read @ array(w, "fc.weight").T, list(tokens[1:])
     found = []
     for _ in range(K):
-        normed = norm(hidden, own["hidden_norm.weight"])
-        x = np.concatenate([norm(table[followed], own["input_layernorm.weight"]), normed], axis=-1)
-        out = forward(own, (normed if norms else hidden) + attend(own, x))
-        logits = norm(out[-1], w["norm.weight"]) @ w["lm_head.weight"].T
+        normed = norm(hidden, array(w, "midlayer.hidden_norm.weight"), EPS)
+        embedded = norm(table[followed], array(w, "midlayer.input_layernorm.weight"), EPS)
+        x = np.concatenate([embedded, normed], axis=-1)
+        out = decoder_layer(w, "midlayer.", normed if norms else hidden, x)
+        logits = norm(out[-1], array(w, "norm.weight"), EPS) @ array(w, "lm_head.weight").T
         found.append(logits)
         followed.append(int(ids[logits.argmax()]))
         hidden = np.concatenate([hidden, out[-1:]])  # before the final norm
@@ -154,8 +124,7 @@ def draft(
 
 def save(folder: Path, weights: Weights, config: dict, **extra: mx.array) -> None:
     folder.mkdir(exist_ok=True)
-    tensors = {name: mx.array(t.astype(np.float32)).astype(mx.bfloat16) for name, t in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, **extra}, {"format": "pt"})
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **extra}, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -205,8 +174,8 @@ def main() -> None:
     features, logits = run_target(target, history)
     golden = {"features": features, "target_logits": logits}
     tables = {
-        "official": target["model.embed_tokens.weight"],
-        "speculators": speculators["embed_tokens.weight"],
+        "official": array(target, "model.embed_tokens.weight"),
+        "speculators": array(speculators, "embed_tokens.weight"),
     }
     drafts: dict[str, list[list[int]]] = {}
     for name, weights in (("official", plain), ("speculators", speculators)):

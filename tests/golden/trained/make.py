@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,7 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **ROPE},
     "mtp_num_hidden_layers": 1,
 }
-RECORDED = {
-    "hidden": "post_norm",
-    "chain": "post_norm",
-    "capture": [],
-    "fc_order": ["embedding", "hidden"],
-    "shift": 1,
-    "position_offset": 0,
-    "norm_offset": 0,
-    "rope": "target",
-}
+POST_NORM = Conventions(hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"))
 EAGLE3 = {
     "architectures": ["LlamaForCausalLMEagle3"],
     **{key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"},
@@ -87,6 +79,39 @@ EAGLE3 = {
     "draft_vocab_size": W,
     "eagle_aux_hidden_state_layer_ids": [1, 3, 4],  # inputs
 }
+
+
+def eagle3_config(layer: dict[str, Any], width: int, capture: tuple[int, ...]) -> dict[str, Any]:
+    """The config.json that the converter would write."""
+    conventions = replace(POST_NORM, hidden="layers", chain="pre_norm", capture=capture)
+    return {
+        "layer_config": layer,
+        "target_hidden_size": width,
+        "draft_vocab_size": W,
+        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm"), False),
+        "target": {"rope": ROPE},
+        "mlx_spec": asdict(conventions),
+    }
+
+
+@functools.cache
+def common_ids() -> np.ndarray:
+    """The target's id of each draft id: the W most common ones."""
+    common = [token for token, _ in Counter(corpus()).most_common(W)]
+    rest = [token for token in range(V) if token not in common]
+    return np.array(sorted([*common, *rest[: W - len(common)]]))
+
+
+def draft_id() -> mx.array:
+    """The draft id of each of the target's, or -1."""
+    inverse = np.full(V, -1)
+    inverse[common_ids()] = np.arange(W)
+    return mx.array(inverse)
+
+
+def id_maps() -> dict[str, mx.array]:
+    ids = common_ids()
+    return {"d2t": mx.array(ids - np.arange(W)), "t2d": mx.array(np.isin(np.arange(V), ids))}
 
 
 @functools.cache
@@ -189,29 +214,13 @@ def make_eagle3() -> None:
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA))
     fit_target(model, 160)
     save(HERE / "llama", flat(model), LLAMA, tokenizer=True)
-    common = sorted(token for token, _ in Counter(corpus()).most_common(W))
-    rest = [token for token in range(V) if token not in common]
-    ids = np.array(sorted([*common, *rest[: W - len(common)]]))
-    inverse = np.full(V, -1)
-    inverse[ids] = np.arange(W)
     capture = tuple(index - 1 for index in EAGLE3["eagle_aux_hidden_state_layer_ids"])
-    written = {
-        "layer_config": EAGLE3,
-        "target_hidden_size": D,
-        "draft_vocab_size": W,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "target": {"rope": ROPE},
-        "mlx_spec": {**RECORDED, "hidden": "layers", "chain": "pre_norm", "capture": list(capture)},
-    }
+    written = eagle3_config(EAGLE3, D, capture)
     config = Eagle3Config.from_dict(written, {"lm_head.weight"})
     network = Eagle3Network(config)
-    fit_drafter(network, LMTarget(model, FeatureSpec(capture)), network.lm_head, mx.array(inverse), 400)
+    fit_drafter(network, LMTarget(model, FeatureSpec(capture)), network.lm_head, draft_id(), 400)
     tensors = {name.replace("layers.0.", "midlayer."): t for name, t in flat(network).items()}
-    tensors["d2t"] = mx.array(ids - np.arange(W))
-    tensors["t2d"] = mx.array(np.isin(np.arange(V), ids))
-    save(HERE / "eagle3", tensors, EAGLE3, tokenizer=False)
+    save(HERE / "eagle3", tensors | id_maps(), EAGLE3, tokenizer=False)
 
 
 NORM = re.compile(
@@ -233,8 +242,8 @@ def make_qwen() -> None:
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
     fit_target(model, 160)
     published = flat(model.language_model)  # before a target puts its taps into the names
-    written = {"text_config": DELTA, "layer_type": "qwen3_5_text", "mlx_spec": RECORDED}
-    network = MTPNetwork(written, Conventions.from_config(written))
+    written = {"text_config": DELTA, "layer_type": "qwen3_5_text", "mlx_spec": asdict(POST_NORM)}
+    network = MTPNetwork(written, POST_NORM)
     target = LMTarget(model, FeatureSpec(final_hidden=True))
     fit_drafter(network, target, target.parts.unembed, mx.arange(V), 120)
     tensors = {}

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from make import EOS, HERE, LENGTH, RECORDED, ROPE, batches, corpus, fit, flat, save
+from make import EOS, HERE, LENGTH, ROPE, V, W, batches, draft_id, eagle3_config, fit, flat, id_maps, save
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
@@ -32,7 +30,7 @@ from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, FeatureSpec
 
-D, V, W, LAYERS = 64, 512, 192, 6
+D, LAYERS = 64, 6
 MASK = V - 1
 CAPTURE = (0, 2, 4)
 TEXT = 96  # tokens of a text, six windows
@@ -147,21 +145,7 @@ def make_medusa() -> None:
 
 
 def make_peagle() -> None:
-    common = [token for token, _ in Counter(corpus()).most_common(W)]
-    ids = np.array(sorted([*common, *[t for t in range(V) if t not in common][: W - len(common)]]))
-    inverse = np.full(V, -1)
-    inverse[ids] = np.arange(W)
-    goals = mx.array(inverse)
-    written = {
-        "layer_config": PEAGLE,
-        "target_hidden_size": D,
-        "draft_vocab_size": W,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "target": {"rope": ROPE},
-        "mlx_spec": {**RECORDED, "hidden": "layers", "chain": "pre_norm", "capture": list(CAPTURE)},
-    }
+    goals, written = draft_id(), eagle3_config(PEAGLE, D, CAPTURE)
     network = PEagleNetwork(Eagle3Config.from_dict(written, {"lm_head.weight", "embed_tokens.weight"}))
     network.norm.weight *= 0.2
     network.mask_hidden = 0.1 * mx.random.normal(network.mask_hidden.shape)
@@ -183,10 +167,7 @@ def make_peagle() -> None:
         return total / 16
 
     fit(network, loss, read(needs), 500, RATE)
-    tensors = flat(network) | {
-        "d2t": mx.array(ids - np.arange(W)),
-        "t2d": mx.array(np.isin(np.arange(V), ids)),
-    }
+    tensors = flat(network) | id_maps()
     tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     save(HERE / "peagle", tensors, PEAGLE, tokenizer=False)
 
