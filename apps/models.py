@@ -83,13 +83,13 @@ def inspect_main(arguments: Sequence[str] | None = None) -> int:
 def models_main(arguments: Sequence[str] | None = None) -> int:
     """Run `mlx-spec models`. Returns the exit status."""
     options = parse(ListOptions, "models", arguments)
-    return guarded(lambda: _list(options.folders or [], options.json))
+    return guarded(lambda: _list(options))
 
 
 def pull_main(arguments: Sequence[str] | None = None) -> int:
     """Run `mlx-spec pull`. Returns the exit status; 130 if interrupted, and the next pull resumes."""
     options = parse(Pull, "pull", arguments)
-    return guarded(lambda: _pull(options.name, options.drafter, options.revision))
+    return guarded(lambda: _pull(options))
 
 
 def rm_main(arguments: Sequence[str] | None = None) -> int:
@@ -224,53 +224,60 @@ def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
 # --- models, pull, rm
 
 
-def _list(folders: Sequence[Path], as_objects: bool) -> int:
+def _list(options: ListOptions) -> int:
+    folders = options.folders or []
     for folder in folders:
         if not folder.is_dir():
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
     models = local_models(folders)
-    if as_objects:
-        entries = [
-            {
-                "name": model.name,
-                "origin": model.origin,
-                "folder": str(model.folder),
-                "size": model.size,
-                "last_used": model.last_used,
-                "problem": model.problem,
-                "partners": partners(model, models),
-                "found": as_json(model.found),
-            }
-            for model in models
-        ]
-        show(json.dumps(entries, indent=2))
+    if not options.json:
+        rows = [(m.name, m.origin, human_bytes(m.size), summary(m, partners(m, models))) for m in models]
+        show(*table(rows))
         return 0
-    rows = [(m.name, m.origin, human_bytes(m.size), summary(m, partners(m, models))) for m in models]
-    show(*table(rows))
+    entries = [
+        {
+            "name": model.name,
+            "origin": model.origin,
+            "folder": str(model.folder),
+            "size": model.size,
+            "last_used": model.last_used,
+            "problem": model.problem,
+            "partners": partners(model, models),
+            "found": as_json(model.found),
+        }
+        for model in models
+    ]
+    show(json.dumps(entries, indent=2))
     return 0
 
 
-def _pull(name: str, drafter: str, revision: str | None) -> int:
+def _pull(options: Pull) -> int:
+    name = options.name
     if Path(name).expanduser().exists():
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
     pair = resolve(name)
-    chosen = {AUTO: pair.drafter, NONE: None}.get(drafter, drafter)
-    wanted = [(pair.target, revision), *([(chosen, None)] if chosen else [])]
-    folders = {repo: hub.cached(repo, revision=rev) for repo, rev in wanted}
-    plans = [hub.plan(repo, revision=rev) for repo, rev in wanted if folders[repo] is None]
+    drafter = {AUTO: pair.drafter, NONE: None}.get(options.drafter, options.drafter)
+    wanted = [(pair.target, options.revision), *([(drafter, None)] if drafter else [])]
+    folders = {repo: hub.cached(repo, revision=revision) for repo, revision in wanted}
+    plans = [hub.plan(repo, revision=revision) for repo, revision in wanted if folders[repo] is None]
     hub.check_space(" and ".join(p.name for p in plans), sum(p.missing for p in plans), cache_folder())
     for repo, folder in folders.items():
         if folder is not None:
             _note(f"{repo} is here")
-    with _leave_on_interrupt(
-        f"interrupted: what has arrived is kept, `mlx-spec pull {name}` goes on from there"
-    ):
+    message = f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"
+    with _leave_on_interrupt(message):
         for plan in plans:
-            folders[plan.name] = _fetch(plan)
-    if chosen:
-        _check_fit(pair.target, chosen, folders)
-    target = str(folders[pair.target]) if revision else pair.target
-    show(_chat_command(target, chosen))
+            here = plan.total - plan.missing
+            kept = f", {human_bytes(here)} are here" if here else ""
+            free = human_bytes(hub.free_bytes(cache_folder()))
+            _note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
+            _note(f"fetching {plan.name}")
+            folders[plan.name] = hub.fetch(plan)
+    if drafter:
+        _check_fit(pair.target, drafter, folders)
+    target = str(folders[pair.target]) if options.revision else pair.target
+    named = [] if drafter == made_for(target) else ["--drafter", drafter or NONE]
+    show(shlex.join(["mlx-spec", "chat", "--target", target, *named]))
     return 0
 
 
@@ -289,15 +296,6 @@ def _leave_on_interrupt(message: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _fetch(plan: hub.Download) -> Path:
-    here = plan.total - plan.missing
-    kept = f", {human_bytes(here)} are here" if here else ""
-    free = human_bytes(hub.free_bytes(cache_folder()))
-    _note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
-    _note(f"fetching {plan.name}")
-    return hub.fetch(plan)
-
-
 def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:
     """Raise Mismatch if the drafter was made for another target."""
     head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
@@ -309,13 +307,6 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
             f"both are here, but {drafter} does not fit {target}, it expects {', '.join(unfit)}: "
             "use the drafter made for this target"
         )
-
-
-def _chat_command(target: str, drafter: str | None) -> str:
-    words = ["mlx-spec", "chat", "--target", target]
-    if drafter != made_for(target):
-        words += ["--drafter", drafter or NONE]
-    return shlex.join(words)
 
 
 def _remove(name: str, *, asks: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from collections.abc import Sequence
@@ -9,12 +10,13 @@ from collections.abc import Sequence
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 
-from ..command import ERROR
-from .arguments import Options, parse, refuse
+from ..command import ERROR, parse, refuse
+from .arguments import Options
 from .interrupts import Interrupts
 from .terminal import ReaderLeft, Terminal, checked
 
 STDIN_HINT_S = 2.0  # without a byte on stdin, before we say that we wait for it
+STDIN_POLL_S, STDIN_BYTES = 0.5, 65536  # of one wait, and of one read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raises SystemExit with status 2.
     """
     with Interrupts() as interrupts:
-        options = parse(argv)
+        options = parse(Options, "chat", argv)
         terminal = Terminal()
         try:
             return _run(options, terminal, interrupts)
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     prompt = _read_prompt(options.prompt, terminal)
     if prompt is None and options.json:
-        refuse("--json is for one answer: give -p TEXT, or pipe text to stdin")
+        refuse("mlx-spec chat", "--json is for one answer: give -p TEXT, or pipe text to stdin")
     if options.system is not None:
         checked(options.system, "--system")
     require_backend()
@@ -65,13 +67,24 @@ def _piped_text(terminal: Terminal) -> str | None:
     """Return all of stdin; None if it is a terminal or closed. Raises InvalidValue if it is not text."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    if terminal.is_watched and not select.select([sys.stdin], [], [], STDIN_HINT_S)[0]:
+    if terminal.is_watched and not _has_input(STDIN_HINT_S):
         terminal.note("reading the prompt from stdin until its end; </dev/null if there is none")
+    content = bytearray()
     try:
-        return sys.stdin.buffer.read().decode()
+        while True:
+            # In steps: a Ctrl-C just before a read that blocks would be noticed at its end only.
+            if _has_input(STDIN_POLL_S):
+                piece = os.read(sys.stdin.fileno(), STDIN_BYTES)
+                if not piece:
+                    return content.decode()
+                content += piece
     except UnicodeDecodeError as error:
         raise InvalidValue(
             f"stdin is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}): pipe text only"
         ) from error
     except OSError as error:
         raise InvalidValue(f"cannot read stdin ({error.strerror}): pipe text, or use -p") from error
+
+
+def _has_input(timeout_s: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], timeout_s)[0])

@@ -104,9 +104,9 @@ class Commands:
             for line in models.listing(present.target):
                 self._terminal.note(line)
             return
-        found = models.find_model(name, present.kv_bits)
-        if found.missing:
-            for line in models.describe_download(found.missing):
+        choice, missing = models.find_model(name, present.kv_bits)
+        if missing:
+            for line in models.describe_download(missing):
                 self._terminal.note(line)
             if not self._confirms("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
@@ -115,7 +115,7 @@ class Commands:
                 is_complete = models.download(name)
             if not is_complete:
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
-        self._switch(found.choice, f"loading {found.choice.target}")
+        self._switch(choice, f"loading {choice.target}")
 
     def _draft(self, word: str) -> None:
         if word:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class Conversation:
         session = self.pair.session(saved.system)
         known = ("role", "content", "reasoning_content")
         session.resume(
-            [{key: turn[key] for key in known if isinstance(turn.get(key), str)} for turn in saved.turns]
+            [{key: turn[key] for key in known if isinstance(turn.get(key), str)} for turn in saved.messages]
         )
         self.session, self.system, self.settings = session, saved.system, settings
 
@@ -153,7 +153,7 @@ class SavedConversation:
     target: str
     drafter: str | None
     system: str | None
-    turns: Sequence[Mapping[str, Any]]  # messages of user and assistant
+    messages: Sequence[Mapping[str, Any]]  # of user and assistant
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -167,17 +167,12 @@ def file_named(name: str) -> Path:
 
 def write(file: Path, saved: SavedConversation) -> None:
     """Write a conversation, also over another one. Raises InvalidValue for any other file."""
-    if file.exists() and not _is_conversation(file):
-        raise InvalidValue(f"{file} is there and is no conversation of ours: take another name")
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "target": saved.target,
-        "drafter": saved.drafter,
-        "system": saved.system,
-        "settings": dict(saved.settings),
-        "messages": [dict(turn) for turn in saved.turns],
-    }
+    if file.exists():
+        try:
+            read(file)
+        except SpecError as error:
+            raise InvalidValue(f"{file} is no conversation of ours: take another name") from error
+    content = {"format": FORMAT, "version": VERSION, **asdict(saved)}
     try:
         write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
@@ -189,7 +184,14 @@ def read(file: Path) -> SavedConversation:
 
     Unknown fields are ignored, so that files go from one release to the next.
     """
-    content = _content(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no file {file}: /save writes one") from error
+    except OSError as error:
+        raise NotFound(f"{file} cannot be read ({error.strerror}): give another file") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is not valid JSON: give a file that /save wrote") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadCheckpoint(f"{file} is no conversation of ours: give a file that /save wrote")
     version = content.get("version")
@@ -208,25 +210,6 @@ def read(file: Path) -> SavedConversation:
         messages,
         settings if isinstance(settings, dict) else {},
     )
-
-
-def _content(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise NotFound(f"there is no file {file}: /save writes one") from error
-    except OSError as error:
-        raise NotFound(f"{file} cannot be read ({error.strerror}): give another file") from error
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file} is not valid JSON: give a file that /save wrote") from error
-
-
-def _is_conversation(file: Path) -> bool:
-    try:
-        content = _content(file)
-    except (NotFound, BadCheckpoint):
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def _is_message(message: object) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -24,7 +25,6 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
 from .interrupts import Interrupts
-from .settings import history_file
 from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
@@ -227,7 +227,7 @@ def _paths(typed: str) -> list[str]:
 
 
 def _open_history(terminal: Terminal) -> Path | None:
-    file = history_file()
+    file = user_state_path("mlx_spec") / "chat_history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a"):

@@ -6,7 +6,7 @@ import enum
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Self
 
@@ -44,11 +44,9 @@ class Interrupts:
         """Forget that Ctrl-C was pressed: a new line begins."""
         self.pressed = False
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Let Ctrl-C only set `pressed`."""
-        with self._acting(_Action.NOTE):
-            yield
+        return self._acting(_Action.NOTE)
 
     @contextmanager
     def raising(self) -> Iterator[None]:
@@ -58,11 +56,9 @@ class Interrupts:
                 raise KeyboardInterrupt
             yield
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """Let Ctrl-C cancel a load; a second one leaves, for example while the former model returns."""
-        with self._acting(_Action.LOAD):
-            yield
+        return self._acting(_Action.LOAD)
 
     def begin_rounds(self) -> None:
         """Within `raising`, let Ctrl-C set `pressed`, to be read after each round; a second one leaves."""

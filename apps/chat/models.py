@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from platformdirs import user_cache_path
 
 from mlx_spec import hub, load
-from mlx_spec.apps.command import table
-from mlx_spec.apps.models import summary
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, aliases, made_for, resolve
@@ -26,11 +25,10 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.types import MAX_DRAFT_TOKENS, Reason
 
+from ..command import table
+from ..models import summary
 from .arguments import Options
-from .settings import last_used_file, typed_path
-
-if TYPE_CHECKING:
-    from mlx_spec.policy import AdaptivePolicies
+from .settings import typed_path
 
 HUB_TIMEOUT_S = 3.0  # for the sizes of the models that could be downloaded
 MEMORY_FACTOR, MEMORY_EXTRA_BYTES = 1.1, 500_000_000  # of a loaded pair: its weights times, and besides
@@ -55,17 +53,9 @@ class LoadedPair:
     adaptive: AdaptivePolicies | None  # its own policies; None if its draft length was fixed
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """A choice by name, and its repositories that are not on this disk."""
-
-    choice: PairChoice
-    missing: tuple[str, ...] = ()
-
-
 def choose(options: Options) -> PairChoice:
     """Return the choice of a command line; without a target the pair used last, or else the demo."""
-    target, drafter = options.target, options.drafter
+    target, drafter = options.target or options.model, options.drafter
     if target is None:
         used = used_last() or PairChoice(DEMO)
         target, drafter = used.target, used.drafter if drafter is None else drafter
@@ -137,18 +127,18 @@ def names() -> list[str]:
     return [*here, *(name for name in aliases() if name not in here)]
 
 
-def find_model(name: str, kv_bits: int | None) -> NamedModel:
-    """Return the choice that a typed name means. Raises NotFound."""
+def find_model(name: str, kv_bits: int | None) -> tuple[PairChoice, list[str]]:
+    """Return the choice that a typed name means, and its repositories that are not here. Raises NotFound."""
     converted = default_folder() / typed_path(name)
     if name == DEMO or typed_path(name).is_dir():
-        return NamedModel(PairChoice(name, kv_bits=kv_bits))
+        return PairChoice(name, kv_bits=kv_bits), []
     if converted.is_dir():
-        return NamedModel(PairChoice(str(converted), kv_bits=kv_bits))
+        return PairChoice(str(converted), kv_bits=kv_bits), []
     found = resolve(name)
     drafter = None if found.drafter == made_for(found.target) else found.drafter
     parts = [found.target, *([found.drafter] if found.drafter else [])]
-    missing = tuple(part for part in parts if not _is_local(part))
-    return NamedModel(PairChoice(found.target, drafter, kv_bits=kv_bits), missing)
+    missing = [part for part in parts if not _is_local(part)]
+    return PairChoice(found.target, drafter, kv_bits=kv_bits), missing
 
 
 def listing(present: str) -> list[str]:
@@ -199,7 +189,7 @@ def fit(size: int) -> str:
 def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str, ...]:
     mark = "*" if model.name == present else " "
     about = summary(model, partners(model, models))
-    return f"{mark} {model.name}", human_bytes(model.size), fit(model.size), about
+    return mark, model.name, human_bytes(model.size), fit(model.size), about
 
 
 def _download_sizes(names: Sequence[str]) -> dict[str, int]:
@@ -248,7 +238,7 @@ def _remember(choice: PairChoice) -> None:
     if choice.target == DEMO or choice.drafter in (LOOKUP, NONE):
         return
     names = {"target": _absolute(choice.target), "drafter": choice.drafter and _absolute(choice.drafter)}
-    file = last_used_file()
+    file = _last_used_file()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"version": 1, **names}) + "\n")
@@ -256,13 +246,17 @@ def _remember(choice: PairChoice) -> None:
 
 def _remembered() -> PairChoice | None:
     try:
-        found = json.loads(last_used_file().read_text(encoding="utf-8"))
+        found = json.loads(_last_used_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     match found:
         case {"target": str(target), "drafter": str() | None as drafter}:
             return PairChoice(target, drafter)
     return None
+
+
+def _last_used_file() -> Path:
+    return user_cache_path("mlx_spec") / "last_chat.json"
 
 
 def _absolute(name: str) -> str:

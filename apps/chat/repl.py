@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO
 
-from ..command import INTERRUPTED
+from ..command import INTERRUPTED, refuse
 from .answer import ChatState, Outcome
-from .arguments import Options, refuse
+from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
 from .input import open_input, unquoted
@@ -34,11 +34,11 @@ def run(options: Options, prompt: str | None, terminal: Terminal, interrupts: In
     try:
         settings = from_options(options)
     except InvalidValue as error:
-        refuse(str(error))
+        refuse("mlx-spec chat", str(error))
     with nullcontext() if options.trace is None else Trace(options.trace) as trace:
         choice = choose(options)
         if prompt is None:
-            remembered = ", the pair used last" if options.target is None else ""
+            remembered = ", the pair used last" if (options.target or options.model) is None else ""
             terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
         conversation = Conversation(open_pair(choice, think=settings.think), settings, options.system)
         chat = ChatState(
@@ -52,7 +52,7 @@ def run(options: Options, prompt: str | None, terminal: Terminal, interrupts: In
             is_interactive=prompt is None,
         )
         if prompt is None:
-            _converse(chat, history=options.history)
+            _converse(chat, history=not options.no_history)
             return 0
         return _answer_as_json(chat, prompt) if options.json else _status(chat.answer_and_report(prompt))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,12 @@ def _number(text: str) -> float:
 
 
 def _integer(text: str, minimum: int | None = 0) -> int:
-    bound = "" if minimum is None else f" of at least {minimum}"
-    try:
+    with suppress(ValueError):
         value = int(text)
-    except ValueError:
-        value = None
-    if value is None or (minimum is not None and value < minimum):
-        raise ValueError(f"{text!r} is not allowed: give an integer{bound}")
-    return value
+        if minimum is None or value >= minimum:
+            return value
+    bound = "" if minimum is None else f" of at least {minimum}"
+    raise ValueError(f"{text!r} is not allowed: give an integer{bound}")
 
 
 def _switch(text: str) -> bool:
@@ -48,7 +47,7 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
-SAMPLING_FIELDS: Mapping[str, Callable[[str], Any]] = {
+FIELDS: Mapping[str, Callable[[str], Any]] = {
     "temperature": _number,
     "top_p": _number,
     "top_k": _integer,
@@ -57,12 +56,11 @@ SAMPLING_FIELDS: Mapping[str, Callable[[str], Any]] = {
     "presence_penalty": _number,
     "frequency_penalty": _number,
     "seed": lambda text: _integer(text, None),
-}
-OTHER_FIELDS: Mapping[str, Callable[[str], Any]] = {
     "max_tokens": lambda text: _integer(text, 1),
     "think": _switch,
 }
-NAMES = (*SAMPLING_FIELDS, *OTHER_FIELDS)
+NAMES = tuple(FIELDS)
+NOT_SAMPLING = ("max_tokens", "think")
 
 
 def from_options(options: Options) -> AnswerSettings:
@@ -77,7 +75,7 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
     if text in DEFAULT_WORDS and name != "think":
         return _replace(settings, {name: values(AnswerSettings())[name]})
     try:
-        value = (SAMPLING_FIELDS.get(name) or OTHER_FIELDS[name])(text)
+        value = FIELDS[name](text)
     except ValueError as error:
         raise InvalidValue(f"{name}: {error}") from error
     return _replace(settings, {name: value})
@@ -85,8 +83,7 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
 
 def values(settings: AnswerSettings) -> dict[str, Any]:
     """Return all values by name."""
-    sampling = {name: vars(settings.sampling)[name] for name in SAMPLING_FIELDS}
-    return sampling | {"max_tokens": settings.max_tokens, "think": settings.think}
+    return {name: vars(settings if name in NOT_SAMPLING else settings.sampling)[name] for name in NAMES}
 
 
 def from_values(given: Mapping[str, Any]) -> AnswerSettings:
@@ -112,26 +109,12 @@ def shown(value: object) -> str:
 
 
 def _replace(settings: AnswerSettings, new: Mapping[str, Any]) -> AnswerSettings:
-    sampling = {name: value for name, value in new.items() if name in SAMPLING_FIELDS}
-    others = {name: value for name, value in new.items() if name in OTHER_FIELDS}
+    sampling = {name: value for name, value in new.items() if name not in NOT_SAMPLING}
+    others = {name: value for name, value in new.items() if name in NOT_SAMPLING}
     return replace(settings, sampling=replace(settings.sampling, **sampling), **others)
 
 
 # --- files
-
-
-def history_file() -> Path:
-    """Return the file of typed lines, for the arrow keys."""
-    from platformdirs import user_state_path
-
-    return user_state_path("mlx_spec") / "chat_history"
-
-
-def last_used_file() -> Path:
-    """Return the file that names the pair used last."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("mlx_spec") / "last_chat.json"
 
 
 def typed_path(name: str) -> Path:

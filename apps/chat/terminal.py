@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from mlx_spec.errors import InvalidValue, SpecError
 
+from ..command import CONTROLS
+
 if TYPE_CHECKING:
     from mlx_spec.text.stream import Span
 
@@ -21,8 +23,6 @@ DIM, PLAIN = "2", "0"
 DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
 COPIED, FORCED = "38;5;172", "38;5;170"
 BORDER = "│"  # between two rounds
-# A model must not steer the terminal: no control characters but tab and newline.
-CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
 class OutputClosed(SpecError):
@@ -178,19 +178,17 @@ def origin_style(span: Span, drafters: Sequence[str]) -> str:
 
 def legend() -> list[tuple[str, str]]:
     """Return texts with their SGR styles that explain the colours of `origin_style`."""
-    last = len(DRAFTED)
-    positions = [
-        (f" {position}{'+' if position == last else ''}", style) for position, style in enumerate(DRAFTED, 1)
-    ]
+    positions = [(f" {position}", style) for position, style in enumerate(DRAFTED, 1)]
     return [
         ("target ", ""),
-        (BORDER, DIM),
-        (" drafted at position", DRAFTED[0]),
+        (f"{BORDER} ", DIM),
+        ("drafted at position", DRAFTED[0]),
         *positions,
-        (f" {BORDER}", DIM),
-        (" copied by lookup", COPIED),
-        (f" {BORDER}", DIM),
-        (" forced by the grammar", FORCED),
+        ("+", DRAFTED[-1]),
+        (f" {BORDER} ", DIM),
+        ("copied by lookup", COPIED),
+        (f" {BORDER} ", DIM),
+        ("forced by the grammar", FORCED),
         (f"   {BORDER} ends a round", DIM),
     ]
 

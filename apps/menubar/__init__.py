@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_spec.apps.command import ERROR, guarded
-from mlx_spec.apps.menubar import macos
-from mlx_spec.apps.menubar.app import QUIT, App, Folder
-from mlx_spec.apps.menubar.arguments import Options, parse
-from mlx_spec.apps.menubar.menu import View
+from platformdirs import user_state_path
+
 from mlx_spec.errors import InvalidValue
+
+from ..command import ERROR, guarded
+from . import macos
+from .app import QUIT, App, Folder
+from .arguments import MenuPlan, parse
+from .menu import View
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,44 +32,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command line that makes no sense raises SystemExit with status 2.
     """
-    options = parse(arguments)
-    return guarded(lambda: _run(options, user_folder()))
+    plan = parse(arguments)
+    return guarded(lambda: _run(plan, Folder(user_state_path("mlx_spec") / "menubar")))
 
 
-def user_folder() -> Folder:
-    """Return the folder of the user who runs this."""
-    from platformdirs import user_state_path
-
-    return Folder(user_state_path("mlx_spec") / "menubar")
-
-
-def _run(options: Options, folder: Folder) -> int:
+def _run(plan: MenuPlan, folder: Folder) -> int:
     folder.make()
     agent = macos.agent_file(Path.home()) if macos.IS_MAC else None
-    if options.installs or options.removes:
+    if plan.installs or plan.removes:
         if agent is None:
             raise InvalidValue("login items are of macOS: let your desktop start `mlx-spec menubar`")
-        return _change_login(options, agent, folder)
+        if plan.installs:
+            macos.install_agent(agent, plan.passed, folder.own_log)
+            print(f"{agent} starts the menu at login")
+        else:
+            print("removed" if macos.remove_agent(agent) else "there was none")
+        return 0
     with _single_instance(folder.lock) as first:
         if not first:
             print("mlx-spec: the menu runs already", file=sys.stderr)
             return 0
         folder.rotate_log()
-        return _show(options, folder, agent)
+        return _show(plan, folder, agent)
 
 
-def _change_login(options: Options, agent: Path, folder: Folder) -> int:
-    if options.installs:
-        macos.install_agent(agent, options.plan.passed, folder.own_log)
-        print(f"{agent} starts the menu at login")
-    else:
-        print("removed" if macos.remove_agent(agent) else "there was none")
-    return 0
-
-
-def _show(options: Options, folder: Folder, agent: Path | None) -> int:
+def _show(plan: MenuPlan, folder: Folder, agent: Path | None) -> int:
     view = _view()
-    app = App(options.plan, folder, view, agent)
+    app = App(plan, folder, view, agent)
     thread = threading.Thread(target=app.run, name="mlx_spec menu")
 
     def on_start() -> None:
@@ -84,14 +76,14 @@ def _show(options: Options, folder: Folder, agent: Path | None) -> int:
 def _view() -> View:
     """Return the view for this desktop. Raises NotFound with what has to be installed."""
     if not macos.IS_MAC:
-        from mlx_spec.apps.menubar.gtk import GtkView
+        from .gtk import GtkView
 
         return GtkView()
     framework = sysconfig.get_config_var("PYTHONFRAMEWORK") or ""
     problem = macos.framework_problem(platform.mac_ver()[0], framework)
     if problem is not None:
         macos.notify(problem)
-    from mlx_spec.apps.menubar.cocoa import CocoaView
+    from .cocoa import CocoaView
 
     return CocoaView(macos.notify)
 

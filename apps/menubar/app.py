@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
+import webbrowser
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.menubar import macos
-from mlx_spec.apps.menubar.menu import (
+from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.hub.files import write_atomically
+
+from . import macos
+from .arguments import MenuPlan
+from .menu import (
     LOOKUP,
     NONE,
     Action,
@@ -30,38 +33,21 @@ from mlx_spec.apps.menubar.menu import (
     environment_example,
     menu,
 )
-from mlx_spec.apps.menubar.server_process import ServerOptions, ServerProcess, Timeouts
-from mlx_spec.errors import InvalidValue, SpecError
+from .server_process import ServerProcess
 
 IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
 QUIT = Click(Action.QUIT)
 
 
-@dataclass(frozen=True)
 class Folder:
     """The files of the menu, all in one folder."""
 
-    path: Path
-
-    @property
-    def log(self) -> Path:
-        """Return the log of the server."""
-        return self.path / "logs" / "server.log"
-
-    @property
-    def own_log(self) -> Path:
-        """Return the log of a menu that was started at login."""
-        return self.path / "logs" / "menubar.log"
-
-    @property
-    def selection(self) -> Path:
-        """Return the file with the pair selected last."""
-        return self.path / "choice.json"
-
-    @property
-    def lock(self) -> Path:
-        """Return the file that the running menu locks."""
-        return self.path / "menubar.lock"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / "logs" / "server.log"
+        self.own_log = path / "logs" / "menubar.log"  # of a menu that was started at login
+        self.selection = path / "choice.json"  # the pair selected last
+        self.lock = path / "menubar.lock"
 
     def make(self) -> None:
         """Make the folders and keep the log of the last start. Raises InvalidValue if that is impossible."""
@@ -77,26 +63,14 @@ class Folder:
             self.log.replace(self.log.with_suffix(".1.log"))
 
 
-@dataclass(frozen=True)
-class MenuPlan:
-    """The parsed command line."""
-
-    server: ServerOptions
-    selection: Selection  # empty if the pair selected last is to be served
-    fixed: bool  # the models are named by --model
-    passed: tuple[str, ...]  # options of the server, for the next login
-
-
 class App:
     """Owns the state of the menu."""
 
-    def __init__(
-        self, plan: MenuPlan, folder: Folder, view: View, agent: Path | None, timeouts: Timeouts | None = None
-    ) -> None:
+    def __init__(self, plan: MenuPlan, folder: Folder, view: View, agent: Path | None) -> None:
         """Take `agent` as the file that starts the menu at login; None where there is no such thing."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
         self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
-        self._server = ServerProcess(plan.server, folder.log, self._update, timeouts)
+        self._server = ServerProcess(plan.server, folder.log, self._update)
         selection = plan.selection if plan.fixed else _remembered(plan.selection, folder.selection)
         self._state = State(selection=selection, fixed=plan.fixed)
         self._shown: Menu | None = None
@@ -176,7 +150,7 @@ class App:
             case Action.COPY_ENVIRONMENT if url is not None:
                 self._view.copy(environment_example(url, key=self._plan.server.key is not None))
             case Action.OPEN_PAGE if url is not None:
-                macos.open_page(url)
+                webbrowser.open(url)
 
     def _restart(self) -> None:
         self._server.stop()
@@ -194,7 +168,7 @@ class App:
             return
         self._update(selection=selection)
         names = {"target": selection.target, "drafter": selection.drafter}
-        _write(self._folder.selection, json.dumps(names))
+        write_atomically(self._folder.selection, json.dumps(names))
         if self._state.phase is not Phase.STOPPED:
             self._restart()
 
@@ -244,11 +218,3 @@ def _remembered(given: Selection, file: Path) -> Selection:
         case {"target": str() | None as target, "drafter": str() | None as drafter}:
             return Selection(target, drafter)
     return given
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace a file at once, so that nobody reads half of it."""
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
-    Path(name).replace(file)

@@ -9,27 +9,28 @@ from typing import Annotated
 
 from typer import Context, Option
 
-from mlx_spec.apps.menubar.app import MenuPlan
-from mlx_spec.apps.menubar.menu import Selection
-from mlx_spec.apps.menubar.server_process import Address, ServerOptions
-
 from .. import command
 from ..command import BadOptions, flag
 from ..server.arguments import parse as parse_server
+from .menu import Selection
+from .server_process import Address, ServerOptions
 
 INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of the menu, and the server that it keeps running."""
+class MenuPlan:
+    """The parsed command line."""
 
-    plan: MenuPlan
+    server: ServerOptions
+    selection: Selection  # empty if the pair selected last is to be served
+    fixed: bool  # the models are named by --model
+    passed: tuple[str, ...]  # options of the server, for the next login
     installs: bool = False
     removes: bool = False
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> MenuPlan:
     """Return the options of a command line. Raises SystemExit with status 2 if one is wrong."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     passed = tuple(word for word in words if word not in (INSTALL, REMOVE))
@@ -42,13 +43,14 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
     settings = parse_server(passed)
     is_named = any(word.split("=")[0] == "--model" for word in rest)
-    plan = MenuPlan(
+    return MenuPlan(
         ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
         choice,
         fixed=is_named and choice.target is None,
         passed=passed,
+        installs=INSTALL in words,
+        removes=REMOVE in words,
     )
-    return Options(plan, installs=INSTALL in words, removes=REMOVE in words)
 
 
 def options(

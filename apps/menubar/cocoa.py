@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from mlx_spec.apps.menubar.menu import Click, Entry, Item, Menu, Separator, Submenu
 from mlx_spec.errors import NotFound
+
+from .menu import Click, Entry, Item, Menu, Separator, Submenu
 
 try:
     import AppKit

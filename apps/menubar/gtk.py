@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mlx_spec.apps.menubar.menu import Click, Entry, Item, Menu, Separator, Submenu
 from mlx_spec.errors import NotFound
+
+from .menu import Click, Entry, Item, Menu, Separator, Submenu
 
 NEEDS = "it needs a display, python3-gi with GTK 3, and pip install 'mlx-spec[menubar]'"
 

@@ -6,31 +6,20 @@ import os
 import plistlib
 import subprocess
 import sys
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import write_atomically
 
 IS_MAC = sys.platform == "darwin"
 HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
 LABEL = "mlx-spec.menubar"
+DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
 RESTART_INTERVAL_S = 10  # between two starts by launchd: it refuses shorter ones
 # The text is an argument, so nothing in it is taken for AppleScript.
-NOTIFY = (
-    "osascript",
-    "-e",
-    "on run argv",
-    "-e",
-    'display notification (item 1 of argv) with title "mlx-spec"',
-    "-e",
-    "end run",
-)
-
-
-def open_page(url: str) -> None:
-    """Open a page in the user's browser."""
-    webbrowser.open(url)
+SHOW = 'display notification (item 1 of argv) with title "mlx-spec"'
+NOTIFY = ("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run")
 
 
 def open_file(path: Path) -> None:
@@ -88,9 +77,7 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
         raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(".new")
-        new.write_bytes(agent(passed, log))
-        new.replace(file)
+        write_atomically(file, agent(passed, log).decode())
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written: {error.strerror}") from error
 
@@ -98,8 +85,8 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
 def install_agent(file: Path, passed: Sequence[str], log: Path, launchctl: str = "launchctl") -> None:
     """Start the menu now and at every login. Raises InvalidValue if launchd refuses."""
     write_agent(file, passed, log)
-    _launchctl(launchctl, "bootout", _service())  # an earlier one; it need not exist
-    problem = _launchctl(launchctl, "bootstrap", _domain(), str(file))
+    _launchctl(launchctl, "bootout", f"{DOMAIN}/{LABEL}")  # an earlier one; it need not exist
+    problem = _launchctl(launchctl, "bootstrap", DOMAIN, str(file))
     if problem is not None:
         raise InvalidValue(f"launchctl does not take {file} ({problem}); the menu starts at the next login")
 
@@ -108,16 +95,8 @@ def remove_agent(file: Path, launchctl: str = "launchctl") -> bool:
     """Start it no longer, and end the one that launchd started. Returns whether there was one."""
     existed = file.exists()
     file.unlink(missing_ok=True)
-    _launchctl(launchctl, "bootout", _service())
+    _launchctl(launchctl, "bootout", f"{DOMAIN}/{LABEL}")
     return existed
-
-
-def _domain() -> str:
-    return f"gui/{os.getuid()}"
-
-
-def _service() -> str:
-    return f"{_domain()}/{LABEL}"
 
 
 def _launchctl(*command: str) -> str | None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from mlx_spec.hub.files import human_bytes
+
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
 NONE, LOOKUP, DEMO = "none", "lookup", "demo"
@@ -169,17 +171,9 @@ def menu(state: State) -> Menu:
     """Return the menu of a state."""
     speed = state.figures.tokens_per_second
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
-    groups: tuple[tuple[Entry, ...], ...] = (
-        _status(state),
-        _server(state),
-        _selections(state),
-        _endpoint(state),
-        _program(state),
-    )
-    entries: list[Entry] = []
-    for group in filter(None, groups):
-        entries += [Separator(), *group] if entries else group
-    return Menu(title, tuple(entries))
+    groups = (_status(state), _server(state), _selections(state), _endpoint(state), _program(state))
+    entries = [entry for group in groups for entry in (Separator(), *group)]
+    return Menu(title, tuple(entries[1:]))
 
 
 def _status(state: State) -> tuple[Item, ...]:
@@ -191,25 +185,18 @@ def _status(state: State) -> tuple[Item, ...]:
 
 def headline(state: State) -> str:
     """Return how the server is, and where."""
-    where = "" if state.url is None else state.url.removeprefix("http://")
-    match state.phase:
-        case Phase.STOPPED:
-            return "Stopped"
-        case Phase.STARTING:
-            return f"Starting at {where}…"
-        case Phase.LOADING:
-            return "Loading the model…"
-        case Phase.RUNNING:
-            name = f"{state.names[0]} at {where}" if state.names else f"Running at {where}"
-            return name if state.own else f"{name}, started elsewhere"
-        case Phase.SILENT:
-            return f"Not responding at {where}"
-        case Phase.STOPPING:
-            return "Stopping…"
-        case Phase.CRASHED:
-            return f"Crashed: starts again in {state.retry_s:.0f} s"
-        case Phase.FAILED:
-            return "Could not start"
+    where = (state.url or "").removeprefix("http://")
+    name = f"{state.names[0]} at {where}" if state.names else f"Running at {where}"
+    return {
+        Phase.STOPPED: "Stopped",
+        Phase.STARTING: f"Starting at {where}…",
+        Phase.LOADING: "Loading the model…",
+        Phase.RUNNING: name if state.own else f"{name}, started elsewhere",
+        Phase.SILENT: f"Not responding at {where}",
+        Phase.STOPPING: "Stopping…",
+        Phase.CRASHED: f"Crashed: starts again in {state.retry_s:.0f} s",
+        Phase.FAILED: "Could not start",
+    }[state.phase]
 
 
 def figures_line(figures: Figures) -> str:
@@ -218,7 +205,7 @@ def figures_line(figures: Figures) -> str:
         None if figures.tokens_per_second is None else f"{figures.tokens_per_second:.0f} tok/s",
         None if figures.gain is None else f"×{figures.gain:.1f}",
         None if figures.tokens_per_round is None else f"{figures.tokens_per_round:.1f} tok/round",
-        None if figures.memory_bytes is None else _size(figures.memory_bytes),
+        None if figures.memory_bytes is None else human_bytes(figures.memory_bytes),
     ]
     return " · ".join(part for part in parts if part)
 
@@ -250,9 +237,10 @@ def _server(state: State) -> tuple[Item, ...]:
 
 def _selections(state: State) -> tuple[Submenu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
-    target, drafter = state.selection.target, state.selection.drafter
+    served = state.selection.target or (None if state.fixed else DEMO)
+    drafter = state.selection.drafter
     targets = tuple(
-        _item(label, Action.TARGET, name, allowed=allowed, checked=_is_target(name, target, state))
+        _item(label, Action.TARGET, name, allowed=allowed, checked=name == served)
         for name, label in _targets(state)
     )
     ways = [*DRAFTERS]
@@ -267,17 +255,10 @@ def _selections(state: State) -> tuple[Submenu, ...]:
 
 def _targets(state: State) -> list[tuple[str, str]]:
     """Return names and labels of the demo, the models on the disk and the selected one."""
-    listed = {DEMO: None, **{model.name: model for model in state.models}}
+    labels = {DEMO: DEMO} | {m.name: f"{m.name} ({human_bytes(m.bytes)})" for m in state.models}
     if state.selection.target is not None:
-        listed.setdefault(state.selection.target, None)
-    return [
-        (name, _shortened(name if model is None else f"{name} ({_size(model.bytes)})"))
-        for name, model in listed.items()
-    ]
-
-
-def _is_target(name: str, target: str | None, state: State) -> bool:
-    return name == target or (name == DEMO and target is None and not state.fixed)
+        labels.setdefault(state.selection.target, state.selection.target)
+    return [(name, _shortened(label)) for name, label in labels.items()]
 
 
 def _endpoint(state: State) -> tuple[Item, ...]:
@@ -299,10 +280,6 @@ def _item(
     label: str, action: Action, value: str = "", *, allowed: bool = True, checked: bool | None = None
 ) -> Item:
     return Item(label, Click(action, value) if allowed else None, checked)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
 def _wrapped(text: str | None) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.menubar.menu import Figures, Phase, Selection
-from mlx_spec.apps.server.settings import CANNOT_LISTEN
+from ..server.settings import CANNOT_LISTEN
+from .menu import Figures, Phase, Selection
 
 SERVICE = "mlx_spec"  # the name by which /health tells our servers from others
 HTTP_TIMEOUT_S = 2.0  # a server that takes longer counts as silent
@@ -24,7 +23,6 @@ MAX_RESPONSE_BYTES = 4 * 2**20
 PORTS_TRIED = 10  # from the requested one
 LAST_PORT = 65535
 REFUSALS = (1, 2)  # exit statuses of a server that says what is wrong: another start would only repeat it
-POLL_S = 0.02  # between two looks at a process that is ending
 KILL_TIMEOUT_S = 5.0  # until a killed process is gone
 LOG_TAIL_BYTES = 4096  # read for the server's last words
 OWN_PREFIX = "mlx-spec: "  # of the lines that the server writes for its user
@@ -49,55 +47,48 @@ class Address:
         return f"http://{host}:{self.port}"
 
 
-class StatusClient:
-    """Asks one server how it is. Every method returns None if it does not answer as our servers do."""
+def health(address: Address) -> str | None:
+    """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers."""
+    found = _get(address, "/health", (200, 503))
+    status = found.get("status")
+    return status if found.get("service") == SERVICE and isinstance(status, str) else None
 
-    def __init__(self, address: Address, key: str | None = None) -> None:
-        self._address = address
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
-    def health(self) -> str | None:
-        """Return "ok", "loading", "draining" or "failed"."""
-        found = self._get("/health", (200, 503))
-        status = found.get("status")
-        return status if found.get("service") == SERVICE and isinstance(status, str) else None
-
-    def names(self) -> tuple[str, ...] | None:
-        """Return the models it serves without their aliases, loaded ones first."""
-        rows = self._get("/v1/models", (200,)).get("data")
-        if not isinstance(rows, list):
-            return None
+def details(address: Address, key: str | None) -> dict[str, Any]:
+    """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
+    changes: dict[str, Any] = {}
+    rows = _get(address, "/v1/models", (200,), key).get("data")
+    if isinstance(rows, list):
         models = [row for row in rows if isinstance(row, dict) and row.get("id") == row.get("model")]
-        return tuple(str(row["id"]) for row in sorted(models, key=lambda row: not row.get("loaded")))
-
-    def figures(self) -> Figures | None:
-        """Return the figures of the last answer."""
-        found = self._get("/metrics.json", (200,))
-        if not found:
-            return None
-        last = found.get("last") or {}
-        memory = found.get("memory_bytes")
-        return Figures(
+        models.sort(key=lambda row: not row.get("loaded"))
+        changes["names"] = tuple(str(row["id"]) for row in models)  # without their aliases
+    if found := _get(address, "/metrics.json", (200,), key):
+        last, memory = found.get("last") or {}, found.get("memory_bytes")
+        changes["figures"] = Figures(
             _number(last.get("predicted_per_second")),
             _number(last.get("gain")),
             _number(last.get("acceptance_length")) or None,
             memory if isinstance(memory, int) else None,
             last.get("reason"),
         )
+    return changes
 
-    def _get(self, path: str, statuses: tuple[int, ...]) -> dict[str, Any]:
-        host, port = self._address.connect_host, self._address.port
-        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)  # uses no proxy
-        try:
-            connection.request("GET", path, headers=self._headers)
-            response = connection.getresponse()
-            content = response.read(MAX_RESPONSE_BYTES)
-            found = json.loads(content) if response.status in statuses else {}
-        except (OSError, http.client.HTTPException, ValueError):
-            return {}
-        finally:
-            connection.close()
-        return found if isinstance(found, dict) else {}
+
+def _get(address: Address, path: str, statuses: tuple[int, ...], key: str | None = None) -> dict[str, Any]:
+    """Return the JSON object at a path; an empty one if the server does not answer as ours do."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    # http.client uses no proxy.
+    connection = http.client.HTTPConnection(address.connect_host, address.port, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        content = response.read(MAX_RESPONSE_BYTES)
+        found = json.loads(content) if response.status in statuses else {}
+    except (OSError, http.client.HTTPException, ValueError):
+        return {}
+    finally:
+        connection.close()
+    return found if isinstance(found, dict) else {}
 
 
 def _number(value: object) -> float | None:
@@ -120,13 +111,11 @@ def is_free(address: Address) -> bool:
 
 
 def candidates(address: Address) -> list[Address]:
-    """Return where to try to listen, in order. For port 0, several free ports."""
+    """Return where to try to listen, in order. For port 0, one that is free."""
     if address.port == 0:
-        with contextlib.ExitStack() as held:  # all at once, so that they differ
-            probes = [held.enter_context(socket.socket()) for _ in range(PORTS_TRIED)]
-            for probe in probes:
-                probe.bind(("127.0.0.1", 0))
-            return [Address(address.host, probe.getsockname()[1]) for probe in probes]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return [Address(address.host, probe.getsockname()[1])]
     end = min(address.port + PORTS_TRIED, LAST_PORT + 1)
     return [Address(address.host, port) for port in range(address.port, end)]
 
@@ -182,12 +171,11 @@ class ServerProcess:
             return
         self._selection, self._retry_at, self._ready_at = selection, None, None
         wanted = self._wanted.address
-        if wanted.port != 0 and StatusClient(wanted).health() is not None:
+        if wanted.port != 0 and health(wanted) is not None:
             self._watch(wanted, own=False)
             return
         addresses = candidates(wanted)
-        # With port 0 all may seem taken: a program that is started meanwhile holds them too, for a moment.
-        fallback = addresses[0] if wanted.port == 0 else None
+        fallback = addresses[0] if wanted.port == 0 else None  # if it is taken meanwhile, the server says so
         address = next(filter(is_free, addresses), fallback)
         if address is None:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
@@ -258,8 +246,7 @@ class ServerProcess:
         self._retry(no_port or f"the server {ending}")
 
     def _poll(self, address: Address) -> None:
-        client = StatusClient(address, self._wanted.key)
-        status = client.health()
+        status = health(address)
         if status is None and self._process is None:
             self._address = None
             self._update(**STOPPED)
@@ -268,10 +255,7 @@ class ServerProcess:
                 self._update(phase=Phase.SILENT)
         elif status == "ok":
             self._ready_at = self._ready_at or time.monotonic()
-            changes: dict[str, Any] = {"phase": Phase.RUNNING}
-            changes |= {"names": names} if (names := client.names()) is not None else {}
-            changes |= {"figures": figures} if (figures := client.figures()) is not None else {}
-            self._update(**changes)
+            self._update(phase=Phase.RUNNING, **details(address, self._wanted.key))
         elif status in PHASES:
             self._update(phase=PHASES[status])
 
@@ -292,13 +276,13 @@ STOPPED: dict[str, Any] = {
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Ask a process to end, and kill it after `timeout_s` seconds."""
-    for number, limit in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
-        process.send_signal(number)
-        deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                return
-            time.sleep(POLL_S)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+        return
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT_S)
 
 
 def last_words(log: Path, start: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +98,6 @@ def decode_sizes(folder: Path, context: int) -> DecodeSizes:
         layers=integer(text, "num_hidden_layers"),
         kv_read=kv_read,
         kv_held=kv_held,
-    )
-
-
-def in_format(sizes: DecodeSizes, format: WeightFormat) -> DecodeSizes:
-    """Return the sizes of the same model with all its weights in another format."""
-    scale = format.bytes_per_weight / sizes.format.bytes_per_weight
-    return replace(
-        sizes,
-        read=scale * sizes.read,
-        experts=scale * sizes.experts,
-        held=scale * sizes.held,
-        format=format,
     )
 
 

@@ -39,7 +39,7 @@ from mlx_spec.apps.selftest import (
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.caches import FullCache, SlidingCache
 from mlx_spec.pair import GREEDY, Pair
-from mlx_spec.tuning import profile
+from mlx_spec.policy import saved_costs
 
 PATIENT = replace(
     QUICK, seconds=600.0, questions=1, tokens=16
@@ -252,7 +252,7 @@ def test_two_backends_are_one_too_many(monkeypatch, tmp_path):
 
 
 def test_saved_costs_are_counted(monkeypatch, tmp_path):
-    monkeypatch.setattr(profile, "folder", lambda: tmp_path)
+    monkeypatch.setattr(saved_costs, "folder", lambda: tmp_path)
     (tmp_path / "a.json").write_text('{"key": {"device": "another", "mlx": "0.1"}}')
     (tmp_path / "b.json").write_text("{")
     costs = {check.name: check for check in all_checks()}["costs"]

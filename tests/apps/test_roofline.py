@@ -7,28 +7,15 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlx_spec import demo
-from mlx_spec.apps.roofline import (
-    CHIPS,
-    Chip,
-    chips_named,
-    gains,
-    main,
-    measure,
-    pass_seconds,
-    round_cost,
-    speed_up,
-    weight_reads,
-    weight_seconds,
-)
+from mlx_spec.apps.roofline import CHIPS, Chip, gains, main, measure, pass_seconds, round_cost, weight_seconds
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes, in_format
+from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 G64, G128 = WeightFormat(4, 64), WeightFormat(4, 128)
@@ -49,10 +36,9 @@ KERNELS = {
     "mlx#3839": ("M4 Pro", G64, {2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69}),
     "mlx#3852": ("M4 Pro", G128, {2: 0.99, 3: 1.13, 4: 1.43, 5: 1.75, 8: 2.84}),
     "mlx#3852, 2 bits": ("M4 Pro", WeightFormat(2, 128), {2: 1.30, 3: 1.82, 4: 2.34, 5: 2.86, 8: 4.53}),
-    "mlx#3863": ("M3 Max", G128, {2: 1.0, 4: 1.28, 6: 2.04, 8: 2.50, 9: 3.1, 16: 3.95}),
-    "mlxcel, LM head": ("M5 Max", G64, {2: 1.04, 3: 1.17, 4: 1.37, 5: 1.88, 8: 3.46, 16: 2.6}),
+    "mlx#3863": ("M3 Max", G128, {2: 1.0, 4: 1.28, 6: 2.04, 8: 2.50, 9: 3.1}),
+    "mlxcel, LM head": ("M5 Max", G64, {2: 1.04, 3: 1.17, 4: 1.37, 5: 1.88, 8: 3.46}),
 }
-KERNEL_TOLERANCE = 0.22
 
 # Whole rounds (mlxcel), in plain steps, by draft tokens. Not listed: M5 Max 12B with 4 draft tokens, 1.31,
 # which the verification times of the same source contradict; they are checked below.
@@ -63,10 +49,9 @@ ROUNDS = [
     ("M3 Ultra", B31, DRAFTER31, {1: 1.17, 2: 1.34, 3: 1.51, 4: 1.68, 5: 1.85, 7: 2.19}),
 ]
 VERIFICATION = [  # of a plain step, by rows
-    ("M5 Max", B12, {3: 1.20, 4: 1.37, 8: 2.20, 16: 2.36}),  # mlxcel: 31.2, 35.5, 57, 61.1 of 26 ms
-    ("M5 Max", B70, {3: 1.12, 5: 1.45, 8: 2.2, 12: 3.2}),  # mlx#3791
+    ("M5 Max", B12, {3: 1.20, 4: 1.37, 8: 2.20}),  # mlxcel: 31.2, 35.5, 57 of 26 ms
+    ("M5 Max", B70, {3: 1.12, 5: 1.45, 8: 2.2}),  # mlx#3791
 ]
-ROUND_TOLERANCE = 0.25
 
 # tokens/s. How much a layer costs beside reading depends on its architecture, which is not looked at.
 PLAIN = [
@@ -79,57 +64,24 @@ PLAIN = [
     ("M4 Max", model(8.32, BF16, layers=36), 52.5),
     ("M5 Max", B70, 13.2),
 ]
-PLAIN_TOLERANCE = 0.4
-
-
-# GB/s and full GPU, from Apple's specifications; typed a second time, to catch a slip in the table.
-SPECIFIED = {
-    "M1": (68.25, 8),
-    "M1 Pro": (204.8, 16),
-    "M1 Max": (409.6, 32),
-    "M1 Ultra": (819.2, 64),
-    "M2 Max": (409.6, 38),
-    "M2 Ultra": (819.2, 76),
-    "M3 Pro": (153.6, 18),
-    "M3 Max": (409.6, 40),
-    "M3 Ultra": (819.2, 80),
-    "M4 Pro": (273.0, 20),
-    "M4 Max": (546.0, 40),
-    "M5": (153.6, 10),
-    "M5 Max": (614.0, 40),
-}
 
 
 def find(name: str) -> Chip:
-    return chips_named(name)[0]
+    return next(chip for chip in CHIPS if chip.name == name)
 
 
-def off(predicted: float, published: float) -> float:
-    return predicted / published - 1
-
-
-@pytest.mark.parametrize("name", SPECIFIED)
-def test_bandwidth_and_cores(name):
-    chip = find(f"Apple {name}")
-    assert (chip.bandwidth, chip.gpu_cores) == SPECIFIED[name]
-
-
-@pytest.mark.parametrize("spelling", ["Apple M4 Pro", "M4 Pro", "m4pro", "M4-PRO", "apple m4  pro"])
-def test_any_spelling(spelling):
-    assert find(spelling).name == "M4 Pro"
-
-
-@pytest.mark.parametrize("device", ["M4 Pr", "M", "", "Apple", "Apple M5 Ultra", "AMD EPYC", "NVIDIA H200"])
-def test_other_devices_are_not_in_the_table(device):
-    assert chips_named(device) == []
+def check(found: dict[int, tuple[float, float]], tolerance: float) -> None:
+    """Compare predicted with published figures, by rows or draft tokens."""
+    errors = {size: predicted / published - 1 for size, (predicted, published) in found.items()}
+    print({size: f"{error:+.0%}" for size, error in errors.items()})
+    assert max(map(abs, errors.values())) < tolerance
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"{chip.name} {chip.gpu_cores}")
 def test_table_is_consistent(chip):
-    assert (chip.matrix_tflops is not None) == (chip.generation >= 5)
     assert 0.4 * chip.bandwidth < chip.sustained / 1e9 < chip.bandwidth
-    assert 20 < 1000 * chip.alu_tflops / chip.bandwidth < 50  # operations a byte: alike on all of them
-    assert chips_named(chip.name)[0].gpu_cores >= chip.gpu_cores
+    assert 20 < 1000 * chip.tflops / chip.bandwidth < 50  # operations a byte: alike on all of them
+    assert find(chip.name).gpu_cores >= chip.gpu_cores
 
 
 @pytest.mark.parametrize("source", KERNELS)
@@ -137,38 +89,30 @@ def test_single_kernels(source):
     name, format, published = KERNELS[source]
     chip, matrix = find(name), model(0.1, format)
     one = weight_seconds(chip, matrix, 1)
-    errors = {rows: off(weight_seconds(chip, matrix, rows) / one, time) for rows, time in published.items()}
-    print(source, {rows: f"{error:+.0%}" for rows, error in errors.items()})
-    assert max(map(abs, errors.values())) < KERNEL_TOLERANCE
+    check({rows: (weight_seconds(chip, matrix, rows) / one, time) for rows, time in published.items()}, 0.22)
 
 
 @pytest.mark.parametrize(("name", "target", "drafter", "published"), ROUNDS)
 def test_whole_rounds(name, target, drafter, published):
     chip = find(name)
-    errors = {k: off(round_cost(chip, target, drafter, k), cost) for k, cost in published.items()}
-    print(name, {k: f"{error:+.0%}" for k, error in errors.items()})
-    assert max(map(abs, errors.values())) < ROUND_TOLERANCE
+    check({k: (round_cost(chip, target, drafter, k), cost) for k, cost in published.items()}, 0.25)
 
 
 @pytest.mark.parametrize(("name", "target", "published"), VERIFICATION)
 def test_verification(name, target, published):
     chip = find(name)
     one = pass_seconds(chip, target, 1)
-    errors = {rows: off(pass_seconds(chip, target, rows) / one, cost) for rows, cost in published.items()}
-    print(name, {rows: f"{error:+.0%}" for rows, error in errors.items()})
-    assert max(map(abs, errors.values())) < ROUND_TOLERANCE
+    check({rows: (pass_seconds(chip, target, rows) / one, cost) for rows, cost in published.items()}, 0.25)
 
 
 @pytest.mark.parametrize(("name", "target", "published"), PLAIN)
 def test_plain_rates(name, target, published):
-    error = off(1 / pass_seconds(find(name), target, 1), published)
-    print(f"{name}: {error:+.0%}")
-    assert abs(error) < PLAIN_TOLERANCE
+    check({1: (1 / pass_seconds(find(name), target, 1), published)}, 0.4)
 
 
 def test_published_speed_up():
     """M3 Ultra, 31B, code, 3 draft tokens of which 0.88 are accepted: 2.41 (mlxcel)."""
-    assert speed_up(find("M3 Ultra"), B31, DRAFTER31, 0.88, 3) == pytest.approx(2.41, rel=0.2)
+    assert gains(find("M3 Ultra"), B31, DRAFTER31, 0.88)[3] == pytest.approx(2.41, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["M3 Ultra", "M3 Max", "M4 Pro", "M5 Max"])
@@ -188,7 +132,7 @@ def test_little_or_none_on_m1_and_m2(name):
 def test_bounds_of_a_prediction(chip):
     useless, perfect = gains(chip, B31, DRAFTER31, 0.0), gains(chip, B31, None, 1.0)
     assert useless[0] == max(useless) == 1
-    assert all(gain <= k + 1 for k, gain in enumerate(perfect)) and len(perfect) <= 17
+    assert all(gain <= k + 1 for k, gain in enumerate(perfect)) and len(perfect) <= 9
 
 
 def test_plain_share_of_bandwidth_is_as_published():
@@ -199,20 +143,17 @@ def test_plain_share_of_bandwidth_is_as_published():
 
 
 def test_kernel_rules():
-    wide, narrow = find("M4"), find("M2")
-    assert [weight_reads(wide, G64, rows) for rows in (1, 2, 5, 6, 10, 11, 12, 13)] == [
-        1,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        1,
-    ]
-    assert [weight_reads(narrow, G64, rows) for rows in (1, 2, 5, 6)] == pytest.approx([1, 1.8, 4.2, 1])
-    assert weight_reads(narrow, WeightFormat(4, 32, "mxfp4"), 5) == 1  # wide on every generation
-    assert weight_reads(find("M3 Ultra"), G64, 12) == 1  # leaves the matvec kernel earlier
+    """How often the weights are read, where reading takes longer than computing."""
+    wide, narrow, slow = find("M4"), find("M2"), WeightFormat(8, 64)
+
+    def reads(chip: Chip, format: WeightFormat, rows: int) -> float:
+        matrix = model(1, format)
+        return weight_seconds(replace(chip, tflops=1e6), matrix, rows) / weight_seconds(chip, matrix, 1)
+
+    assert [reads(wide, slow, rows) for rows in (1, 2, 5, 6, 9)] == pytest.approx([1, 1, 1, 2, 2])
+    assert [reads(narrow, slow, rows) for rows in (1, 2, 5)] == pytest.approx([1, 1.8, 4.2])
+    assert reads(narrow, WeightFormat(4, 32, "mxfp4"), 5) == pytest.approx(1)  # wide on every generation
+    assert reads(narrow, BF16, 5) == pytest.approx(1)  # a matmul kernel
 
 
 def test_experts_are_read_for_every_row():
@@ -221,15 +162,7 @@ def test_experts_are_read_for_every_row():
     chip = find("M4 Max")
     assert weight_seconds(chip, experts, 1) == pytest.approx(weight_seconds(chip, dense, 1))
     assert weight_seconds(chip, experts, 4) > 2 * weight_seconds(chip, dense, 4)
-    assert speed_up(chip, experts, None, 0.8, 3) < speed_up(chip, dense, None, 0.8, 3)
-
-
-def test_attention_beyond_eight_rows():
-    chip, short = find("M4 Max"), model(1)
-    long = replace(short, kv_read=1e9)
-    extra = [pass_seconds(chip, long, rows) - pass_seconds(chip, short, rows) for rows in (1, 8, 9)]
-    assert extra[1] == pytest.approx(extra[0])
-    assert extra[2] == pytest.approx(2.5 * extra[0])
+    assert gains(chip, experts, None, 0.8)[3] < gains(chip, dense, None, 0.8)[3]
 
 
 def test_sizes_of_the_demo():
@@ -267,9 +200,8 @@ def test_an_untied_embedding_is_not_read(tmp_path):
     assert found.format == WeightFormat(32)
 
 
-def test_requantized():
-    found = in_format(model(8, BF16), G64)
-    assert found.read == found.held == pytest.approx(8e9 * (0.5 + 4 / 64) / 2)
+def test_bytes_of_a_weight():
+    assert WeightFormat(4, 64).bytes_per_weight == 0.5 + 4 / 64
     assert WeightFormat(4, 32, "mxfp4").bytes_per_weight == 0.5 + 1 / 32
 
 
@@ -280,10 +212,11 @@ def test_a_damaged_header_is_refused(tmp_path):
         decode_sizes(folder, 0)
 
 
-@pytest.mark.parametrize("format", [BF16, WeightFormat(4, 64), WeightFormat(4, 32, "mxfp4")])
+@pytest.mark.parametrize(
+    "format", [BF16, WeightFormat(4, 64), WeightFormat(4, 32, "mxfp4"), WeightFormat(7, 48)]
+)
 def test_bandwidth_is_measured(format):
-    found = measure(format, size=2**22, seconds=0.01)
-    assert 0.01 < found.read < 1e5 and 0.001 < found.row < 1e5
+    assert 0.001 < measure(format, size=2**20, seconds=0.01) < 1e5
 
 
 def only_line(text: str) -> str:
@@ -291,57 +224,56 @@ def only_line(text: str) -> str:
     return line
 
 
-def test_program_measures_this_device(capsys):
+def test_program_measures_this_device(capsys, monkeypatch):
+    monkeypatch.setattr("mlx_spec.apps.roofline.measure", lambda format: 12.3)
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("M") for line in lines) == len(CHIPS)
     heading = next(line for line in lines if line.startswith("chip"))
     assert all(name in heading.split() for name in ("GB/s", "ceiling", "plain", "k=1", "k=4"))
-    assert lines[-1].startswith("measured on ") and "weights by one row" in lines[-1]
+    assert lines[-1].startswith("measured on ") and lines[-1].endswith("weights by one row 12.3 GB/s")
 
 
 def test_planning_needs_no_mlx():
     code = "import sys; sys.modules['mlx'] = None; from mlx_spec.apps.roofline import main; sys.exit(main())"
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
-    done = run([sys.executable, "-c", code, "--chip=M4"])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "M4 (10)" in done.stdout
-    done = run([sys.executable, "-c", code])
-    assert done.returncode == 0
-    assert "M4 (10)" in done.stdout
-    assert "nothing was measured: no MLX backend" in only_line(done.stderr)
+    for given in (["--chip=M4"], []):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0 and "M4 (10)" in done.stdout
+        assert given or "nothing was measured: no MLX backend" in only_line(done.stderr)
 
 
-def test_program_plans_for_another_chip(capsys):
-    arguments = ["--target-gb", "17.3", "--drafter-gb", "0.94", "--chip", "m4 max", "--chip", "M1 Max"]
-    assert main(arguments) == 0
+@pytest.mark.parametrize("spelling", ["Apple M4 Max", "m4 max", "m4max", "M4-MAX"])
+def test_program_plans_for_another_chip(spelling, capsys):
+    assert main(["--target=17.3GB", "--drafter=0.94gb", f"--chip={spelling}", "--chip=M1 Max"]) == 0
     out = capsys.readouterr().out
     assert [line.split("  ")[0] for line in out.splitlines()[-3:]] == [
+        "M1 Max (32)",
         "M4 Max (40)",
         "M4 Max (32)",
-        "M1 Max (32)",
     ]
     assert "31.6" in out  # 546 / 17.3
-    assert "K/V not counted" in out and "measured" not in out
+    assert "17.3GB, drafts by 0.94gb" in out and "measured" not in out
 
 
 def test_program_as_json(capsys):
-    arguments = [f"--target={GOLDEN / '26b' / 'target'}", "--chip=M5 Pro", "--bits=4", "--json"]
-    assert main(arguments) == 0
+    assert main([f"--target={GOLDEN / '26b' / 'target'}", "--chip=M5 Pro", "--json"]) == 0
     found = json.loads(only_line(capsys.readouterr().out))
-    assert found["target"]["format"] == {"bits": 4, "group_size": 64, "mode": "affine"}
-    assert found["measured"] is None
+    assert found["target"]["format"]["group_size"] is None
+    assert found["measured"] is found["drafter"] is None
     (prediction,) = found["predicted"]
     assert prediction["chip"]["name"] == "M5 Pro"
-    assert prediction["gains"][prediction["num_draft_tokens"]] == prediction["speed_up"]
-    assert prediction["tokens_per_second"] == prediction["plain"] * prediction["speed_up"]
+    best = prediction["gains"][prediction["num_draft_tokens"]]
+    assert best == max(prediction["gains"])
+    assert prediction["tokens_per_second"] == prediction["plain"] * best
 
 
 def test_program_reads_a_manifest(tmp_path, capsys):
     shutil.copytree(GOLDEN / "12b", tmp_path, dirs_exist_ok=True)
     (tmp_path / "pair.json").write_text('{"target": "target", "drafter": "assistant"}')
     assert main([f"--target={tmp_path}", "--chip=M4"]) == 0
-    assert f"drafter {tmp_path / 'assistant'}: " in capsys.readouterr().out
+    assert f"drafts by {tmp_path / 'assistant'}\n" in capsys.readouterr().out
     (tmp_path / "pair.json").write_text('{"target": 3}')
     assert main([f"--target={tmp_path}", "--chip=M4"]) == 1
     assert "pair.json" in only_line(capsys.readouterr().err)
@@ -353,12 +285,10 @@ def test_program_reads_a_manifest(tmp_path, capsys):
         (["--chip=M9"], ["'M9'", "M4 Pro"]),
         (["--acceptance=1.2"], ["--acceptance"]),
         (["--acceptance=nan"], ["--acceptance"]),
-        (["--target-gb=0"], ["--target-gb", "above 0"]),
-        (["--target-gb=inf"], ["--target-gb"]),
-        (["--target=demo", "--target-gb=3"], ["give one of them"]),
+        (["--chip=M"], ["'M'"]),
+        (["--chip=NVIDIA H200"], ["'NVIDIA H200'"]),
         (["--context=-1"], ["--context"]),
-        (["--bits=7"], ["7"]),
-        (["--drafter-gb"], ["requires an argument"]),
+        (["--drafter"], ["requires an argument"]),
         (["surplus"], ["surplus"]),
     ],
 )

@@ -26,7 +26,6 @@ from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.menu import (
     Action,
     Click,
-    Entry,
     Item,
     ListedModel,
     Menu,
@@ -36,14 +35,14 @@ from mlx_spec.apps.menubar.menu import (
     Submenu,
 )
 from mlx_spec.apps.menubar.server_process import (
-    PORTS_TRIED,
     Address,
     ServerOptions,
     ServerProcess,
-    StatusClient,
     Timeouts,
     candidates,
+    details,
     end,
+    health,
     is_free,
     last_words,
 )
@@ -181,9 +180,9 @@ def test_a_port_that_was_taken_only_for_a_moment_is_tried_again(watched, strange
     assert one.retries and Phase.FAILED not in {state.phase for state in one.states}
 
 
-def test_of_any_port_several_are_tried():
-    found = candidates(Address(HOST, 0))
-    assert len({address.port for address in found}) == len(found) == PORTS_TRIED
+def test_ports_that_are_tried():
+    (found,) = candidates(Address(HOST, 0))
+    assert is_free(found)
     assert [one.port for one in candidates(Address(HOST, 8080))] == list(range(8080, 8090))
     assert [one.port for one in candidates(Address(HOST, 65534))] == [65534, 65535]
 
@@ -207,10 +206,7 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
     command = [sys.executable, "-m", "mlx_spec", "serve", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            client, deadline = StatusClient(Address(HOST, port)), time.monotonic() + LIMIT
-            while client.health() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            eventually(lambda: health(Address(HOST, port)))
             one = watched(port)
             one.server.start(Selection(drafter="none"))
             one.reach(Phase.RUNNING)
@@ -255,9 +251,9 @@ def test_a_server_of_another_kind_is_not_ours(tmp_path):
     command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", HOST, "--directory", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        client = StatusClient(Address(HOST, int(process.stdout.readline().split()[5])))
+        address = Address(HOST, int(process.stdout.readline().split()[5]))
         try:
-            assert client.health() is client.names() is client.figures() is None
+            assert health(address) is None and details(address, None) == {}
         finally:
             process.terminate()
 
@@ -296,13 +292,9 @@ class Notepad:
         self.closed.set()
 
     def items(self) -> list[Item]:
-        def within(entries: tuple[Entry, ...]) -> list[Item]:
-            found = []
-            for entry in entries:
-                found += within(entry.entries) if isinstance(entry, Submenu) else [entry]
-            return [one for one in found if isinstance(one, Item)]
-
-        return within(self.menus[-1].entries) if self.menus else []
+        entries = self.menus[-1].entries if self.menus else ()
+        inner = [entry for one in entries if isinstance(one, Submenu) for entry in one.entries]
+        return [one for one in (*entries, *inner) if isinstance(one, Item)]
 
     def says(self, text: str) -> bool:
         return any(text in item.label for item in self.items())
@@ -335,7 +327,7 @@ def command_line(app: App) -> str:
 
 def test_clicks(folder, tmp_path):
     view, agent = Notepad(), macos.agent_file(tmp_path)
-    app = App(parse(["--port", "0", "--max-running", "2"]).plan, folder, view, agent)
+    app = App(parse(["--port", "0", "--max-running", "2"]), folder, view, agent)
     thread = threading.Thread(target=app.run)
     thread.start()
     try:
@@ -373,7 +365,7 @@ def test_clicks(folder, tmp_path):
 
 def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
     view, agent = Notepad(), macos.agent_file(tmp_path)
-    plan = parse(["--target", "/nowhere/at/all", "--api-key", "secret"]).plan
+    plan = parse(["--target", "/nowhere/at/all", "--api-key", "secret"])
     app = App(plan, folder, view, agent)
     thread = threading.Thread(target=app.run)
     thread.start()
@@ -402,7 +394,7 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
 def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
     folder.selection.write_text(kept)
     view = Notepad()
-    app = App(parse(list(given)).plan, folder, view, None)
+    app = App(parse(list(given)), folder, view, None)
     app.post(QUIT)
     app.run()
     drafters = [item for item in view.items() if item.click and item.click.action is Action.DRAFTER]

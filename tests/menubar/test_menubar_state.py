@@ -91,7 +91,7 @@ STATES = {
     "loading": (State(Phase.LOADING, URL), ["(Loading the model…)"], ALIVE),
     "running": (UP, ["(demo at 127.0.0.1:8080)"], ALIVE),
     "unnamed": (State(Phase.RUNNING, URL), ["(Running at 127.0.0.1:8080)"], ALIVE),
-    "off": (replace(UP, figures=SLOW), ["(demo at 127.0.0.1:8080)", "(20 tok/s · 31 MB)", OFF_LINE], ALIVE),
+    "off": (replace(UP, figures=SLOW), ["(demo at 127.0.0.1:8080)", "(20 tok/s · 31.0 MB)", OFF_LINE], ALIVE),
     "silent": (replace(UP, phase=Phase.SILENT), ["(Not responding at 127.0.0.1:8080)"], ALIVE),
     "stopping": (replace(UP, phase=Phase.STOPPING), ["(Stopping…)"], NEITHER),
     "crashed": (

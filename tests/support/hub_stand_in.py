@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,12 +57,6 @@ def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
     hub.breaks.set()
     server.shutdown()
     server.server_close()
-
-
-def sizes_of_incomplete(folder: Path) -> set[int]:
-    """Return the bytes of each file that is being fetched into `folder`, while others there come and go."""
-    names = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
-    return {os.path.getsize(name) for name in names if name.endswith(".incomplete") and os.path.exists(name)}
 
 
 def _describe(file: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Screen:
         self._seen = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end in a character
         self._end, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 400, 0, 0))
         clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],

@@ -1,0 +1,89 @@
+"""Measured costs: shown, saved for the next process, and taken to another machine and back."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import mlx_spec
+from mlx_spec.apps.tune import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Keep saved costs in a folder of the test."""
+    folder = tmp_path / "costs"
+    monkeypatch.setattr("mlx_spec.policy.saved_costs.folder", lambda: folder)
+    return folder
+
+
+def test_costs_are_measured_shown_and_saved(cache, capsys):
+    assert main(["--context", "64"]) == 0
+    (file,) = cache.iterdir()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("measured on ") and lines[0].endswith(f"; saved in {file}")
+    context = int(re.fullmatch(r"plain decoding at (\d+) tokens of context: \S+ ms a token", lines[2])[1])
+    assert context in range(64, 68)  # the measurement generates a few tokens
+    assert [line[:11] for line in lines[4:]] == [
+        "rows of a p",
+        "verify, ms ",
+        "in plain to",
+        *["draft with "] * 2,
+    ]
+    policies = mlx_spec.load("demo").policies
+    assert policies.costs.table().context == json.loads(file.read_text())["table"]["context"] == context
+
+
+def test_json(cache, capsys):
+    assert main(["--json", "--context", "64"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (file,) = cache.iterdir()
+    assert found["file"] == str(file) and found["device"]
+    assert found["seconds"] == json.loads(file.read_text())["table"]
+
+
+def test_costs_go_to_a_file_and_back(cache, tmp_path, capsys):
+    file = tmp_path / "mine.json"
+    assert main(["--json", "--context", "64", "--export", str(file)]) == 0
+    measured = json.loads(capsys.readouterr().out)["seconds"]
+    (saved,) = cache.iterdir()
+    saved.unlink()
+    assert main(["--json", "--import", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == measured
+    assert json.loads(saved.read_text()) == json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("key", ["device", "target", "mlx"])
+def test_costs_of_something_else_are_refused(key, cache, tmp_path, capsys):
+    file = tmp_path / "other.json"
+    assert main(["--context", "64", "--export", str(file)]) == 0
+    content = json.loads(file.read_text())
+    content["key"][key] = "another"
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert main(["--import", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"measured with {key} another" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--drafter", "none"], "there is nothing to tune: demo has no drafter here"),
+        (["--import", "/no/such/file"], "there is no file /no/such/file"),
+        (["--target", "/no/such/folder"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_refusals(given, said, capsys):
+    assert main(given) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"mlx-spec: {said}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [["--context", "1"], ["--export", "a", "--import", "b"]])
+def test_bad_options(given, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1
