@@ -150,8 +150,8 @@ class CostModel:
 
     def corrected(self) -> Table:
         """Return the table with what was learned, relative to plain decoding now: heat does not last."""
-        passes = (self.passes / self.plain * self.table.plain).tolist()
-        verify = {length + 1: seconds for length, seconds in enumerate(passes) if length}
+        passes = self.passes / self.plain * self.table.plain
+        verify = {length + 1: float(seconds) for length, seconds in enumerate(passes) if length}
         return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
 
     def _update(self, length: int, observed: float) -> bool:

@@ -261,7 +261,8 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     # Copies of the target's tables are in neither; everything else is in one of both.
     counted = sum(manifest["parts"]["target"]["left_out"].values())
     assert counted == 2 and set(manifest["parts"]["target"]["left_out"]) == {"a multi-token head"}
-    assert mlx_spec.load(out).drafter_names == (drafter["family"], "lookup")
+    names = mlx_spec.load(out).drafter_names
+    assert (names[0], names[-1]) == (drafter["family"], "lookup")
     head = [name for name in made.tensors if name.startswith("model.layers.2.")]
     mx.save_safetensors(
         str(source / "model.safetensors"), {k: v for k, v in made.tensors.items() if k not in head}
@@ -295,7 +296,8 @@ def test_drafters_of_every_family(made: synthetic.Checkpoint, tmp_path: Path) ->
     drafter = made.write(tmp_path / "drafter")
     part = as_published(source, drafter, tmp_path / "out")["parts"]["drafter"]
     assert part["runnable"]
-    assert mlx_spec.load(tmp_path / "out").drafter_names == (part["family"], "lookup")
+    names = mlx_spec.load(tmp_path / "out").drafter_names
+    assert (names[0], names[-1]) == (part["family"], "lookup")
 
 
 def test_a_target_has_a_model_type(tmp_path: Path) -> None:

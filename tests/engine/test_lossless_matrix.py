@@ -18,11 +18,11 @@ from virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
-from mlx_spec.drafters.model_free import LookupSource, Prediction
+from mlx_spec.drafters.model_free import Lookup, LookupSource, Prediction
 from mlx_spec.drafters.retokenized import Retokenized
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Sampler
+from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Sampler, TargetParts
 
 PROMPT, COUNT = tiny.prompt(20), 36  # the window of sliding caches is 16
 CACHES = {"full": None, "quantized": 8, "sliding": None, "shared": None, "recurrent": None}
@@ -33,8 +33,17 @@ PUBLISHED = {
     "dflash": lambda: fitted.dflash(3, (0, 1, 2)),
     "peagle": lambda: fitted.peagle(3, (0, 1, 2)),
 }
+
+
+class ShortLookup(LookupSource):
+    """Lookup of single tokens: random models hardly repeat themselves."""
+
+    def make(self, parts: TargetParts) -> Lookup:
+        return Lookup(1, 16)
+
+
 SOURCES = {
-    "lookup": lambda: LookupSource(min_match=1),  # random models hardly repeat themselves
+    "lookup": ShortLookup,
     "draft model": lambda: DraftModelSource(tiny.full(seed=1), VocabularySizes(256, 256), "other"),
     "eagle3": lambda: random_sources.eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
     "mtp": lambda: random_sources.mtp(64, 256),
