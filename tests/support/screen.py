@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "e2b"
+UNWANTED = ("NO_COLOR", "INPUTRC", "COLUMNS", "LINES")  # pytest-xdist sets COLUMNS
 TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
 DEMO = ROOT / "mlx_spec" / "demo"
 HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
@@ -49,7 +50,7 @@ class Screen:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end in a character
         self._end, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 400, 0, 0))
-        clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
+        clean = {name: value for name, value in os.environ.items() if name not in UNWANTED}
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
             stdin=terminal if stdin is None else stdin,
