@@ -17,7 +17,7 @@ from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.adaptive import Gains
-from mlx_spec.policy.calibrate import measure
+from mlx_spec.policy.calibrate import TIME_LIMIT, measure
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
@@ -106,15 +106,16 @@ class Pair:
         return SequenceParts(target, drafters, self.policies.policy(gains=gains))
 
     def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:
-        """Measure what passes and drafts cost, on a scratch sequence, unless that is known already.
+        """Measure what passes and drafts cost, on a scratch sequence. Costs do not depend on its text.
 
-        Takes about a second. Costs do not depend on the text, so any will do.
+        Known costs are kept unless they are clearly dearer than the new ones: those were measured on a busy
+        machine and could keep drafting off. `again` replaces them. Takes a second, or a check of known costs
+        about half of one.
         """
         policies = self.policies
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
             return
-        if policies.costs is not None and not again:
-            return
+        known = None if again or policies.costs is None else policies.costs.table()
         tokens = self.text.encode(CALIBRATION_TEXT) or [0]
         context = max(min(context, (self.info.context_length or context) - CALIBRATION_ROOM), 2)
         history = (tokens * (context // len(tokens) + 1))[:context]
@@ -124,7 +125,10 @@ class Pair:
         rounds = engine.generate(parts.target, parts.drafters, FixedPolicy(0), sampler, history, max_tokens=2)
         for round in rounds:
             history += round.tokens
-        policies.use(measure(parts.target, parts.drafters, history, policies.copying))
+        limit = TIME_LIMIT if known is None else TIME_LIMIT / 2
+        found = measure(parts.target, parts.drafters, history, policies.copying, limit)
+        if known is None or known.dearer(found):
+            policies.use(found)
 
     def run(
         self,

@@ -31,6 +31,7 @@ NOISE = 0.05  # log seconds: deviation of one measurement
 OUTLIER = 6.0  # deviations: a larger surprise counts as this much, so one pause of the machine spoils nothing
 ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
 DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
+STALE = 1.25  # times what a round costs now: dearer saved costs were measured while other programs ran
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 CONTEXT_STEP = 512  # tokens: contexts up to 512, 2048, 8192, ... have costs of their own
 
@@ -74,6 +75,14 @@ class Table:
             raise BadCosts(f"saved costs are of {len(table.draft)} drafters, this pair has {drafters}")
         return table
 
+    def dearer(self, now: Table) -> bool:
+        """Return whether a round costs more here than by a table measured now, in plain tokens."""
+        if _bucket(self.context) != _bucket(now.context):
+            return False
+        old, new = CostModel(self), CostModel(now)
+        ratios = [old.rounds(i) * new.plain / (new.rounds(i) * old.plain) for i in range(len(self.draft))]
+        return any(float(ratio[: FIRST_LENGTH + 1].max()) > STALE for ratio in ratios)
+
 
 def assumed_drafting(plain: float) -> dict[int, float]:
     """Return the drafting seconds of a drafter that could not be measured, by draft tokens."""
@@ -112,6 +121,7 @@ class CostModel:
         self._base = np.log(np.maximum(_interpolate(table.verify, lengths + 1), table.plain))
         self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
         self._drafting = [_interpolate({0: 0.0, **points}, lengths) for points in table.draft]
+        self._draft_scale = [1.0] * len(table.draft)  # of the seconds above, learned
         slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
         near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * OWN_WIDTH**2))
         near[0, :] = near[:, 0] = 0.0
@@ -131,6 +141,10 @@ class CostModel:
         machine and is charged as expected. A second one in a row is charged in full.
         """
         drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
+        rest = max(seconds - self.plain, 0.0)  # a pass takes at least a plain token, a draft at most the rest
+        if drafting > rest:
+            self._draft_scale[drafter] *= max(rest / drafting, 0.5)  # one round may be wrong
+            drafting = rest
         outlier = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
         self.longest = max(self.longest, 2 * rows)
         self._paused = outlier and not self._paused
@@ -152,7 +166,9 @@ class CostModel:
         """Return the table with what was learned, relative to plain decoding now: heat does not last."""
         passes = self.passes / self.plain * self.table.plain
         verify = {length + 1: float(seconds) for length, seconds in enumerate(passes) if length}
-        return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
+        scales = zip(self.table.draft, self._draft_scale, strict=True)
+        draft = [{k: seconds * scale for k, seconds in points.items()} for points, scale in scales]
+        return replace(self.table, verify={**self.table.verify, **verify}, draft=draft, longest=self.longest)
 
     def _update(self, length: int, observed: float) -> bool:
         """Update the filter. Return True for an outlier, which counts as OUTLIER deviations."""
@@ -173,7 +189,8 @@ class CostModel:
         most = self.plain * np.arange(1, MAX_DRAFT_TOKENS + 2)  # as many passes of one row as there are rows
         self.passes: Floats = np.clip(passes, self.plain, most)  # seconds by draft length
         slower = self.plain / self.table.plain
-        self._rounds = [d * slower + self.passes for d in self._drafting]
+        scales = zip(self._drafting, self._draft_scale, strict=True)
+        self._rounds = [seconds * scale * slower + self.passes for seconds, scale in scales]
 
 
 def _bucket(context: int) -> int:

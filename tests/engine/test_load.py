@@ -434,3 +434,15 @@ def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: P
 )
 def test_published_pairs(repository: str, drafter: str | None) -> None:
     assert catalog.made_for(repository) == drafter
+
+
+def test_costs_saved_by_a_busy_machine_are_measured_again():
+    """They used to be kept: drafts looked too dear, so none was made that could have shown the opposite."""
+    policies = load("demo").policies
+    busy = dataclasses.replace(
+        policies.costs.table(), draft=[{k: 20 * policies.costs.at(1).plain for k in (1, 4)}, {}]
+    )
+    policies.use(busy)
+    assert load("demo").policies.costs.table().draft != busy.draft
+    policies.use(cheap := dataclasses.replace(busy, draft=[{1: 1e-6, 4: 1e-6}, {}]))
+    assert load("demo").policies.costs.table().draft == cheap.draft  # rounds will correct it
