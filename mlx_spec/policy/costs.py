@@ -121,7 +121,6 @@ class CostModel:
         self._base = np.log(np.maximum(_interpolate(table.verify, lengths + 1), table.plain))
         self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
         self._drafting = [_interpolate({0: 0.0, **points}, lengths) for points in table.draft]
-        self._draft_scale = [1.0] * len(table.draft)  # of the seconds above, learned
         slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
         near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * OWN_WIDTH**2))
         near[0, :] = near[:, 0] = 0.0
@@ -141,10 +140,6 @@ class CostModel:
         machine and is charged as expected. A second one in a row is charged in full.
         """
         drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
-        rest = max(seconds - self.plain, 0.0)  # a pass takes at least a plain token, a draft at most the rest
-        if drafting > rest:
-            self._draft_scale[drafter] *= max(rest / drafting, 0.5)  # one round may be wrong
-            drafting = rest
         outlier = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
         self.longest = max(self.longest, 2 * rows)
         self._paused = outlier and not self._paused
@@ -166,9 +161,7 @@ class CostModel:
         """Return the table with what was learned, relative to plain decoding now: heat does not last."""
         passes = self.passes / self.plain * self.table.plain
         verify = {length + 1: float(seconds) for length, seconds in enumerate(passes) if length}
-        scales = zip(self.table.draft, self._draft_scale, strict=True)
-        draft = [{k: seconds * scale for k, seconds in points.items()} for points, scale in scales]
-        return replace(self.table, verify={**self.table.verify, **verify}, draft=draft, longest=self.longest)
+        return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
 
     def _update(self, length: int, observed: float) -> bool:
         """Update the filter. Return True for an outlier, which counts as OUTLIER deviations."""
@@ -189,8 +182,7 @@ class CostModel:
         most = self.plain * np.arange(1, MAX_DRAFT_TOKENS + 2)  # as many passes of one row as there are rows
         self.passes: Floats = np.clip(passes, self.plain, most)  # seconds by draft length
         slower = self.plain / self.table.plain
-        scales = zip(self._drafting, self._draft_scale, strict=True)
-        self._rounds = [seconds * scale * slower + self.passes for seconds, scale in scales]
+        self._rounds = [d * slower + self.passes for d in self._drafting]
 
 
 def _bucket(context: int) -> int:

@@ -83,17 +83,6 @@ def test_learned_corrections_are_saved_without_the_heat():
     assert model.longest == 6
 
 
-def test_a_draft_takes_no_longer_than_its_round():
-    """A draft measured at 3.9 plain tokens on a busy machine used to be taken for that: drafting stayed off."""
-    busy = replace(FLAT, draft=[{1: PLAIN_SECONDS, 4: 4 * PLAIN_SECONDS}])
-    costs = Costs(busy)
-    true = 1.4 * PLAIN_SECONDS
-    for _ in range(20):
-        costs.at(1).observe_round(0, 4, true)
-    assert costs.at(1).seconds(0, 4) == pytest.approx(true, rel=0.1)
-    assert CostModel(costs.table()).seconds(0, 4) == pytest.approx(true, rel=0.1)  # is saved
-
-
 def test_saved_costs_of_a_busy_machine_are_recognized():
     busy = replace(FLAT, draft=[{k: 4 * PLAIN_SECONDS for k in (1, 4)}])
     assert busy.dearer(FLAT) and not FLAT.dearer(busy) and not FLAT.dearer(FLAT)
