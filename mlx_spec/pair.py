@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
-from mlx_spec.drafters.per_request import for_request
+from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget

@@ -65,7 +65,6 @@ FAMILIES_ALLOWED = ("mlx_spec/hub/", "mlx_spec/drafters/", "mlx_spec/load.py", "
 
 # Short files with one user, and why they stand apart.
 SHORT = {
-    "mlx_spec/drafters/per_request.py": "the drafters of a request; `pair.py` is about pairs",
     "mlx_spec/policy/fixed.py": "the other policy beside the adaptive one",
 }
 

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.grammar import Matcher, read_tokens
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.grammar import Grammar, Matcher, read_tokens
+from mlx_spec.types import (
+    Draft,
+    Drafter,
+    Features,
+    FeatureSpec,
+    RequestDrafter,
+    Sampler,
+    TargetParts,
+    no_draft,
+)
 
 MIN_MATCH = 2  # tokens that must match before anything is copied
 MAX_MATCH = 32  # tokens of a match that are compared
@@ -244,3 +253,30 @@ class GrammarFilter:
             return draft
         keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens)) + 1
         return Draft(draft.tokens[:keep])
+
+
+def for_request(
+    drafters: Sequence[Drafter],
+    prompt: Sequence[int],
+    *,
+    grammar: Grammar | None = None,
+    prediction: Sequence[int] = (),
+) -> tuple[tuple[Drafter, ...], tuple[RequestDrafter, ...]]:
+    """Return the drafters of a sequence under the grammar of a request, and those that the request brings.
+
+    Both are proposals of the sequence's own policy. Those of a request draft in no time, so the policy weighs
+    only the rows that their tokens add to a pass of the target.
+    """
+    matcher = None if grammar is None else grammar.matcher(prompt)
+    extras: list[RequestDrafter] = []
+    if matcher is not None:
+        drafters = [GrammarFilter(drafter, matcher, len(prompt)) for drafter in drafters]
+        forced = Forced(matcher, len(prompt))
+        extras.append(RequestDrafter("grammar", forced, forced.available, forced.prior))
+    if prediction:
+        predicted = Prediction(prediction, prompt)
+        checked: Drafter = predicted
+        if matcher is not None:
+            checked = GrammarFilter(predicted, matcher, len(prompt))
+        extras.append(RequestDrafter("prediction", checked, predicted.available, predicted.prior))
+    return tuple(drafters), tuple(extras)

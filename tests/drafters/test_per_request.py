@@ -19,8 +19,7 @@ from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
 import mlx_spec
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
-from mlx_spec.drafters.model_free import Lookup
-from mlx_spec.drafters.per_request import for_request
+from mlx_spec.drafters.model_free import Lookup, for_request
 from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
