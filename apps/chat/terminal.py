@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -23,6 +24,7 @@ DIM, PLAIN = "2", "0"
 DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
 COPIED, FORCED = "38;5;172", "38;5;170"
 BORDER = "│"  # between two rounds
+SIGNAL_SECONDS = 0.1  # longest wait of a Ctrl-C that comes just before a blocking read
 
 
 class OutputClosed(SpecError):
@@ -110,11 +112,12 @@ class Terminal:
 
     def ask(self, prompt: str) -> str:
         """Return a line of the user. Raises EOFError, and InvalidValue if it is not text."""
-        if not _is_terminal(sys.stdout):  # then input() would put the prompt into the answers
-            print(prompt, end="", file=sys.stderr, flush=True)
-            prompt = ""
+        # Not by input(): it would put the prompt into the answers where stdout is a pipe.
+        stream = sys.stdout if _is_terminal(sys.stdout) else sys.stderr
+        print(prompt, end="", file=stream, flush=True)
+        _wait_for_line()
         try:
-            return checked(input(prompt), "this line")
+            return checked(input(), "this line")
         except UnicodeDecodeError as error:
             raise InvalidValue("this line is not UTF-8 text: type it again") from error
 
@@ -224,6 +227,12 @@ def _print_error(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:
         _drop(sys.stderr)
+
+
+def _wait_for_line() -> None:
+    """Wait until stdin has a line. Python handles signals between two short waits, not within input()."""
+    while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], SIGNAL_SECONDS)[0]:
+        pass
 
 
 def _drop(stream: TextIO | None) -> None:
