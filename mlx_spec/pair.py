@@ -130,6 +130,11 @@ class Pair:
         if known is None or known.dearer(found):
             policies.use(found)
 
+    def check_costs(self) -> None:
+        """Measure costs again if a drafter was too dear to try. Call it while nobody waits for an answer."""
+        if isinstance(self.policies, AdaptivePolicies) and self.policies.is_check_due():
+            self.calibrate()
+
     def run(
         self,
         parts: SequenceParts,

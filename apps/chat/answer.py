@@ -90,6 +90,8 @@ class ChatState:
             self.report(outcome, full=self.full_reports)
         else:
             self.terminal.note("interrupted")
+        if self.is_interactive:
+            self.conversation.pair.check_costs()
         return outcome
 
     def report(self, outcome: Outcome, *, full: bool) -> None:

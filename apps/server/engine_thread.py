@@ -242,6 +242,7 @@ class EngineThread:
                 self._expire_models()
                 self._admit()
                 self._take_turns()
+                self._check_costs()
                 self._read_memory()
         finally:
             self._end_all()
@@ -270,6 +271,13 @@ class EngineThread:
             with self._changed:
                 wanted = {job.request.model for job in self._waiting}
             self._models.expire({self._models.resolve(name) for name in wanted} | self._busy())
+
+    def _check_costs(self) -> None:
+        """Measure doubtful costs again while nobody waits."""
+        with self._changed:
+            is_idle = not self._running and not self._pending()
+        if is_idle:
+            self._models.check_costs()
 
     def _busy(self) -> set[str]:
         return {job.model for job in self._running}

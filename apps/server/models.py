@@ -191,6 +191,14 @@ class Models:
             if now - self._loaded[name].last_used >= limit:
                 self.unload(name)
 
+    def check_costs(self) -> None:
+        """Measure the costs of loaded pairs again where they are in doubt."""
+        for loaded in self._loaded.values():
+            try:
+                loaded.pair.check_costs()
+            except Exception:  # such as too little memory: the known costs stay
+                LOG.exception("the costs of %s could not be measured again", loaded.name)
+
     def unload(self, name: str) -> None:
         """Give the memory of a model back."""
         self._loaded.pop(name)

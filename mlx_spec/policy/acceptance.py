@@ -12,6 +12,7 @@ more likely to be accepted. `expected_tokens` has that built in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class DrafterStatistics:
             self._accepted[position] *= keep
             self._expected[position] *= keep
         rates = np.minimum(np.outer(list(LEVELS), decline), 0.985)  # [level, position]
-        self.rates = [[float(rate) for rate in column] for column in rates.T]  # [position][level]
+        self.rates: list[list[float]] = rates.T.tolist()  # [position][level]
         tokens = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
         tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
         self.tokens: Floats = tokens  # [level, K]: tokens expected of a round with K draft tokens
@@ -98,12 +99,9 @@ class Belief:
         levels = self.levels
         for position in range(accepted + rejected):
             good = position < accepted
-            self.shared.count(position, good, sum(b * r for b, r in zip(levels, LEVELS, strict=True)))
+            self.shared.count(position, good, sum(map(mul, levels, LEVELS)))
             rates = self.shared.rates[position]
-            if good:
-                levels = [b * r for b, r in zip(levels, rates, strict=True)]
-            else:
-                levels = [b * (1 - r) for b, r in zip(levels, rates, strict=True)]
+            levels = list(map(mul, levels, rates if good else [1 - r for r in rates]))
             total = sum(levels)
             levels = [b / total for b in levels]
         self.levels = levels

@@ -1,14 +1,8 @@
 """The adaptive policy: in every round the draft length with the most expected tokens per second.
 
-Two rules are added to that choice:
-
-  probing   While plain decoding is the best, nothing is learned about the drafter. So one token is drafted
-            and verified when the plain tokens since the last draft have paid for it. Probes cost at most
-            PROBE_SHARE of the time, and COST_PROBE_SHARE if drafting would not pay even on the most
-            predictable text: then only the measured cost can be wrong.
-  account   The sequences of a pair share an account of the plain tokens won and lost. A draft is made only if
-            the account stays above -BUFFER even if all of it is rejected. A plain token pays EPSILON in, and
-            at most BUFFER is kept. README.md proves the bound that follows.
+While plain decoding is the best, nothing is learned about the drafter. So one token is drafted and verified
+when the plain tokens since the last draft have paid for it: a probe. An account of the plain tokens won and
+lost bounds what drafting may lose. README.md has the formulas and the proof.
 """
 
 from __future__ import annotations
@@ -37,7 +31,6 @@ Gains = Callable[[], Sequence[float]]
 EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
-COST_PROBE_SHARE = 0.001  # the same if no text would make drafting pay: its measured cost may be wrong
 FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
 ENOUGH_TOKENS = 16  # emitted, to say that speculation pays; timed, to assume costs: fewer are noise
 SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
@@ -117,6 +110,7 @@ class AdaptivePolicy:
         self._waiting = False  # a draft was wanted and none was available
         self._idle = True  # the last round had no draft
         self._tokens, self._steps = 0, 0.0  # of this answer
+        self._too_dear = False  # a drafter was, in this answer
 
     def decide(self, history: Sequence[int]) -> Decision:
         """Return the drafters that pay, the best first; a probe if one is due; else plain decoding."""
@@ -143,9 +137,11 @@ class AdaptivePolicy:
         paying.sort(reverse=True)
         limits = [(index, self._limit(index, length, costs)) for _, index, length in paying]
         choices = tuple(Choice(index, limit) for index, limit in limits if limit)
-        hopeful = [index for index in others if self._could_pay(index, costs)]
-        shares = {i: PROBE_SHARE if i in hopeful else COST_PROBE_SHARE for i in others} if self._idle else {}
-        probes = tuple(Choice(i, 1) for i, share in shares.items() if self._probe_due(i, share, costs))
+        hopeful = [i for i in others if _could_pay(self._proposals[i].belief.shared, costs, i)]
+        probes = tuple(Choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
+        if len(hopeful) < len(others) and not self._too_dear:
+            self._too_dear = True
+            self._shared.too_dear += 1
         if choices:
             return choices + probes, self._reason_on()
         if probes:
@@ -183,17 +179,12 @@ class AdaptivePolicy:
         """Return the seconds of a draft found beside a queued token: it is made again in the next round."""
         return costs.drafting(index, length) if self._waiting and self._queued else 0.0
 
-    def _could_pay(self, index: int, costs: CostModel) -> bool:
-        """Return whether drafting would pay on the most predictable text."""
-        best_tokens = self._proposals[index].belief.shared.tokens[-1]
-        return best_length(best_tokens, costs.rounds(index), MAX_DRAFT_TOKENS)[1] * costs.plain > 1 + EPSILON
-
-    def _probe_due(self, index: int, share: float, costs: CostModel) -> bool:
-        """Return whether a share of the plain tokens since the last draft has paid for a probe."""
+    def _probe_due(self, index: int, costs: CostModel) -> bool:
+        """Return whether the plain tokens since the last draft have paid for a probe."""
         proposal = self._proposals[index]
         steps = (costs.seconds(index, 1) + costs.host) / costs.plain
         loss = max(steps - 1 - proposal.first_rate(), 0.01)
-        return proposal.belief.shared.since * share >= loss and self._limit(index, 1, costs) > 0
+        return proposal.belief.shared.since * PROBE_SHARE >= loss and self._limit(index, 1, costs) > 0
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
@@ -261,6 +252,7 @@ class AdaptivePolicies:
         self.measured: str | None = None  # date of the costs; None if they are assumed or unknown
         self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file
         self._plain_samples: list[float] = []
+        self.too_dear, self._next_check = 0, 1  # answers with a drafter too dear; when to measure again
         saved = None if key is None or folder is None else saved_costs.load(key, folder)
         try:
             if saved is not None:
@@ -283,6 +275,12 @@ class AdaptivePolicies:
         self._set(table, measured or datetime.now(UTC).isoformat(timespec="seconds"))
         self.save()
 
+    def is_check_due(self) -> bool:
+        """Return whether to measure costs again: after 1, 2, 4, 8, ... answers with a drafter too dear."""
+        due = self.too_dear >= self._next_check
+        self._next_check *= 2 if due else 1
+        return due
+
     def save(self, least_change: float = 0.0) -> None:
         """Save measured costs, with what was learned since if it changed by more log seconds than that."""
         if self.costs is None or self.measured is None or self.key is None or self.folder is None:
@@ -302,3 +300,9 @@ class AdaptivePolicies:
 
     def _set(self, table: Table, measured: str | None) -> None:
         self.costs, self.measured, self._saved = Costs(table), measured, table.verify
+
+
+def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int) -> bool:
+    """Return whether drafting would pay on the most predictable text."""
+    _, speed = best_length(acceptance.tokens[-1], costs.rounds(drafter), MAX_DRAFT_TOKENS)
+    return speed * costs.plain > 1 + EPSILON

@@ -118,7 +118,8 @@ class CostModel:
         self.longest = table.longest
         self.host = table.host
         lengths = np.arange(MAX_DRAFT_TOKENS + 1)
-        self._base = np.log(np.maximum(_interpolate(table.verify, lengths + 1), table.plain))
+        self._rows = lengths + 1
+        self._base = np.log(np.maximum(_interpolate(table.verify, self._rows), table.plain))
         self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
         self._drafting = [_interpolate({0: 0.0, **points}, lengths) for points in table.draft]
         slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
@@ -137,13 +138,13 @@ class CostModel:
         """Learn from a round with `rows` draft tokens. Return the seconds to charge for it.
 
         What the draft takes by the table is subtracted; the rest was the pass. One outlier is a pause of the
-        machine and is charged as expected. A second one in a row is charged in full.
+        machine and is charged as expected; a second one in a row is charged as passes of single rows at most.
         """
         drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
         outlier = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
         self.longest = max(self.longest, 2 * rows)
         self._paused = outlier and not self._paused
-        return min(seconds, expected) if self._paused else seconds
+        return min(seconds, expected if self._paused else drafting + (rows + 1) * self.plain)
 
     def drafting(self, drafter: int, tokens: int) -> float:
         """Return the seconds that a draft takes."""
@@ -179,8 +180,8 @@ class CostModel:
     def _compute_seconds(self) -> None:
         passes = np.exp(self._base + self._error)
         self.plain = float(passes[0])
-        most = self.plain * np.arange(1, MAX_DRAFT_TOKENS + 2)  # as many passes of one row as there are rows
-        self.passes: Floats = np.clip(passes, self.plain, most)  # seconds by draft length
+        most = self.plain * self._rows  # as many passes of one row as there are rows
+        self.passes: Floats = np.minimum(np.maximum(passes, self.plain), most)  # seconds by draft length
         slower = self.plain / self.table.plain
         self._rounds = [d * slower + self.passes for d in self._drafting]
 

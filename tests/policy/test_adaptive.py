@@ -64,14 +64,19 @@ def test_rows_that_cost_too_much():
     assert all(round.kind == "plain" for round in answer.rounds[:-1])
 
 
-def test_costs_that_were_measured_far_too_high_are_found_out():
+def test_costs_that_keep_a_drafter_off_are_to_be_measured_again():
     """A table from a busy machine used to switch drafting off for good: nothing was timed again."""
     device, policies = Device(CURVES["flat"]), AdaptivePolicies(["mtp"])
     policies.use(CURVES["CUDA linear"].table())
     policy = policies.policy(device.clock)
-    answers = [decode(policy, device, [model(0.9)], 400) for _ in range(8)]
-    assert not any(round.drafted for round in answers[0].rounds)
-    assert answers[-1].seconds < 0.5 * 400 * PLAIN_SECONDS
+    due = []
+    for _ in range(9):
+        decode(policy, device, [model(0.9)], 40)
+        due.append(policies.is_check_due())
+    assert [n for n, is_due in enumerate(due, 1) if is_due] == [1, 2, 4, 8]
+    policies.use(CURVES["flat"].table())
+    assert decode(policy, device, [model(0.9)], 400).seconds < 0.5 * 400 * PLAIN_SECONDS
+    assert not policies.is_check_due()
 
 
 def test_a_useless_drafter_is_probed_now_and_then():

@@ -59,7 +59,15 @@ def test_a_pause_of_the_machine_is_charged_as_expected_and_spoils_little():
         model.observe_round(0, 4, expected)
     assert model.observe_round(0, 4, 12 * expected) == pytest.approx(expected, rel=0.01)
     assert model.seconds(0, 4) < 1.5 * expected
-    assert model.observe_round(0, 4, 12 * expected) == 12 * expected  # it is no pause
+    second = model.observe_round(0, 4, 12 * expected)  # it is no pause
+    assert second == pytest.approx(model.drafting(0, 4) + 5 * model.plain, rel=0.01)
+
+
+def test_a_round_is_charged_as_single_rows_at_most():
+    """The first round of a busy machine took 18 plain tokens, and drafting was off for the next 1,300."""
+    model = CostModel(FLAT)
+    assert model.observe_round(0, 2, 18 * FLAT.plain) <= 3 * FLAT.plain + model.drafting(0, 2)
+    assert model.observe_round(0, 2, 18 * FLAT.plain) <= 3 * model.plain + model.drafting(0, 2)
 
 
 def test_contexts_have_costs_of_their_own():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from served import (
     DEMO,
     ENDLESS,
     QUESTION,
+    TIMEOUT_S,
     answer,
     begin,
     body,
@@ -35,6 +37,9 @@ from mlx_spec.apps.server.generation import ChoiceStream
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.pair import Pair
+from mlx_spec.policy import AdaptivePolicies, Table
+from mlx_spec.policy.costs import CostModel
 from mlx_spec.sampling import Sampling
 
 LONG = "tell me everything about " + "itertools and functools and os and " * 20
@@ -377,3 +382,27 @@ def test_names_and_status_are_for_any_thread(engine: EngineThread) -> None:
     assert card.thinks and card.tools
     status = engine.status()
     assert status.state == "ready" and status.models[0].weights > 10**7 and status.memory.active > 10**7
+
+
+def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> None:
+    """A pair that was loaded beside a busy program took its drafter for too dear, until the next load."""
+    pairs: list[Pair] = []
+
+    def of_a_busy_machine(one: ServedModel) -> Pair:
+        pair = load_served(one)
+        assert isinstance(pair.policies, AdaptivePolicies)
+        pair.policies.use(Table(0.01, {1: 0.01, 17: 0.17}, [{1: 0.5}, {1: 0.5}]))
+        pairs.append(pair)
+        return pair
+
+    with working(Settings((ServedModel("demo", "demo"),)), of_a_busy_machine) as engine:
+        closed(answer(engine, chat(QUESTION)))
+        deadline = time.monotonic() + TIMEOUT_S
+        while costs(pairs[0]).drafting(0, 1) > 0.4:
+            assert time.monotonic() < deadline, "nothing was measured again"
+            time.sleep(0.05)
+
+
+def costs(pair: Pair) -> CostModel:
+    assert isinstance(pair.policies, AdaptivePolicies) and pair.policies.costs is not None
+    return pair.policies.costs.at(1)
