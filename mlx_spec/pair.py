@@ -13,7 +13,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.model.sequence import SequenceParts
+from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.adaptive import Gains
@@ -85,12 +85,12 @@ class Pair:
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """The families of its drafters, by the index that rounds name."""
+        """Return the families of its drafters, by the index that rounds name."""
         return tuple(source.name for source in self._drafters)
 
     def session(self, system: str | None = None) -> Session:
-        """A conversation. Raises InvalidValue where the target has no chat template."""
-        return Session(self, system)
+        """Return a new conversation. Raises InvalidValue if the target has no chat template."""
+        return Session(self.text, CachedSequence(self.open()), self.run, system)
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
@@ -145,7 +145,7 @@ class Pair:
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
         prediction: Sequence[int] = (),
-    ) -> Iterator[Round]:
+    ) -> Generator[Round, None, None]:
         """Continue a prompt as `generate` does, with parts that may already hold a prefix of the prompt.
 
         With `top_logprobs`, rounds carry the log-probabilities of their tokens and that many alternatives for
@@ -197,7 +197,7 @@ class Pair:
 
 def _with_logprobs(
     rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int
-) -> Iterator[Round]:
+) -> Generator[Round, None, None]:
     """Yield rounds with the log-probabilities of their tokens, the first of which is at `position`."""
     with closing(rounds):
         for round in rounds:

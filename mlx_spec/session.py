@@ -1,15 +1,20 @@
-"""A conversation: its messages, the cache that it reuses, and its answers as they come."""
+"""The generation of one answer, with its counts and times, and a conversation of such answers.
+
+Servers and sessions run generations; each belongs to one request.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.sequence import CachedSequence, SequenceParts
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, Span, TextKind, TextPart
@@ -17,32 +22,6 @@ from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
 MIN_COMPARED_TOKENS = 24  # tokens; the time of fewer is mostly that of single rounds, which vary
-
-
-class Generating(Protocol):
-    """The part of `Pair` that a session needs."""
-
-    text: Text
-
-    def open(self) -> SequenceParts:
-        """The parts of a new sequence."""
-        ...
-
-    def run(
-        self, parts: SequenceParts, prompt_tokens: Sequence[int], *, sampling: Sampling, max_tokens: int
-    ) -> Iterator[Round]:
-        """Continue a prompt of which `decoding` may already hold a prefix."""
-        ...
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of an answer, as it lands."""
-
-    text: str  # may be empty: a round of half a character, or of hidden tokens only
-    kind: TextKind
-    round: Round | None  # the round that brought it, on its last piece; None on the others
-    spans: tuple[Span, ...] = ()  # where its tokens came from: their texts make up `text`
 
 
 @dataclass(frozen=True)
@@ -63,11 +42,11 @@ class Statistics:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
-    drafter_cold: int = 0  # of those reused: what the drafter never saw, so that it is less often right
+    drafter_cold: int = 0  # of those reused, not processed by the drafter: it is accepted less often
     generated_tokens: int = 0
     rounds: int = 0
     speculative_rounds: int = 0  # those that drafted
-    speculative_tokens: int = 0  # generated in those
+    speculative_tokens: int = 0  # generated in those rounds
     drafted: int = 0
     accepted: int = 0
     by_drafter: Mapping[int, Positions] = field(default_factory=dict)  # by index of the drafter
@@ -81,12 +60,12 @@ class Statistics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens by decode seconds; 0 before there are any."""
+        """Return the generated tokens by decode seconds; 0 before there are any."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens of a speculative round, the recovered or bonus token included; 0 if there was none."""
+        """Return the tokens of a speculative round, the drawn one included; 0 if there was none."""
         return self.speculative_tokens / self.speculative_rounds if self.speculative_rounds else 0.0
 
     @property
@@ -122,7 +101,7 @@ class Statistics:
         return exactly.index(max(exactly)) + 1 if exactly else 0
 
     def plus(self, round: Round, seconds: float) -> Statistics:
-        """With one more round, for which the caller waited `seconds`; in the first that is prefill, too."""
+        """Add a round, for which the caller waited `seconds`; the first one may include prefill."""
         prefill = max(seconds - round.seconds, 0.0) if not self.rounds else 0.0
         plain = round.plain_seconds
         speculative = round.drafted > 0
@@ -153,7 +132,7 @@ class Statistics:
 
 
 def added(parts: Sequence[Statistics]) -> Statistics:
-    """The figures of several answers together; reasons are those of the last one."""
+    """Return the sums over several answers; reasons are those of the last one."""
     if not parts:
         return Statistics()
     by_drafter: dict[int, Positions] = {}
@@ -185,22 +164,125 @@ def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sum(position) for position in zip_longest(*counts, fillvalue=0))
 
 
-class Session:
-    """A conversation with a pair. What the target has already read is read again only where it changed."""
+# --- one answer
 
-    def __init__(self, pair: Generating, system: str | None = None) -> None:
-        if not pair.text.chats:
+
+class Generation:
+    """The answer to one prompt, round by round.
+
+    It continues `sequence`, rewound to what that shares with the prompt. `rounds` come from `Pair.run` with
+    the same parts and prompt, and have not begun. `answer` reads their tokens. Any step may be the last: the
+    sequence can be used again as soon as `rounds()` is closed.
+    """
+
+    def __init__(
+        self,
+        sequence: CachedSequence,
+        prompt: list[int],
+        rounds: Generator[Round, None, None],
+        answer: AnswerStream,
+    ) -> None:
+        self._sequence = sequence
+        self._prompt = prompt
+        self._rounds = rounds
+        self._answer = answer
+        self._tokens: list[int] = []
+        cached = sequence.rewind_to_prefix(prompt)
+        self.statistics = Statistics(len(prompt), cached, sequence.drafter_missing)  # so far
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the emitted tokens, including the one that completed a stop string."""
+        return self._tokens[: self._answer.completion_tokens]
+
+    @property
+    def kind(self) -> TextKind:
+        """Return the kind of text that comes next."""
+        return self._answer.kind
+
+    def prefill(self, steps: Iterable[object] | None = None) -> Iterator[None]:
+        """Process the prompt; yield after each step. Without it, the first round does all that is missing.
+
+        `steps` may process it in another way, such as with log-probabilities.
+        """
+        parts = self._sequence.parts
+        todo = iter(engine.prefill(parts.target, parts.drafters, self._prompt) if steps is None else steps)
+        while self._add_prefill(todo):
+            yield
+
+    def rounds(self) -> Generator[tuple[Round, list[TextPart]], None, None]:
+        """Yield each round and the text that it completed, up to a stop token, a stop string or the limit."""
+        try:
+            while self._answer.finished is None:
+                start = time.perf_counter()
+                round = next(self._rounds, None)
+                if round is None:
+                    break
+                self.statistics = self.statistics.plus(round, time.perf_counter() - start)
+                self._sequence.append(round.tokens)
+                self._tokens += round.tokens
+                yield round, self._answer.read(round, round.logprobs)
+        finally:
+            self._rounds.close()
+            self._sequence.truncate(len(self._prompt) + len(self.tokens))
+
+    def end(self) -> list[TextPart]:
+        """Return the text that was held back."""
+        return self._answer.end()
+
+    def _add_prefill(self, steps: Iterator[object]) -> bool:
+        """Do a step of the prefill and add its time. Return False if there was none."""
+        start = time.perf_counter()
+        more = next(steps, self) is not self
+        seconds = self.statistics.prefill_seconds + time.perf_counter() - start
+        self.statistics = replace(self.statistics, prefill_seconds=seconds)
+        return more
+
+
+# --- a conversation
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer, as it streams."""
+
+    text: str  # may be empty: a round of half a character, or of hidden tokens only
+    kind: TextKind
+    round: Round | None  # the round that brought it, on its last piece; None on the others
+    spans: tuple[Span, ...] = ()  # where its tokens came from: their texts make up `text`
+
+
+class Session:
+    """A conversation. What the target has already read is read again only where it changed.
+
+    Made by `Pair.session`. `run` is its `Pair.run`; `sequence` is for this conversation alone.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        sequence: CachedSequence,
+        run: Callable[..., Generator[Round, None, None]],
+        system: str | None = None,
+    ) -> None:
+        if not text.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
-        self._pair = pair
-        self._held = CachedSequence(pair.open())
+        self._text = text
+        self._sequence = sequence
+        self._run = run
         self._system = system
         self._messages: list[dict[str, Any]] = []
+        self._generation: Generation | None = None  # of the last answer
         self._running: Generator[Piece, None, None] | None = None
-        self.statistics = Statistics()  # of the last answer
+
+    @property
+    def statistics(self) -> Statistics:
+        """Return the statistics of the last answer."""
+        return Statistics() if self._generation is None else self._generation.statistics
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """A copy of the conversation so far; thoughts stand apart, as `reasoning_content`."""
+        """Return a copy of the conversation so far; thinking stands apart, as `reasoning_content`."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, *(dict(message) for message in self._messages)]
 
@@ -210,9 +292,9 @@ class Session:
         self._messages.clear()
 
     def resume(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from messages of a user and answers, in turns, instead of the conversation so far.
+        """Continue these turns, a message of the user and an answer each, instead of the conversation so far.
 
-        The system prompt stays. Raises InvalidValue where they are not in turns.
+        The system prompt stays. Raises InvalidValue if they are not in turns.
         """
         roles = [turn.get("role") for turn in turns]
         if roles != ["user", "assistant"] * (len(turns) // 2):
@@ -221,7 +303,7 @@ class Session:
         self._messages = [dict(turn) for turn in turns]
 
     def undo(self) -> list[dict[str, Any]]:
-        """Forget the last turn. Returns its two messages, none where there was no turn."""
+        """Forget the last turn. Return its two messages, none if there was no turn."""
         self._stop()
         turn = self._messages[-2:]
         del self._messages[-2:]
@@ -232,52 +314,33 @@ class Session:
     ) -> Generator[Piece, None, None]:
         """Answer a message of the user, piece by piece.
 
-        The message and the answer become part of the conversation when the stream ends. When it is closed
+        The message and the answer become part of the conversation when the stream ends. If it is closed
         early, the answer counts as far as it came, and without any of it the message is forgotten. An
         answer that is still streaming is closed. Raises InvalidValue or PromptTooLong at once, and then the
         conversation is as before.
         """
         self._stop()
-        asked = {"role": "user", "content": message}
-        prompt = self._pair.text.prompt([*self.messages, asked], thinking=thinking)
-        answer = _Answer(asked, prompt, AnswerStream(self._pair.text, prompt))
-        rounds = self._rounds(answer, sampling, max_tokens)
-        self._running = self._stream(answer, rounds)
+        question = {"role": "user", "content": message}
+        prompt = self._text.prompt([*self.messages, question], thinking=thinking)
+        rounds = self._run(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
+        answer = AnswerStream(self._text, prompt)
+        self._generation = Generation(self._sequence, prompt, rounds, answer)
+        self._running = self._stream(question, self._generation)
         return self._running
 
-    def _rounds(self, answer: _Answer, sampling: Sampling, max_tokens: int) -> Iterator[Round]:
-        """Check the prompt, then rewind to what it shares with the cache."""
-        decoding = self._held.parts
-        rounds = self._pair.run(decoding, answer.prompt, sampling=sampling, max_tokens=max_tokens)
-        kept = self._held.rewind_to_prefix(answer.prompt)
-        self.statistics = Statistics(
-            prompt_tokens=len(answer.prompt), reused_tokens=kept, drafter_cold=self._held.drafter_missing
-        )
-        return rounds
-
-    def _stream(self, answer: _Answer, rounds: Iterator[Round]) -> Generator[Piece, None, None]:
+    def _stream(self, question: dict[str, Any], generation: Generation) -> Generator[Piece, None, None]:
+        texts = {"answer": "", "thinking": ""}
         try:
-            while True:
-                start = time.perf_counter()
-                round = next(rounds, None)
-                if round is None:
-                    break
-                self.statistics = self.statistics.plus(round, time.perf_counter() - start)
-                self._held.append(round.tokens)
-                yield from answer.pieces(round)
-            yield from answer.rest()
+            with closing(_pieces(generation)) as pieces:
+                for piece in pieces:
+                    texts[piece.kind] += piece.text
+                    yield piece
         finally:
-            _close(rounds)
-            self._record(answer)
-
-    def _record(self, answer: _Answer) -> None:
-        """Make the answer part of the conversation, unless it never began."""
-        self._running = None
-        if not self.statistics.rounds:
-            return
-        reply = {"role": "assistant", "content": answer.text("answer")}
-        thoughts = answer.text("thinking")
-        self._messages += [answer.asked, reply | ({"reasoning_content": thoughts} if thoughts else {})]
+            self._running = None
+            if generation.statistics.rounds:  # else the answer never began
+                thinking = texts["thinking"].strip()
+                reply = {"role": "assistant", "content": texts["answer"].strip()}
+                self._messages += [question, reply | ({"reasoning_content": thinking} if thinking else {})]
 
     def _stop(self) -> None:
         if self._running is not None:
@@ -285,35 +348,15 @@ class Session:
             self._running = None
 
 
-@dataclass
-class _Answer:
-    """One answer while it streams."""
-
-    asked: dict[str, Any]
-    prompt: list[int]
-    reading: AnswerStream
-    _texts: dict[TextKind, list[str]] = field(default_factory=lambda: {"answer": [], "thinking": []})
-
-    def pieces(self, round: Round) -> list[Piece]:
-        """Return the pieces of a round, at least one. The last one has the round."""
-        found = self.reading.read(round) or [TextPart(self.reading.kind, "")]
-        last = len(found) - 1
-        return [self._piece(part, round if i == last else None) for i, part in enumerate(found)]
-
-    def rest(self) -> list[Piece]:
-        """Return the text that was held back."""
-        return [self._piece(part, None) for part in self.reading.end()]
-
-    def text(self, kind: TextKind) -> str:
-        """All of one kind so far."""
-        return "".join(self._texts[kind]).strip()
-
-    def _piece(self, part: TextPart, round: Round | None) -> Piece:
-        self._texts[part.kind].append(part.text)
-        return Piece(part.text, part.kind, round, part.spans)
+def _pieces(generation: Generation) -> Generator[Piece, None, None]:
+    """Yield the text of a generation. Each round has at least one piece."""
+    with closing(generation.rounds()) as rounds:
+        for round, parts in rounds:
+            *parts, last = parts or [TextPart(generation.kind, "")]
+            yield from map(_piece, parts)
+            yield replace(_piece(last), round=round)
+    yield from map(_piece, generation.end())
 
 
-def _close(rounds: Iterator[Round]) -> None:
-    """Let the engine drop what is on trial."""
-    if isinstance(rounds, Generator):
-        rounds.close()
+def _piece(part: TextPart) -> Piece:
+    return Piece(part.text, part.kind, None, part.spans)

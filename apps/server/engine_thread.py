@@ -20,7 +20,7 @@ from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import queue_full, to_failure, unavailable
 from .events import Event, Failed
-from .generation import Generation, PreparedRequest, Steps, prepare, prompt_tokens
+from .generation import PreparedRequest, RunningRequest, Steps, prepare, prompt_tokens
 from .log import LOG
 from .models import Loader, ModelCard, Models, load_served
 from .request import GenerationRequest
@@ -78,7 +78,7 @@ class Job:
         self.began = 0.0  # time.perf_counter(), once it has left the queue
         self._send = send
         self._wake = wake
-        self._generation: Generation | None = None
+        self._running: RunningRequest | None = None
         self._prepared: Future[PreparedRequest] | None = None
         self._steps: Steps | None = None
 
@@ -98,9 +98,9 @@ class Job:
             LOG.exception("an event could not be handed over")
             self.cancelled = True
 
-    def begin(self, generation: Generation, model: str, prepared: Future[PreparedRequest]) -> None:
+    def begin(self, running: RunningRequest, model: str, prepared: Future[PreparedRequest]) -> None:
         """Begin with the answer as soon as the request is prepared."""
-        self.model, self._generation, self._prepared = model, generation, prepared
+        self.model, self._running, self._prepared = model, running, prepared
         prepared.add_done_callback(lambda _: self._wake())
 
     @property
@@ -112,8 +112,8 @@ class Job:
     def step(self) -> None:
         """Do a step. Raises StopIteration at the end, and any error of the request."""
         if self._steps is None:
-            assert self._generation is not None and self._prepared is not None, "the job has begun"
-            self._steps = self._generation.steps(self._prepared.result())
+            assert self._running is not None and self._prepared is not None, "the job has begun"
+            self._steps = self._running.steps(self._prepared.result())
         next(self._steps)
 
     def close(self) -> None:
@@ -300,10 +300,10 @@ class EngineThread:
                 self._blocked = True
                 return False
             self._problem = None
-            generation = Generation(job.request, model, job.send, job.submitted)
+            running = RunningRequest(job.request, model, job.send, job.submitted)
             text, grammars = model.pair.text, model.grammars  # without the weights, which may be unloaded
             prepared = self._preparers.submit(prepare, job.request, text, grammars, self._limits)
-            job.begin(generation, model.name, prepared)
+            job.begin(running, model.name, prepared)
         except Exception as error:
             self._leave_queue(job)
             job.send(Failed(to_failure(error)))

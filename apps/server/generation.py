@@ -1,7 +1,7 @@
-"""One request, from its prompts to its events: a thin layer over `Pair.run` and the text of the answer.
+"""One request, from its prompts to its events: a generation for each of its choices.
 
-`prepare` runs on a thread of its own and does not use MLX. `Generation` runs on the engine thread, in steps:
-a step is a chunk of a prompt or a round, so that requests can take turns.
+`prepare` runs on a thread of its own and does not use MLX. `RunningRequest` runs on the engine thread, in
+steps: a step is a chunk of a prompt or a round, so that requests can take turns.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 
-from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
 from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
 from mlx_spec.drafters.model_free import prediction_counts
@@ -21,7 +20,7 @@ from mlx_spec.grammar import Grammar
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.session import Statistics, added
+from mlx_spec.session import Generation, Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
@@ -119,7 +118,7 @@ def _compile(
 # --- on the engine thread
 
 
-class Generation:
+class RunningRequest:
     """Answers a request: one prompt after the other, and the choices of each prompt one after the other."""
 
     def __init__(
@@ -161,34 +160,30 @@ class Generation:
         self, prepared: PreparedRequest, sequence: CachedSequence, number: int, i: int
     ) -> Steps:
         """Generate choice i of a prompt. All but the first find nearly all of the prompt in the cache."""
-        prompt, index = prepared.prompts[number], number * self._request.n + i
-        echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
+        request, prompt, index = self._request, prepared.prompts[number], number * self._request.n + i
+        echo = isinstance(request.prompt, RawPrompts) and request.prompt.echo
         rounds = self._rounds(prepared, sequence, prompt, i)
         scores: list[TokenLogprob] = []
-        if echo and self._request.top_logprobs is not None:
-            cached = sequence.rewind_to_prefix(())
-            seconds = yield from _timed(self._score_prompt(sequence, prompt, scores))
-        else:
-            cached = sequence.rewind_to_prefix(prompt)
-            parts = sequence.parts
-            seconds = yield from _timed(engine.prefill(parts.target, parts.drafters, prompt))
+        scoring = None
+        if echo and request.top_logprobs is not None:
+            sequence.rewind_to_prefix(())  # every token of the prompt gets a score
+            scoring = self._score_prompt(sequence, prompt, scores)
+        choice = self._new_choice(prepared, index, sequence, prompt, rounds)
+        yield from choice.generation.prefill(scoring)
         self._model.prefix_cache.shrink()
-        statistics = Statistics()
-        if i == 0:
-            self._send(PromptRead(len(prompt), cached))
-            statistics = Statistics(len(prompt), reused_tokens=cached, drafter_cold=sequence.drafter_missing)
-        choice = self._new_choice(prepared, index, prompt, statistics)
+        if choice.is_first:
+            statistics = choice.statistics
+            self._send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
         if echo:
             self._send(self._echo(index, number, prompt, scores))
-        if self._request.max_tokens != 0:
-            yield from self._decode(choice, sequence, rounds, seconds)
-        sequence.truncate(len(prompt) + len(choice.tokens))
+        if request.max_tokens != 0:
+            yield from self._decode(choice)
         for event in choice.end():
             self._send(event)
 
     def _rounds(
         self, prepared: PreparedRequest, sequence: CachedSequence, prompt: list[int], i: int
-    ) -> Iterator[Round]:
+    ) -> Generator[Round, None, None]:
         sampling, limit = prepared.sampling, self._request.max_tokens
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + i)  # else all choices would be the same
@@ -212,10 +207,14 @@ class Generation:
         for more in score_prompt(parts.target, parts.drafters, law, prompt, pair.text, top):
             scores.extend(more)
             yield
-        sequence.append(prompt)
 
     def _new_choice(
-        self, prepared: PreparedRequest, index: int, prompt: list[int], statistics: Statistics
+        self,
+        prepared: PreparedRequest,
+        index: int,
+        sequence: CachedSequence,
+        prompt: list[int],
+        rounds: Generator[Round, None, None],
     ) -> ChoiceStream:
         request = self._request
         calls, markers = None, None
@@ -227,7 +226,8 @@ class Generation:
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         sources = (*self._pair.drafter_names, *grammar, *prediction)
-        self._choices.append(ChoiceStream(index, answer, calls, sources, statistics))
+        generation = Generation(sequence, prompt, rounds, answer)
+        self._choices.append(ChoiceStream(index, generation, answer, calls, sources, index % request.n == 0))
         return self._choices[-1]
 
     def _echo(self, index: int, number: int, prompt: list[int], scores: list[TokenLogprob]) -> TextDelta:
@@ -237,33 +237,25 @@ class Generation:
         text = given if isinstance(given, str) else self._pair.text.decode(prompt)
         return TextDelta(index, "answer", text, tuple(scores), (SourceSpan(text, None, 0),))
 
-    def _decode(
-        self, choice: ChoiceStream, sequence: CachedSequence, rounds: Iterator[Round], prefill_seconds: float
-    ) -> Steps:
-        with _closing(rounds):
-            while not choice.is_stopped:
-                start = time.perf_counter()
-                round = next(rounds, None)
-                if round is None:
-                    return
-                now = time.perf_counter()
+    def _decode(self, choice: ChoiceStream) -> Steps:
+        with closing(choice.generation.rounds()) as rounds:
+            for round, parts in rounds:
                 if self._first_token_seconds is None:
-                    self._first_token_seconds = now - self._submitted
-                sequence.append(round.tokens)
-                for event in choice.read(round, now - start + prefill_seconds):
+                    self._first_token_seconds = time.perf_counter() - self._submitted
+                for event in choice.read(round, parts):
                     self._send(event)
-                prefill_seconds = 0.0
                 yield
 
     def _finished(self, prepared: PreparedRequest) -> Finished:
         total = added([choice.statistics for choice in self._choices])
         expected = prepared.prediction
-        counts = [prediction_counts(expected, choice.tokens) for choice in self._choices if expected]
+        outputs = [choice.generation.tokens for choice in self._choices]
+        counts = [prediction_counts(expected, tokens) for tokens in outputs if expected]
         usage = Usage(
             total.prompt_tokens,
             total.reused_tokens,
-            sum(len(choice.tokens) for choice in self._choices),
-            sum(choice.reasoning_tokens for choice in self._choices),
+            sum(map(len, outputs)),
+            sum(choice.answer.reasoning_tokens for choice in self._choices),
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
@@ -279,49 +271,39 @@ class ChoiceStream:
     def __init__(
         self,
         index: int,
+        generation: Generation,
         answer: AnswerStream,
         calls: ToolCallReader | None,
         sources: Sequence[str],  # names of the drafters, by the index that rounds hold
-        statistics: Statistics,
+        is_first: bool,  # of its prompt
     ) -> None:
         self._index = index
-        self._answer = answer
+        self.generation = generation
+        self.answer = answer
         self._calls = calls
         self._sources = sources
-        self._tokens: list[int] = []
-        self.statistics = statistics  # so far
+        self.is_first = is_first
         self.drafted: dict[str, None] = {}  # names of the drafters that drafted, in that order
 
     @property
-    def tokens(self) -> list[int]:
-        """Return the emitted tokens, including the one that completed a stop string."""
-        return self._tokens[: self._answer.completion_tokens]
+    def statistics(self) -> Statistics:
+        """Return the statistics so far. Only the first choice of a prompt counts the tokens of the prompt."""
+        found = self.generation.statistics
+        return found if self.is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
 
-    @property
-    def reasoning_tokens(self) -> int:
-        """Return how many of the tokens are thinking."""
-        return self._answer.reasoning_tokens
-
-    @property
-    def is_stopped(self) -> bool:
-        """Return True if a stop string ended the choice."""
-        return self._answer.finished is not None
-
-    def read(self, round: Round, seconds: float) -> Iterator[Event]:
-        """Yield the events of a round; the engine spent `seconds` on it."""
-        self._tokens += round.tokens
-        self.statistics = self.statistics.plus(round, seconds)
+    def read(self, round: Round, parts: Sequence[TextPart]) -> Iterator[Event]:
+        """Yield the events of a round."""
         if round.drafter is not None and round.drafted:
             self.drafted[self._sources[round.drafter]] = None
-        yield from self._events(self._answer.read(round, round.logprobs))
+        yield from self._events(parts)
         yield RoundDone(self._index, self.statistics, self._sources)
 
     def end(self) -> Iterator[Event]:
         """Yield the text that was held back, and the reason of the end."""
-        yield from self._events(self._answer.end())
+        yield from self._events(self.generation.end())
         if self._calls is not None:
             yield from self._calls.end()
-        yield ChoiceEnded(self._index, self._finish_reason(), self._answer.finished)
+        yield ChoiceEnded(self._index, self._finish_reason(), self.answer.finished)
 
     def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
@@ -335,28 +317,8 @@ class ChoiceStream:
         return None if drafter is None else self._sources[drafter]
 
     def _finish_reason(self) -> FinishReason:
-        if self.is_stopped:
+        if self.answer.finished is not None:
             return "stop"
         if self.statistics.finish_reason != "stop":
             return "length"
         return "tool_calls" if self._calls is not None and self._calls.complete else "stop"
-
-
-@contextmanager
-def _closing(rounds: Iterator[Round]) -> Iterator[None]:
-    """Close the rounds in the end, so that the engine drops its uncommitted tokens."""
-    try:
-        yield
-    finally:
-        if isinstance(rounds, Generator):
-            rounds.close()
-
-
-def _timed(steps: Iterable[object]) -> Generator[None, None, float]:
-    """Yield after each step. Return the seconds that the steps took themselves."""
-    seconds, start = 0.0, time.perf_counter()
-    for _ in steps:
-        seconds += time.perf_counter() - start
-        yield
-        start = time.perf_counter()
-    return seconds + time.perf_counter() - start

@@ -349,10 +349,10 @@ def test_an_error_fails_one_request(
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         read = ChoiceStream.read
 
-        def breaks(self: Any, round: Any, seconds: float) -> Any:
-            if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 2:
+        def breaks(self: Any, round: Any, parts: Any) -> Any:
+            if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 3:
                 raise RuntimeError("a secret of the house")
-            return read(self, round, seconds)
+            return read(self, round, parts)
 
         broken.setattr(ChoiceStream, "read", breaks)
         found = failure(answer(engine, request))
