@@ -181,26 +181,6 @@ def test_ordering_stays_integer_and_what_cannot_be_quantized_is_named(tmp_path: 
     assert tensors["model.norm.weight"].dtype == mx.bfloat16
 
 
-@pytest.mark.parametrize("pair", ["e2b", "12b"])
-def test_config_saved_by_a_newer_transformers(
-    pair: str, copied: Callable[[str], Path], tmp_path: Path
-) -> None:
-    source = copied(pair)
-
-    def rewrite(config: dict[str, Any]) -> None:
-        text = config["text_config"]
-        heads = text.pop("num_global_key_value_heads", None)
-        own = {"head_dim": text.pop("global_head_dim")} | ({"num_key_value_heads": heads} if heads else {})
-        full = [i for i, kind in enumerate(text["layer_types"]) if kind == FULL]
-        text["per_layer_config"] = {str(i): own for i in full}
-        config.pop("vocab_size", None)
-
-    for part in ("target", "assistant"):
-        edit_config(source / part, rewrite)
-    converted(source, tmp_path / "out")
-    check_golden(tmp_path / "out", pair, "long")
-
-
 def test_several_shards(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("e4b")
     file = source / "target" / "model.safetensors"
@@ -318,22 +298,6 @@ def test_where_tensors_went(tmp_path: Path) -> None:
 
 
 # --- what is refused
-
-
-def test_cut_shard(copied: Callable[[str], Path], tmp_path: Path) -> None:
-    source = copied("e2b")
-    file = source / "target" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    assert "promises" in refusal(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
-@pytest.mark.parametrize("part", ["target", "assistant"])
-def test_other_formats(name: str, part: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
-    source = copied("12b")
-    (source / part / "model.safetensors").rename(source / part / name)
-    text = refusal(source, tmp_path / "out")
-    assert name in text and "nothing else is read" in text
 
 
 @pytest.mark.parametrize(

@@ -277,14 +277,6 @@ def test_rounds_over_three_turns_equal_plain_decoding(name):
             prompt = prompt + answer + [3 * turn, 5, 7]
 
 
-def test_the_target_emits_tokens_that_the_drafter_does_not_know():
-    g = golden("official")
-    source, prompt = g.open(), g.history[: g.prompt]
-    target = g.target(source)
-    done = emitted(rounds(target, source.make(target.parts), 3, prompt, 15, g.vocab))
-    assert done == g.history[g.prompt :] and set(done) - set(g.facts["draft_ids"])
-
-
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
 def test_seeded_text_is_the_same_with_and_without_a_head(name):
     g = golden(name)

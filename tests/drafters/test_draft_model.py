@@ -250,14 +250,6 @@ def test_lossless_with_a_drafter_that_is_often_right(kind):
     assert set(accepted) & {1, 2, 3}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_lossless_with_itself(kind):
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(25)
-    done = lossless.rounds(LMTarget(model), DraftModel(model, SAME), 3, prompt, 32)
-    assert lossless.emitted(done) == lossless.plain(model, prompt, 32)
-    assert all(round.accepted == round.drafted for round in done)
-
-
 # --- from disk
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import lossless
 import mlx.core as mx
 import pytest
-import tiny
 
 from mlx_spec.drafters.model_free import (
     MAX_PLACES,
@@ -19,7 +18,6 @@ from mlx_spec.drafters.model_free import (
     Prediction,
     prediction_counts,
 )
-from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features
 
 NOTHING = Features()
@@ -144,15 +142,6 @@ def test_cost_does_not_grow_with_the_history(kinds):
         drafter.observe(text, NOTHING)
         drafter.draft(text, 4, SAMPLER)
         assert text.read < 50 * MAX_PLACES
-
-
-@pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
-@pytest.mark.parametrize("K", [1, 4])
-def test_lossless(kind, K):
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(30)
-    done = lossless.rounds(LMTarget(model), Lookup(min_match=1), K, prompt, 40)
-    assert lossless.emitted(done) == lossless.plain(model, prompt, 40)
-    assert any(round.drafted for round in done)
 
 
 # --- predicted output

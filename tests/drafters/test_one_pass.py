@@ -100,23 +100,6 @@ def test_lossless(family, kind, tmp_path):
         assert set(accepted) & {1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    ("family", "layer"),
-    [
-        ("medusa", "heads.0.lm_head"),
-        ("pard", "model.layers.0.mlp.gate_proj"),
-        ("dflash", "layers.0.mlp.gate_proj"),
-        ("peagle", "layers.1.mlp.gate_proj"),
-    ],
-)
-def test_quantized_weights(family, layer, tmp_path):
-    model, prompt, truth, made = fit(family, "full")
-    source: Any = opened(made, tmp_path, bits=8)
-    assert sum(fitted.lossless_rounds(source, model, prompt, truth, 4)) > 0
-    modules = dict((source.model if family == "pard" else source.network).named_modules())
-    assert "scales" in modules[layer]
-
-
 @pytest.mark.parametrize("family", ["dflash", "peagle"])
 def test_reduced_vocabulary(family, tmp_path):
     """d2t holds offsets; other tokens have no probability."""

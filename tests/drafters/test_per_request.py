@@ -171,16 +171,6 @@ def test_thoughts_come_first(seed: int | None) -> None:
     jsonschema.validate(json.loads(bytes(answer[:-1])), SCHEMA)
 
 
-def test_an_answer_may_be_cut_short() -> None:
-    sampling = Sampling(grammar=grammar())
-    whole = emitted(run(bare(), sampling, 100))
-    for count in (1, 2, 5, 11, 30):
-        parts = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), FixedPolicy(3))
-        rounds = run(parts, sampling, count)
-        assert emitted(rounds) == whole[:count]
-        assert rounds[-1].finish_reason == "length"
-
-
 # --- the policy
 
 
@@ -203,11 +193,6 @@ def test_nothing_is_drafted_where_the_user_wants_none() -> None:
     parts = SequenceParts(LMTarget(tiny.full()), (Lookup(1, 8),), FixedPolicy(0, Reason.DISABLED))
     rounds = run(parts, Sampling(grammar=grammar()), 60, prediction=[1])
     assert not any(round.drafted for round in rounds)
-
-
-def test_a_request_that_brings_nothing_changes_nothing() -> None:
-    drafters = (Lookup(1, 8),)
-    assert for_request(drafters, PROMPT) == (drafters, ())
 
 
 def simulated(accepted: int, seconds: float, rounds: int) -> list[int]:

@@ -25,16 +25,14 @@ from mlx_spec.apps.models import as_json, description
 from mlx_spec.demo import TARGET
 from mlx_spec.drafters.retokenized import (
     MAX_PIECE,
-    Place,
     Retokenized,
     RetokenizedSource,
     Translation,
     continuation,
     encode_after,
-    split_characters,
     whole_characters,
 )
-from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.errors import Mismatch
 from mlx_spec.hub.inspect import inspect
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
@@ -241,18 +239,6 @@ def test_an_end_that_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(map(words.token_bytes, draft.tokens.tolist())) == [b" tokens", b" with", b" some", b"<eos>"]
 
 
-def test_texts_in_bytes() -> None:
-    assert split_characters("né😀".encode()[:-1]) == ("né", "😀".encode()[:-1])
-    assert split_characters(b"a\xffb") == ("a\ufffdb", b"")
-    assert whole_characters("é😀".encode()[:-2]) == "é".encode() and whole_characters(b"a\xffb") == b"a"
-    words = text_of("words")
-    assert encode_after(words, b" some", b"thing") is not None
-    assert encode_after(words, b" smal", b"ler") is None  # one token of both
-    place = Place([], b" smal", b"")
-    assert b"".join(map(words.token_bytes, continuation(words, place, b"ler model"))) == b"ler model"
-    assert continuation(words, Place([], b" \xf0\x9f", b"\xf0\x9f"), b"other") == []
-
-
 # --- loaded
 
 
@@ -328,9 +314,3 @@ def test_text_that_does_not_come_back(folders: tuple[Path, Path], tmp_path: Path
     message = refused(Mismatch, folders[0], other)
     assert f"that of the drafter {other} does not write back the text it encodes" in message
     assert 'use a drafter with the target\'s vocabulary, or "lookup"' in message
-
-
-def test_a_damaged_tokenizer(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    other = Path(shutil.copytree(folders[1], tmp_path / "damaged"))
-    (other / "tokenizer.json").write_text("{}")
-    assert "is no tokenizer" in refused(BadCheckpoint, folders[0], other)

@@ -199,15 +199,6 @@ def test_medusa_trees_leave_the_text(kind: str, nodes: int, tmp_path: Path) -> N
     check(done, nodes)
 
 
-def test_a_tree_accepts_more_than_a_chain(tmp_path: Path) -> None:
-    model, prompt, _, made = fit("sliding")
-    _, tree = text(model, "sliding", prompt, tree_drafter(made, model, tmp_path), lossless.GREEDY, 16)
-    source = opened(made, tmp_path / "chain")
-    medusa = source.make(LMTarget(model, source.needs).parts)
-    _, chain = text(model, "sliding", prompt, medusa, lossless.GREEDY, HEADS)
-    assert len(tree) < 0.9 * len(chain), (len(tree), len(chain))
-
-
 def test_seeded_text_is_the_same(tmp_path: Path) -> None:
     model, prompt, truth, made = fit("sliding", PENALTIES)
     emitted, done = text(model, "sliding", prompt, tree_drafter(made, model, tmp_path), PENALTIES, 16)

@@ -21,7 +21,6 @@ from lossless import (
 )
 
 from mlx_spec import engine
-from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
@@ -191,11 +190,6 @@ def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch
     prompt = tiny.prompt(17)
     done = rounds(LMTarget(MODELS["full"]), Scripted([5] * 90), K, prompt, 40, sampling=sampling)
     assert len(copies) == len(done)
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="prompt is empty"):
-        rounds(LMTarget(MODELS["full"]), Scripted([]), 0, [], 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Every drafter with every kind of cache and every draft length: the text is that of plain decoding."""
+"""Every drafter with every cache and draft length, over two turns: the text is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup, LookupSource, Prediction
 from mlx_spec.drafters.retokenized import Retokenized
+from mlx_spec.engine import PREFILL_STEP
+from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, Sampler, TargetParts
+from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampler, TargetParts
 
 PROMPT, COUNT = tiny.prompt(20), 36  # the window of sliding caches is 16
+MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
 CACHES = {"full": None, "quantized": 8, "sliding": None, "shared": None, "recurrent": None}
+SHARED = {"shared, full": ("ffffffff", "ff"), "shared, quantized": ("sffsffsf", "sssf")}  # target, assistant
 LENGTHS = [0, 1, 4, "adaptive", "switching"]
 PUBLISHED = {
     "medusa": lambda: fitted.medusa(3),
@@ -51,14 +55,24 @@ SOURCES = {
 }
 DRAFTERS = ["prediction", "retokenized", *SOURCES, *PUBLISHED]
 PAIRS = [pair for pair in itertools.product(DRAFTERS, CACHES) if pair[0] != "gemma4 assistant"]
-PAIRS.append(("gemma4 assistant", "shared"))  # it reads the K/V of this target
+# It reads the K/V of these targets.
+PAIRS += [("gemma4 assistant", kind) for kind in ("shared", *SHARED)]
 
 
 @cache
-def target_of(kind: str) -> tuple[nn.Module, list[int]]:
-    """Return a model and what plain decoding says after the prompt."""
-    model = tiny.sliding() if kind == "quantized" else getattr(tiny, kind)()
-    return model, plain(model, PROMPT, COUNT, CACHES[kind])
+def target_of(kind: str) -> tuple[nn.Module, list[tuple[list[int], list[int]]]]:
+    """Return a model, and prompts and answers of plain decoding: two turns."""
+    if kind in SHARED:
+        model = tiny.shared(pattern=SHARED[kind][0])
+    else:
+        model = tiny.sliding() if kind == "quantized" else getattr(tiny, kind)()
+    first = plain(model, PROMPT, COUNT, bits_of(kind))
+    longer = [*PROMPT, *first, *MORE]
+    return model, [(PROMPT, first), (longer, plain(model, longer, COUNT // 3, bits_of(kind)))]
+
+
+def bits_of(kind: str) -> int | None:
+    return 8 if "quantized" in kind else None
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +84,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterSour
 class Guided(Scripted):
     """Asks a drafter, and of three drafts gives its own, the truth, and the truth with a wrong token."""
 
-    def __init__(self, drafter: Drafter, truth: Sequence[int]) -> None:
-        super().__init__(truth, 3, drafter.needs)
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__([], 3, drafter.needs)
         self.drafter, self.observe, self.own = drafter, drafter.observe, 0
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
@@ -92,21 +106,33 @@ def policy_of(length: int | str) -> DraftLengthPolicy:
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_the_text_is_that_of_plain_decoding(
-    name: str, kind: str, published: dict[str, DrafterSource]
+    name: str, kind: str, published: dict[str, DrafterSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, truth = target_of(kind)
+    """The second turn goes on in the same caches; its prompt comes in pieces."""
+    model, turns = target_of(kind)
     source = published.get(name) or (SOURCES[name]() if name in SOURCES else None)
+    if kind in SHARED:
+        source = tiny.assistant(pattern=SHARED[kind][1])
     for length in LENGTHS:
-        target = LMTarget(model, source and source.needs, kv_bits=CACHES[kind])
+        target = LMTarget(model, source and source.needs, kv_bits=bits_of(kind))
+        (_, truth), _ = turns
         if source is not None:
             drafter: Drafter = source.make(target.parts)
         elif name == "prediction":
             drafter = Prediction([(t + (i % 7 == 6)) % 256 for i, t in enumerate(truth)], PROMPT)
         else:
             drafter = Retokenized(tiny.full(seed=1), 256, byte_text({}), byte_text({}, first=1))
-        guided = Guided(drafter, [*PROMPT, *truth])
-        done = rounds(target, guided, policy_of(length), PROMPT, COUNT)
-        assert emitted(done) == truth, f"{length}: {first_difference(emitted(done), truth)}"
-        used = {round.drafted for round in done[:-1]}
-        assert len(used) > 2 if isinstance(length, str) else max(used) == length
+        guided, policy = Guided(drafter), policy_of(length)
+        for step, (prompt, answer) in zip((PREFILL_STEP, 7), turns, strict=True):
+            monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", step)
+            guided.truth = [*prompt, *answer]
+            done = rounds(target, guided, policy, prompt, len(answer))
+            assert emitted(done) == answer, f"{length}: {first_difference(emitted(done), answer)}"
+            used = {round.drafted for round in done[:-1]}
+            assert len(answer) < COUNT or (len(used) > 2 if isinstance(length, str) else max(used) == length)
         assert guided.own or length != 4 or name == "lookup"
+
+
+def test_an_assistant_refuses_a_recurrent_target() -> None:
+    with pytest.raises(NotRewindable, match="reads the target's K/V and this target is recurrent"):
+        LMTarget(target_of("recurrent")[0], FeatureSpec(shared_kv=True))

@@ -259,30 +259,6 @@ def _printable(token: int) -> bool:
     return len(text) == 1 and text.isascii() and text.isprintable() and not text.isspace()
 
 
-def test_same_question_again_reads_one_row() -> None:
-    pair = make_pair("full")
-    session = pair.session()
-    first = list(session.stream("Hi", max_tokens=10))
-    session.clear()
-    assert session.messages == []
-    assert tokens_of(list(session.stream("Hi", max_tokens=10))) == tokens_of(first)
-    statistics = session.statistics
-    assert statistics.reused_tokens == statistics.prompt_tokens - 2
-
-
-def test_sessions_do_not_meet() -> None:
-    pair = make_pair("full")
-    one, other = pair.session(), pair.session()
-    first, second = one.stream("Hi", max_tokens=12), other.stream("Why?", max_tokens=12)
-    mixed: tuple[list[Piece], list[Piece]] = ([], [])
-    for a, b in zip(first, second, strict=False):
-        mixed[0].append(a)
-        mixed[1].append(b)
-    for pieces, question in zip(mixed, ("Hi", "Why?"), strict=True):
-        expected = alone(pair, "full", prompt_of(pair.session(), pair, question), 12, Sampling())
-        assert tokens_of(pieces) == expected[: len(tokens_of(pieces))]
-
-
 # --- statistics and refusals
 
 

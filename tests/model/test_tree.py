@@ -55,33 +55,6 @@ def largest(a: object, b: object) -> float:
 # --- the shape
 
 
-def medusa_buffers(
-    choices: list[list[int]],
-) -> tuple[np.ndarray, list[int], set[tuple[tuple[int, ...], ...]]]:
-    """Medusa's buffers, from paths of ranks in its order: mask, positions and the paths to leaves."""
-    nodes = [(), *(tuple(choice) for choice in sorted(choices, key=lambda c: (len(c), c)))]
-    mask = np.zeros((len(nodes), len(nodes)), dtype=bool)
-    for i, node in enumerate(nodes):
-        for length in range(len(node) + 1):
-            mask[i, nodes.index(node[:length])] = True
-    leaves = [node for node in nodes if not any(other[: len(node)] == node != other for other in nodes)]
-    paths = {tuple(leaf[:length] for length in range(len(leaf) + 1)) for leaf in leaves}
-    return mask, [len(node) for node in nodes], paths
-
-
-@pytest.mark.parametrize(("nodes", "height"), [(1, 4), (4, 2), (9, 3), (16, 5)])
-def test_tables_equal_those_of_medusa_s_own_construction(nodes: int, height: int) -> None:
-    tree = tree_template(nodes, RATES[:height]).tree(nodes)
-    choices = [[tree.ranks[row] for row in path[1:]] for path in tree.paths]
-    assert len({tuple(choice) for choice in choices}) == nodes + 1
-    mask, positions, paths = medusa_buffers(choices[1:])
-    ours = sorted(range(nodes + 1), key=lambda row: (len(choices[row]), choices[row]))  # breadth first
-    assert (np.array(tree.ancestors())[np.ix_(ours, ours)] == mask).all()
-    assert [tree.depths[row] for row in ours] == positions
-    leaves = set(range(nodes + 1)) - set(tree.parents)
-    assert {tuple(tuple(choices[row]) for row in tree.paths[leaf]) for leaf in leaves} == paths
-
-
 @pytest.mark.parametrize("height", [1, 3, 5])
 def test_smaller_trees_are_part_of_larger_ones(height: int) -> None:
     template, shapes = tree_template(16, RATES[:height]), []

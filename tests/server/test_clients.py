@@ -30,17 +30,12 @@ from serving import CHAT, Serving, serving  # noqa: E402
 SUPPORT = Path(__file__).parents[1] / "support"
 ZIP = [{"role": "user", "content": "What does zip do?"}]
 EXACT = {"model": "demo", "temperature": 0}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
-            "required": ["city"],
-        },
-    },
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city"],
 }
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 
 class Answer(BaseModel):
@@ -105,13 +100,6 @@ def test_a_stream_says_what_the_whole_answer_says(server: Serving) -> None:
     assert all(chunk.usage is None for chunk in found[:-1])
 
 
-def test_the_stream_helper_of_the_client(client: Any) -> None:
-    with client.chat.completions.stream(messages=ZIP, max_tokens=30, **EXACT) as stream:
-        deltas = [event.delta for event in stream if event.type == "content.delta"]
-        final = stream.get_final_completion()
-    assert len(deltas) > 1 and "".join(deltas) == final.choices[0].message.content
-
-
 def test_parse_a_schema(client: Any) -> None:
     found = client.chat.completions.parse(messages=ZIP, response_format=Answer, max_tokens=200, **EXACT)
     assert found.choices[0].finish_reason == "stop"
@@ -137,33 +125,6 @@ def test_tools(server: Serving, client: Any) -> None:
     assert again.choices[0].finish_reason in ("stop", "length")
 
 
-def test_logprobs(client: Any) -> None:
-    found = client.chat.completions.create(
-        messages=ZIP, logprobs=True, top_logprobs=3, max_tokens=20, **EXACT
-    )
-    content = found.choices[0].logprobs.content
-    assert b"".join(bytes(t.bytes) for t in content).decode() == found.choices[0].message.content
-    assert all(len(t.top_logprobs) == 3 and t.top_logprobs[0].logprob <= 0 for t in content)
-    assert all(t.top_logprobs[0].token == t.token for t in content)  # greedy
-    assert len(content) == found.usage.completion_tokens
-
-
-def test_two_choices_and_a_seed(client: Any) -> None:
-    ask = {"messages": ZIP, "model": "demo", "temperature": 1.5, "seed": 3, "n": 2, "max_tokens": 16}
-    first, second = (client.chat.completions.create(**ask) for _ in range(2))
-    texts = [[choice.message.content for choice in found.choices] for found in (first, second)]
-    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
-    assert [choice.index for choice in first.choices] == [0, 1]
-
-
-def test_stop_inside_a_token(client: Any) -> None:
-    whole = client.chat.completions.create(messages=ZIP, **EXACT).choices[0].message.content
-    stop = whole[12:15]
-    found = client.chat.completions.create(messages=ZIP, stop=[stop], **EXACT)
-    assert found.choices[0].message.content == whole[: whole.index(stop)]
-    assert found.choices[0].finish_reason == "stop"
-
-
 def test_prediction(client: Any) -> None:
     text = client.chat.completions.create(messages=ZIP, **EXACT).choices[0].message.content
     for predicted, right in ((text, True), ("Nothing of the kind, never at all.", False)):
@@ -180,13 +141,8 @@ def test_prediction(client: Any) -> None:
     [
         ({"model": "gpt-9"}, "NotFoundError", "model"),
         ({"n": 0}, "BadRequestError", "n"),
-        ({"temperature": 9}, "BadRequestError", "temperature"),
-        ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
-        ({"logit_bias": {"x": 1}}, "BadRequestError", "logit_bias"),
         ({"logit_bias": {"999999999": 1}}, "BadRequestError", None),  # found by the engine
-        ({"messages": []}, "BadRequestError", "messages"),
         ({"messages": [{"role": "user", "content": "long " * 9000}]}, "BadRequestError", "messages"),
-        ({"modalities": ["audio"]}, "BadRequestError", "modalities"),
     ],
 )
 def test_errors(client: Any, change: dict[str, Any], error: str, param: str | None) -> None:
@@ -244,26 +200,18 @@ def test_langchain(server: Serving) -> None:
 
 # --- Anthropic's Messages API and OpenAI's Responses API
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "pure": {"type": "boolean"}},
-    "required": ["name", "pure"],
-    "additionalProperties": False,
-}
-FORECAST = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+
+def record(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with exactly these properties."""
+    schema: dict[str, Any] = {"type": "object", "properties": properties, "required": [*properties]}
+    return schema | {"additionalProperties": False}
+
+
+SCHEMA = record(name={"type": "string", "maxLength": 12}, pure={"type": "boolean"})
+FORECAST = record(city={"type": "string", "maxLength": 8}, days={"enum": [1, 2]})
 TEMPERATURE = {"extra_body": {"temperature": 0}}  # newer clients have no field for it
 CLAUDE: dict[str, Any] = {"model": "demo", "max_tokens": 30, "messages": ZIP, **TEMPERATURE}
-OPENAI: dict[str, Any] = {
-    "model": "demo",
-    "max_output_tokens": 30,
-    "temperature": 0,
-    "input": ZIP[0]["content"],
-}
+OPENAI: dict[str, Any] = EXACT | {"max_output_tokens": 30, "input": ZIP[0]["content"]}
 NEW = "id item_id created_at completed_at timings parsed_output parsed_arguments call_id".split()
 
 
@@ -310,16 +258,6 @@ def test_a_stop_sequence_is_named(claude: Any):
     found = claude.messages.create(**CLAUDE, stop_sequences=["never said", stop])
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
     assert found.content[0].text == text[: text.index(stop)]
-
-
-def test_a_tool_is_called_and_its_result_read(claude: Any):
-    asked = CLAUDE | CLAUDE_ASKS["call"]
-    call = claude.messages.create(**asked).content
-    use = call[-1]
-    result = {"type": "tool_result", "tool_use_id": use.id, "content": "dry", "is_error": False}
-    turns = [*ZIP, {"role": "assistant", "content": call}, {"role": "user", "content": [result]}]
-    found = claude.messages.create(**(asked | {"messages": turns, "tool_choice": {"type": "none"}}))
-    assert [block.type for block in found.content] == ["text"]
 
 
 GPT_ASKS = {

@@ -53,26 +53,19 @@ def test_fields():
     assert (found.n, found.top_logprobs, found.max_tokens, found.stop) == (2, 3, 0, ("x",))
 
 
-@pytest.mark.parametrize(
-    "name", ["echo", "logprobs", "best_of", "suffix", "max_tokens", "n", "stop", "model"]
-)
-def test_null_means_the_default(name):
-    assert parsed(prompt="a", **{name: None}) == parsed(prompt="a")
+def test_null_means_the_default():
+    names = "echo logprobs best_of suffix max_tokens n stop model".split()
+    assert parsed(prompt="a", **dict.fromkeys(names)) == parsed(prompt="a")
+
+
+BAD_PROMPTS: list[Any] = [[], [[]], ["a", 1], [1, "a"], [True], [1.5], {"a": 1}, ["a"] * 17]
 
 
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
-        ({}, "prompt", "missing_required_parameter"),
-        ({"prompt": None}, "prompt", "missing_required_parameter"),
-        ({"prompt": []}, "prompt", "invalid_value"),
-        ({"prompt": [[]]}, "prompt", "invalid_value"),
-        ({"prompt": ["a", 1]}, "prompt", "invalid_value"),
-        ({"prompt": [1, "a"]}, "prompt", "invalid_value"),
-        ({"prompt": [True]}, "prompt", "invalid_value"),
-        ({"prompt": [1.5]}, "prompt", "invalid_value"),
-        ({"prompt": {"a": 1}}, "prompt", "invalid_value"),
-        ({"prompt": ["a"] * 17}, "prompt", "invalid_value"),
+        *((body, "prompt", "missing_required_parameter") for body in ({}, {"prompt": None})),
+        *(({"prompt": prompt}, "prompt", "invalid_value") for prompt in BAD_PROMPTS),
         ({"prompt": ["a"] * 9, "n": 2}, "n", "unsupported_value"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_value"),
         ({"prompt": "a", "best_of": 2}, "best_of", "unsupported_value"),

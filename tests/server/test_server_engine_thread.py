@@ -176,11 +176,6 @@ def test_a_call_that_is_required(engine: EngineThread, plain: EngineThread, para
     assert body(events) == body(answer(plain, request))
 
 
-def test_tools_that_must_not_be_used(engine: EngineThread) -> None:
-    none = chat(QUESTION, tools=ToolUse((TOOL,), "none"))
-    assert text_of(answer(engine, none)) == text_of(answer(engine, chat(QUESTION)))
-
-
 # --- turns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -37,7 +38,7 @@ from endpoint import (
 from mlx_spec import __version__
 from mlx_spec.apps.server import main, metrics
 from mlx_spec.apps.server.engine_thread import Status
-from mlx_spec.apps.server.errors import internal_error, queue_full, unavailable
+from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.events import Event, Failed, PromptRead, RoundDone
 from mlx_spec.apps.server.metrics import CountedEngine, Metrics
 from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
@@ -93,15 +94,11 @@ def test_a_long_name_is_not_sent_back(stub):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
-def test_an_empty_model_name_means_the_first_model(stub, path):
-    response = stubbed(stub).post(path, **BODIES[path] | {"model": ""})
-    assert response.status_code == 200 and stub.requests[0].model == "demo"
-
-
-@pytest.mark.parametrize("model", [None, "", "demo", "alias"])
-def test_model_may_be_left_out(stub, model):
-    assert stubbed(stub).chat(model=model).json()["model"] == "demo"
-    assert stubbed(stub).post(CHAT, messages=HELLO).status_code == 200
+def test_an_empty_model_name_means_the_first_model(path):
+    stub, endpoint = fresh()
+    for model in ("", "demo", "alias", *([] if path == MESSAGES else [None])):
+        assert endpoint.post(path, **BODIES[path] | {"model": model}).json()["model"] == "demo"
+    assert {request.model for request in stub.requests} == {"demo"}
 
 
 def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
@@ -143,24 +140,29 @@ def test_excessive_bodies_are_refused_at_once(path, body, status):
     assert time.process_time() - began < 1 and not stub.requests
 
 
-def test_full_queue_is_429_with_the_time_to_wait(stub):
-    stub.refusal = queue_full(3, 7)
-    for body in ({}, {"stream": True}):
-        response = stubbed(stub).chat(**body)
-        assert error_of(response, 429)["code"] == "queue_full"
-        assert response.headers["retry-after"] == "7"
+FAILURES = {
+    "rate_limit_error": queue_full(32, 7),
+    "overloaded_error": unavailable("the server is loading its model", "loading"),
+    "api_error": internal_error(),
+    "invalid_request_error": Failure(400, "too long", param="x", code="y"),
+}
 
 
-def test_loading_is_503(stub):
-    stub.refusal = unavailable("the server is loading its model", "loading")
-    assert stubbed(stub).refused(status=503)["code"] == "loading"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_failure_before_the_first_event_keeps_its_status(stub, stream):
-    stub.events = (Failed(internal_error()),)
-    error = stubbed(stub).refused(status=500, stream=stream)
-    assert error["type"] == "server_error"
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_before_the_first_event_has_a_status(path, kind):
+    """Refused at once or failed after it was admitted, with a stream or without."""
+    failure, (stub, endpoint) = FAILURES[kind], fresh()
+    for admitted, stream in itertools.product((False, True), (False, True)):
+        stub.events, stub.refusal = (Failed(failure),), None if admitted else failure
+        response = endpoint.post(path, **BODIES[path], stream=stream)
+        seconds = None if failure.retry_after is None else str(failure.retry_after)
+        assert response.headers.get("retry-after") == seconds
+        if path == MESSAGES:
+            assert response.status_code == (529 if kind == "overloaded_error" else failure.status)
+            assert response.json()["error"] == {"type": kind, "message": failure.message}
+        else:
+            assert (response.status_code, response.json()) == (failure.status, failure.body)
 
 
 def test_our_own_bug_is_500_and_tells_nothing(stub, monkeypatch, caplog):

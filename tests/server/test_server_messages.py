@@ -19,7 +19,6 @@ from endpoint import (
 )
 
 from mlx_spec.apps.server.errors import Failure, anthropic_body, internal_error, queue_full, unavailable
-from mlx_spec.apps.server.events import Failed
 from mlx_spec.apps.server.request import Tool, ToolUse
 from mlx_spec.sampling import Sampling
 
@@ -239,15 +238,11 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
         (turn({"type": "text"}), "messages.0.content.0.text required"),
         (turn({"type": "text", "text": 3}), "messages.0.content.0 string"),
         ({"messages": []}, "messages least"),
-        ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         (turn({"type": "text", "text": "Sure, "}, role="assistant"), "prefilled"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"temperature": 1e-9}, "temperature"),
-        ({"top_p": 0}, "top_p"),
         ({"stop_sequences": list("abcde")}, "5 stop 4 most"),
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type 'between_tools'"),
@@ -258,7 +253,6 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
         ({"speed": "fast"}, "speed 'fast'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0 web_search_20250305"),
         ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
-        ({"tools": [WEATHER | {"name": "no spaces"}]}, "tools.0.name"),
         ({"tools": [WEATHER, WEATHER]}, "2 tools 'weather'"),
         ({"tools": [WEATHER | {"input_schema": {"a": "x" * 3000}}]}, "'weather' 2000"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice.name 'rain'"),
@@ -277,26 +271,19 @@ def test_refusals_name_the_field(place: Place, changes: dict[str, Any], words: s
 
 
 @pytest.mark.parametrize(
-    ("failure", "error", "kind"),
+    ("failure", "error"),
     [
-        (queue_full(32, 7), "RateLimitError", "rate_limit_error"),
-        (unavailable("the server is loading its model", "loading"), "OverloadedError", "overloaded_error"),
-        (internal_error(), "InternalServerError", "api_error"),
-        (Failure(400, "too long"), "BadRequestError", "invalid_request_error"),
+        (queue_full(32, 7), "RateLimitError"),
+        (unavailable("the server is loading its model", "loading"), "OverloadedError"),
+        (internal_error(), "InternalServerError"),
+        (Failure(400, "too long"), "BadRequestError"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("admitted", [False, True])
-def test_a_failure_before_the_first_event_has_a_status(
-    client: Any, stub: Stub, failure: Failure, error: str, kind: str, stream: bool, admitted: bool
-):
-    stub.events, stub.refusal = (Failed(failure),), None if admitted else failure
+def test_the_client_knows_every_failure(client: Any, stub: Stub, failure: Failure, error: str):
+    stub.refusal = failure
     with pytest.raises(anthropic.APIStatusError) as caught:
-        client.messages.create(**BODY, stream=stream)
-    assert type(caught.value).__name__ == error
-    assert caught.value.body["error"] == {"type": kind, "message": failure.message}
-    seconds = None if failure.retry_after is None else str(failure.retry_after)
-    assert caught.value.response.headers.get("retry-after") == seconds
+        client.messages.create(**BODY)
+    assert type(caught.value).__name__ == error and failure.message in str(caught.value)
 
 
 def test_a_failure_in_a_stream_is_an_event(place: Place, client: Any, stub: Stub):

@@ -178,14 +178,6 @@ def test_an_idle_model_is_unloaded() -> None:
 # --- failures
 
 
-def test_an_unknown_name_unloads_nothing() -> None:
-    with working(settings(ONE, TWO, room=1.2)) as engine:
-        with pytest.raises(Failure) as caught:
-            begin(engine, chat(QUESTION, model="gpt-5"))
-        assert caught.value.status == 404
-        assert loaded(engine) == ["one"]
-
-
 @pytest.mark.parametrize("breaks", ["not here", "damaged", "crashes"])
 def test_a_model_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = {"not here": "nobody/nothing", "damaged": str(tmp_path), "crashes": "demo"}[breaks]

@@ -244,6 +244,8 @@ def test_a_bug_before_the_first_text_is_written_as_well(monkeypatch, caplog):
 def test_only_the_stream_ends_lines():
     text = "".join(map(chr, range(0x2030))) + "ü🌦"
     raw = stubbed(Stub(said(text))).chat(stream=True)
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert raw.headers["cache-control"] == "no-cache"
     assert all(line == "" or line.startswith("data: ") for line in raw.text.splitlines())
     contents = [json.loads(one)["choices"][0]["delta"].get("content", "") for one in events_of(raw.text)[:-1]]
     assert "".join(contents) == text
@@ -260,12 +262,6 @@ def test_silence_is_filled(path, sign, waiting):
     text = endpoint.post(path, **BODIES[path], stream=True).text
     first, second = text.split("late", 1)
     assert first.count(f"{sign}\n") >= 2 and second.count(f"{sign}\n") >= 1
-
-
-def test_headers_of_a_stream():
-    headers = stubbed(Stub()).chat(stream=True).headers
-    assert headers["content-type"].startswith("text/event-stream")
-    assert headers["cache-control"] == "no-cache"
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -252,23 +252,6 @@ def test_cut_at_every_token(text, format):
         assert shown == ("" if len(begun) == reader.complete else begun[-1].replace(Q, '"'))
 
 
-def test_rounds_do_not_matter(text, format):
-    written = 'A <|tool_call>call:f{a:<|"|>x é<|"|>}<tool_call|>B<|tool_call>call:oops<tool_call|> C'
-    tokens, rng, seen = text.encode(written), random.Random(3), set()
-    for _ in range(20):
-        answer, reader = AnswerStream(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
-        found = []
-        for piece in call_texts.cut(tokens, rng):
-            for part in answer.read(Round(piece, 0, 0, 0.0)):
-                found += reader.read(part) if part.kind == "call" else [part]
-        found += reader.end()
-        arguments = "".join(e.arguments for e in found if isinstance(e, ToolCall))
-        seen.add((arguments, "".join(e.text for e in found if isinstance(e, (TextPart, TextDelta)))))
-    ((arguments, content),) = seen
-    assert arguments == '{"a":"x é"}'
-    assert content.replace(" ", "") == "ABcall:oopsC"
-
-
 # --- formats of models, and prompts
 
 CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
