@@ -23,7 +23,7 @@ from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
-from mlx_spec.types import Draft, Drafter, Sampler
+from mlx_spec.types import Draft, Drafter, Round, Sampler
 
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
@@ -34,12 +34,12 @@ SPREAD = 0.6  # of the weights: 31 of the 512 cells or more are expected five ti
 FILTERED = Sampling(1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
 
 
-def model(noise: float = 0.0) -> nn.Module:
-    """A Llama of one layer; with noise, one that resembles it."""
+def model(noise: float = 0.0, layers: int = 1) -> nn.Module:
+    """A Llama of so many layers, D 16; with noise, one that resembles it."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         intermediate_size=16,
         num_attention_heads=1,
         rms_norm_eps=1e-5,
@@ -123,11 +123,16 @@ def excess(
 
     A `Scripted` drafter has nothing to draft here.
     """
-    weights = model()
-    target, counts = LMTarget(weights), np.zeros((V,) * COUNT)
+    target, counts = LMTarget(model()), np.zeros((V,) * COUNT)
     for i in range(generations):
         target.rewind(len(PROMPT) - 1)
-        done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
+        done = generation(target, drafter, sampler(i), counts)
         assert done[0].drafted == (0 if isinstance(drafter, Scripted) else COUNT - 1)
-        counts[tuple(emitted(done))] += 1
-    return chi_square.excess(counts, exact(weights, sampling))
+    return chi_square.excess(counts, exact(model(), sampling))
+
+
+def generation(target: LMTarget, drafter: Drafter, sampler: Sampler, counts: np.ndarray) -> list[Round]:
+    """Return the rounds of one generation, and count its tokens."""
+    done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler, PROMPT, max_tokens=COUNT))
+    counts[tuple(emitted(done))] += 1
+    return done

@@ -12,13 +12,10 @@ from functools import cache
 import chi_square
 import exact_distribution
 import fitted
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from exact_distribution import COUNT, PLAIN, PROMPT, Liar, V, unseeded
 from lossless import Scripted, emitted
-from mlx.utils import tree_map
-from mlx_lm.models import llama
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.engine import generate
@@ -32,23 +29,7 @@ GENERATIONS, FEW = 300, 200  # the controls need fewer, as a rule
 
 @cache
 def law_target() -> nn.Module:
-    """A Llama of two layers, D 16, V 8."""
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=16,
-        num_hidden_layers=2,
-        intermediate_size=16,
-        num_attention_heads=1,
-        rms_norm_eps=1e-5,
-        vocab_size=V,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    built = llama.Model(args)
-    mx.random.seed(1)
-    built.update(tree_map(lambda x: 0.6 * mx.random.normal(x.shape), built.parameters()))
-    mx.eval(built.parameters())
-    return built
+    return exact_distribution.model(layers=2)
 
 
 def excess(
@@ -63,9 +44,9 @@ def excess(
     sampler = sampler or unseeded(sampling)
     for i in range(generations):
         target.rewind(0)
-        done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
-        drafted += sum(round.drafted for round in done)
-        counts[tuple(emitted(done))] += 1
+        drafted += sum(
+            round.drafted for round in exact_distribution.generation(target, drafter, sampler(i), counts)
+        )
     assert drafted >= generations
     return chi_square.excess(counts, exact_distribution.exact(law_target(), sampling))
 

@@ -13,6 +13,23 @@ from mlx_lm.models import gemma3_text, gemma4_text, llama, qwen3, qwen3_5, qwen3
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, AssistantSource, HeadShape
 
 VOCAB = 256
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+}
+EPS: dict[str, Any] = {"rms_norm_eps": 1e-5}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def _random(build: Callable[[], nn.Module], seed: int, scale: float) -> nn.Module:
@@ -31,18 +48,8 @@ def _random(build: Callable[[], nn.Module], seed: int, scale: float) -> nn.Modul
 
 def full(seed: int = 0, scale: float = 0.2, vocab: int = VOCAB, **changes: Any) -> nn.Module:
     """A Llama: full attention in every layer."""
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=3,
-        intermediate_size=128,
-        num_attention_heads=4,
-        rms_norm_eps=1e-5,
-        vocab_size=vocab,
-        num_key_value_heads=2,
-        head_dim=32,
-        **changes,
-    )
+    sizes = SIZES | EPS | {"vocab_size": vocab} | changes
+    args = llama.ModelArgs(model_type="llama", num_hidden_layers=3, **sizes)
     return _random(lambda: llama.Model(args), seed, scale)
 
 
@@ -50,17 +57,12 @@ def qwen(seed: int = 0, scale: float = 0.2) -> nn.Module:
     """A Qwen3: full attention with query and key norms."""
     args = qwen3.ModelArgs(
         model_type="qwen3",
-        hidden_size=64,
         num_hidden_layers=3,
-        intermediate_size=128,
-        num_attention_heads=4,
-        rms_norm_eps=1e-5,
-        vocab_size=VOCAB,
-        num_key_value_heads=2,
         max_position_embeddings=4096,
         rope_theta=1e4,
-        head_dim=32,
         tie_word_embeddings=True,
+        **SIZES,
+        **EPS,
     )
     return _random(lambda: qwen3.Model(args), seed, scale)
 
@@ -69,19 +71,13 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = V
     """A Gemma 3: sliding and full attention in turn."""
     args = gemma3_text.ModelArgs(
         model_type="gemma3_text",
-        hidden_size=64,
         num_hidden_layers=4,
-        intermediate_size=128,
-        num_attention_heads=4,
-        head_dim=32,
-        rms_norm_eps=1e-5,
-        vocab_size=vocab,
-        num_key_value_heads=2,
         rope_theta=1e4,
         rope_local_base_freq=1e4,
         query_pre_attn_scalar=16,
         sliding_window=window,
         sliding_window_pattern=2,
+        **SIZES | EPS | {"vocab_size": vocab},
     )
     return _random(lambda: gemma3_text.Model(args), seed, scale)
 
@@ -137,21 +133,7 @@ def assistant(seed: int = 5, pattern: str = "sssf") -> AssistantSource:
 def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:
     """A Qwen3.5: gated delta nets, every second layer full attention."""
     args = qwen3_5.TextModelArgs(
-        model_type="qwen3_5",
-        hidden_size=64,
-        num_hidden_layers=4,
-        intermediate_size=128,
-        num_attention_heads=4,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_conv_kernel_dim=4,
-        vocab_size=VOCAB,
-        num_key_value_heads=2,
-        head_dim=32,
-        full_attention_interval=2,
-        tie_word_embeddings=True,
+        model_type="qwen3_5", full_attention_interval=2, tie_word_embeddings=True, **SIZES, **DELTA
     )
     return _random(lambda: qwen3_5.TextModel(args), seed, scale)
 
@@ -160,30 +142,20 @@ def recurrent_moe(seed: int = 0, scale: float = 0.2) -> nn.Module:
     """A Qwen3-Next: gated delta nets, full attention and experts."""
     args = qwen3_next.ModelArgs(
         model_type="qwen3_next",
-        hidden_size=64,
-        num_hidden_layers=4,
-        intermediate_size=128,
-        num_attention_heads=4,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_conv_kernel_dim=4,
         num_experts=4,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
         shared_expert_intermediate_size=64,
         mlp_only_layers=[],
         moe_intermediate_size=64,
-        rms_norm_eps=1e-5,
-        vocab_size=VOCAB,
-        num_key_value_heads=2,
         rope_theta=1e4,
         partial_rotary_factor=0.5,
         max_position_embeddings=1024,
-        head_dim=32,
         full_attention_interval=4,
         norm_topk_prob=True,
+        **SIZES,
+        **EPS,
+        **DELTA,
     )
     return _random(lambda: qwen3_next.Model(args), seed, scale)
 
