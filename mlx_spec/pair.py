@@ -189,8 +189,9 @@ class Pair:
             return max_tokens
         if len(prompt) >= length:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens and the context of this target ends at {length}: "
-                "shorten it, or begin a new conversation"
+                # Coding agents look for these words, compact their conversation and go on.
+                f"the prompt is too long: {len(prompt)} tokens > {length} maximum, the context of this "
+                "target: shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
 

@@ -19,6 +19,7 @@ from .errors import Failure, anthropic_body, invalid, unsupported
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
+from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import Fields
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
 from .settings import Settings
@@ -124,14 +125,12 @@ class PromptBody(Fields):
     output_config: OutputConfig | None = None
 
 
-class MessagesBody(PromptBody):
-    """The body of a request. `metadata`, `service_tier` and `cache_control` have no effect."""
+class MessagesBody(SharedFields, PromptBody):
+    """The body of a request."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    output_format: FormatField | None = None  # the earlier name of `output_config.format`
     stream: bool | None = None
     container: Any = None
     mcp_servers: list[Any] | None = None
@@ -162,10 +161,12 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     return GenerationRequest(
         model=model,
         prompt=_parse_chat(body),
-        sampling=parsing.make_sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        sampling=parse_sampling(body),
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences or ())),
-        format=_parse_format(body.output_config),
+        stop_tokens=parse_stop_tokens(body),
+        ignore_eos=bool(body.ignore_eos),
+        format=parse_constraint(body, _parse_format(body)),
     )
 
 
@@ -183,10 +184,12 @@ def _parse_chat(body: PromptBody) -> Chat:
     )
 
 
-def _parse_format(config: OutputConfig | None) -> OutputFormat | None:
-    if config is None or config.format is None:
+def _parse_format(body: MessagesBody) -> OutputFormat | None:
+    field, given = "output_config.format", body.output_config.format if body.output_config else None
+    if given is None:
+        field, given = "output_format", body.output_format
+    if given is None:
         return None
-    field, given = "output_config.format", config.format
     if given.type != "json_schema":
         raise unsupported(f"{field}.type: {given.type!r} is not supported, only 'json_schema'", field)
     schema = parsing.required(given.schema_, f"{field}.schema")

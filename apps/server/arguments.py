@@ -84,6 +84,9 @@ class Options:
             default="only its own",
         ),
     ] = None
+    allow_extra_parameters: Annotated[
+        bool, network_option(help="accept unknown parameters without effect; each is logged once")
+    ] = False
     log_file: Annotated[
         Path | None, network_option(value="FILE", help="log requests: path, status, seconds")
     ] = None
@@ -126,6 +129,7 @@ class Options:
             idle_seconds=self.idle,
             conversations=self.conversations,
             limits=Limits(waiting=self.max_waiting, running=self.max_running),
+            allow_extra_parameters=self.allow_extra_parameters,
             log_file=self.log_file,
         )
 

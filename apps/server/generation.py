@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
+from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
@@ -71,10 +71,15 @@ def prepare(
     prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(text)
-    sampling = request.sampling
+    banned = text.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
-        ban = {dialect.open: float("-inf")}
-        sampling = replace(sampling, logit_bias={**(sampling.logit_bias or {}), **ban})
+        banned |= {dialect.open}
+    ban = dict.fromkeys(banned, float("-inf"))
+    sampling = replace(
+        request.sampling,
+        logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
+        late_tokens=text.eos | frozenset(request.stop_tokens),
+    )
     format = _output_format(request, dialect, use)
     if format is not None:
         sampling = replace(sampling, grammar=_compile(format, request, grammars, limits))
@@ -108,7 +113,7 @@ def _compile(
     format: OutputFormat, request: GenerationRequest, grammars: GrammarCache, limits: Limits
 ) -> Grammar:
     thinks = isinstance(request.prompt, Chat) and request.prompt.thinking
-    source = coerce_one_of(format.text) if format.kind == "json_schema" else format.text
+    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
     try:
         return grammars.compile(format.kind, source, seconds=limits.grammar_seconds).thinking(thinks)
     except InvalidValue as error:
@@ -192,6 +197,7 @@ class RunningRequest:
             prompt,
             sampling=sampling,
             max_tokens=NO_LIMIT if limit is None else max(limit, 1),
+            stop=self._request.stop_tokens,
             top_logprobs=self._request.top_logprobs,
             prediction=prepared.prediction,
         )
@@ -222,7 +228,9 @@ class RunningRequest:
             markers = prepared.dialect.syntax.marks
             calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
         chat_prompt = prompt if isinstance(request.prompt, Chat) else None
-        answer = AnswerStream(self._pair.text, chat_prompt, stop=request.stop, calls=markers)
+        answer = AnswerStream(
+            self._pair.text, chat_prompt, stop=request.stop, ends=request.stop_tokens, calls=markers
+        )
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         sources = (*self._pair.drafter_names, *grammar, *prediction)

@@ -26,6 +26,7 @@ from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
 from .log import LOG
 from .metrics import CountedEngine
+from .parameters import check_unknown
 from .parsing import check_limits, read_body
 from .request import GenerationRequest
 from .settings import Settings
@@ -175,6 +176,7 @@ async def answer(http_request: Request, *, engine: CountedEngine, settings: Sett
     """
     body = await read_body(http_request, api.body)
     request = api.parse(body, engine.resolve(body.model or None))
+    check_unknown(body, settings.allow_extra_parameters)
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not body.stream:

@@ -21,19 +21,12 @@ from .openai_common import (
     parse_max_tokens,
     parse_n,
     parse_prediction,
-    parse_sampling,
     parse_stop,
 )
+from .parameters import parse_sampling, parse_stop_tokens
 from .parsing import Fields, Parts
 from .request import Chat, GenerationRequest, Tool, ToolUse
 
-REFUSED = {  # field that is not declared below -> why it is not supported
-    "audio": "answers are text",
-    "functions": "give `tools` instead",
-    "function_call": "give `tool_choice` instead",
-    "web_search_options": "nothing is ever fetched here",
-    "moderation": "answers are not moderated here",
-}
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
 
@@ -99,6 +92,12 @@ class ToolChoiceField(Fields):
     function: FunctionName | None = None
 
 
+class ThinkingField(Fields):
+    """Turns thinking on or off."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatBody(CompletionBody):
     """The body of a request."""
 
@@ -110,6 +109,8 @@ class ChatBody(CompletionBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # as in `chat_template_kwargs`
+    thinking: ThinkingField | None = None  # the same
 
     # Refused, except for values without effect.
     modalities: list[str] | None = None
@@ -122,7 +123,7 @@ class ChatBody(CompletionBody):
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    check_options(body, REFUSED)
+    check_options(body)
     _check_supported(body)
     return GenerationRequest(
         model=model,
@@ -130,6 +131,8 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
         sampling=parse_sampling(body),
         max_tokens=parse_max_tokens(body, 1),
         stop=parse_stop(body),
+        stop_tokens=parse_stop_tokens(body),
+        ignore_eos=bool(body.ignore_eos),
         n=parse_n(body),
         top_logprobs=_parse_logprobs(body),
         format=parse_format(body),
@@ -145,7 +148,9 @@ def _check_supported(body: ChatBody) -> None:
 
 
 def _thinks(body: ChatBody) -> bool:
-    wanted = (body.chat_template_kwargs or {}).get("enable_thinking")
+    wanted = (body.chat_template_kwargs or {}).get("enable_thinking", body.enable_thinking)
+    if wanted is None and body.thinking is not None:
+        wanted = body.thinking.type == "enabled"
     if wanted is None:
         return body.reasoning_effort not in parsing.NO_THINKING
     if not isinstance(wanted, bool):
@@ -234,7 +239,7 @@ def _parse_answer(message: Message, field: str, names: dict[str, str]) -> Json:
         if call.function is None or call.type not in (None, "function"):
             raise unsupported(f"{place}: only calls of functions are supported", place)
         name = call.function.name
-        arguments = parsing.parse_arguments(call.function.arguments, name, f"{place}.function.arguments")
+        arguments = parsing.parse_arguments(call.function.arguments)
         calls.append(parsing.call_turn(call.id, name, arguments))
         names[call.id] = name
     text = message.refusal

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated, Any
 from uuid import uuid4
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from mlx_spec import __version__
-from mlx_spec.sampling import Sampling
 
 from .errors import invalid, missing, unsupported
 from .events import (
@@ -29,17 +27,12 @@ from .events import (
     timings_json,
 )
 from .http import Json, data_event
-from .log import LOG
-from .parsing import MAX_SHOWN_CHARS, Fields, Parts, make_sampling, part_texts
+from .parameters import SharedFields, parse_constraint
+from .parsing import MAX_SHOWN_CHARS, Fields, Parts, part_texts
 from .request import OutputFormat
 
-MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
-MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
-MAX_LOGGED_NAMES = 64  # unknown fields that are logged, each once
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
-
-_logged_names: set[str] = set()
 
 
 def _as_list(given: Any) -> Any:
@@ -63,9 +56,10 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The form of the answer; `regex` and `lark` are ours."""
+    """The form of the answer; `regex` and `lark` are ours, `schema` is llama.cpp's."""
 
     type: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     json_schema: JsonSchema | None = None
     pattern: str | None = None
     grammar: str | None = None
@@ -78,10 +72,8 @@ class PredictionField(Fields):
     content: Parts | None = None
 
 
-class CompletionBody(Fields):
+class CompletionBody(SharedFields):
     """The fields that both routes take."""
-
-    model_config = ConfigDict(extra="allow")  # unknown fields are logged
 
     model: str | None = None
     stream: bool | None = None
@@ -89,16 +81,10 @@ class CompletionBody(Fields):
     n: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_new_tokens: int | None = None  # the same in other runtimes; -1 is no limit
+    n_predict: int | None = None
+    num_predict: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     prediction: PredictionField | None = None
 
@@ -112,57 +98,26 @@ class CompletionBody(Fields):
     prompt_cache_options: dict[str, Any] | None = None
 
 
-def check_options(body: CompletionBody, refused: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise Failure (400) for options that are not supported. Log each unknown field once.
-
-    `refused` maps fields that are not supported to the reason.
-    """
+def check_options(body: CompletionBody) -> None:
+    """Raise Failure (400) for options that do not go together."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
-    for name, value in (body.model_extra or {}).items():
-        if name in refused:
-            if value is not None:
-                raise unsupported(f"{name}: is not supported, {refused[name]}", name)
-            continue
-        if name not in _logged_names and len(_logged_names) < MAX_LOGGED_NAMES:
-            _logged_names.add(name)
-            LOG.warning("requests have a field that is not known here and is ignored: %.64r", name)
-
-
-def parse_sampling(body: CompletionBody) -> Sampling:
-    """Return how to choose tokens. Raises Failure (400)."""
-    return make_sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        seed=body.seed,
-        logit_bias=_parse_bias(body.logit_bias or {}),
-    )
-
-
-def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
-    if len(given) > MAX_BIASES:
-        raise invalid(f"logit_bias: {len(given)} tokens, {MAX_BIASES} are the most", "logit_bias")
-    for token in given:
-        if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
-            shown = token[:MAX_SHOWN_CHARS]
-            raise invalid(f"logit_bias: {shown!r} is no token id: give integers as keys", "logit_bias")
-    return {int(token): value for token, value in given.items()} or None
 
 
 def parse_max_tokens(body: CompletionBody, least: int) -> int | None:
     """Return the limit of a choice; `max_completion_tokens` wins. Raises Failure (400)."""
-    for name, given in (
-        ("max_completion_tokens", body.max_completion_tokens),
-        ("max_tokens", body.max_tokens),
-    ):
-        if given is not None and given < least:
-            raise invalid(f"{name}: {given} is too few, the least is {least}", name)
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
+    others = {
+        "max_new_tokens": body.max_new_tokens,
+        "n_predict": body.n_predict,
+        "num_predict": body.num_predict,
+    }
+    limits |= {name: None if limit == -1 else limit for name, limit in others.items()}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    for name, limit in given.items():
+        if limit < least:
+            raise invalid(f"{name}: {limit} is too few, the least is {least}", name)
+    return next(iter(given.values()), None)
 
 
 def parse_stop(body: CompletionBody) -> tuple[str, ...]:
@@ -183,12 +138,17 @@ def parse_n(body: CompletionBody) -> int:
 
 def parse_format(body: CompletionBody) -> OutputFormat | None:
     """Return the form of the answer. Raises Failure (400)."""
-    given, field = body.response_format, "response_format"
+    return parse_constraint(body, _response_format(body.response_format, "response_format"))
+
+
+def _response_format(given: ResponseFormat | None, field: str) -> OutputFormat | None:
     match given:
         case None | ResponseFormat(type="text"):
             return None
-        case ResponseFormat(type="json_object"):
+        case ResponseFormat(type="json_object", schema_=None):
             return OutputFormat("json_object")
+        case ResponseFormat(type="json_object" | "json_schema", schema_=dict(schema)):
+            return OutputFormat("json_schema", json.dumps(schema), f"{field}.schema")
         case ResponseFormat(type="json_schema"):
             param = f"{field}.json_schema.schema"
             if given.json_schema is None or given.json_schema.schema_ is None:

@@ -21,9 +21,9 @@ from .openai_common import (
     parse_max_tokens,
     parse_n,
     parse_prediction,
-    parse_sampling,
     parse_stop,
 )
+from .parameters import parse_sampling, parse_stop_tokens
 from .request import GenerationRequest, RawPrompts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
@@ -54,6 +54,8 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
         sampling=parse_sampling(body),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         stop=parse_stop(body),
+        stop_tokens=parse_stop_tokens(body),
+        ignore_eos=bool(body.ignore_eos),
         n=parse_n(body),
         top_logprobs=body.logprobs,
         format=parse_format(body),

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from . import parsing
 from .errors import Failure, invalid, unsupported
@@ -27,6 +27,7 @@ from .events import (
     timings_json,
 )
 from .http import Api, Json, named_event
+from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import ContentPart, Fields, Parts
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
 
@@ -112,17 +113,13 @@ class ReasoningConfig(Fields):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(Fields):
+class ResponsesBody(SharedFields):
     """The body of a request."""
-
-    model_config = ConfigDict(extra="allow")  # for the stateful fields
 
     model: str | None = None
     input: Annotated[list[ItemField], BeforeValidator(_as_items), Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
     tools: list[ToolField] | None = None
@@ -158,10 +155,12 @@ def parse(body: ResponsesBody, model: str) -> GenerationRequest:
             thinking=effort not in parsing.NO_THINKING,
             variables={} if effort is None else {"reasoning_effort": effort},
         ),
-        sampling=parsing.make_sampling(temperature=body.temperature, top_p=body.top_p),
+        sampling=parse_sampling(body),
         max_tokens=body.max_output_tokens,
+        stop_tokens=parse_stop_tokens(body),
+        ignore_eos=bool(body.ignore_eos),
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
-        format=_parse_format(body.text),
+        format=parse_constraint(body, _parse_format(body.text)),
         prompt_param="input",
     )
 
@@ -243,8 +242,8 @@ def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
             id = parsing.required(item.call_id, f"{field}.call_id")
             names[id] = name = parsing.required(item.name, f"{field}.name")
             given = parsing.required(item.arguments, f"{field}.arguments")
-            arguments = parsing.parse_arguments(given, name, f"{field}.arguments")
-            return parsing.assistant_turn(None, calls=[parsing.call_turn(id, name, arguments)])
+            call = parsing.call_turn(id, name, parsing.parse_arguments(given))
+            return parsing.assistant_turn(None, calls=[call])
         case "function_call_output":
             id = parsing.required(item.call_id, f"{field}.call_id")
             if id not in names:

@@ -101,6 +101,11 @@ def check_limits(request: GenerationRequest, limits: Limits) -> None:
     if n * prompts > limits.choices:
         of = f" for {prompts} prompts" if prompts > 1 else ""
         raise unsupported(f"n: {n} choices{of}: a request may have {limits.choices} in all", "n")
+    least, most = request.sampling.min_tokens, request.max_tokens
+    if least and request.stop:
+        raise unsupported("min_tokens: goes with stop_token_ids, not with stop strings", "min_tokens")
+    if most is not None and least > most:
+        raise invalid(f"min_tokens: {least} are more than the limit of {most}", "min_tokens")
     tools = prompt.tools.tools if isinstance(prompt, Chat) and prompt.tools else ()
     _check_count("stop strings", len(request.stop), limits.stop_strings, "stop")
     _check_count("tools", len(tools), limits.tools, "tools")
@@ -165,21 +170,18 @@ def part_texts(parts: Sequence[ContentPart], field: str, types: Sequence[str] = 
     return texts
 
 
-def call_turn(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def call_turn(id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return an earlier tool call as chat templates take it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def parse_arguments(text: str, name: str, field: str) -> dict[str, Any]:
-    """Return the arguments of an earlier tool call. Raises Failure (400)."""
-    shown = name[:MAX_SHOWN_CHARS]
+def parse_arguments(text: str) -> dict[str, Any] | str:
+    """Return the arguments of an earlier tool call; the text itself if it is no JSON object."""
     try:
         found = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"{field}: the arguments of {shown!r} are not JSON", field) from error
-    if not isinstance(found, dict):
-        raise invalid(f"{field}: the arguments of {shown!r} are not a JSON object", field)
-    return found
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def assistant_turn(

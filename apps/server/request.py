@@ -40,7 +40,7 @@ class Chat:
 
     `messages` are those of a chat template: dicts with "role" (system, user, assistant or tool), "content" (a
     string, or None beside tool calls), and optionally "reasoning_content", "name", "tool_call_id" and
-    "tool_calls", whose "arguments" are parsed JSON (an object).
+    "tool_calls", whose "arguments" are parsed JSON (an object), or text that is none.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -75,6 +75,8 @@ class GenerationRequest:
     sampling: Sampling
     max_tokens: int | None = None  # of each choice; None: until the context ends
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()  # tokens that end a choice beside the end of text; hidden like that
+    ignore_eos: bool = False  # the model's end-of-text tokens are never drawn
     n: int = 1
     top_logprobs: int | None = None  # alternatives of each token; None: no logprobs
     format: OutputFormat | None = None

@@ -54,6 +54,7 @@ class Settings:
     conversations: int = 8  # sequences kept with their caches, per model
     keepalive_seconds: float = 10.0  # between comments on a silent stream
     limits: Limits = Limits()
+    allow_extra_parameters: bool = False  # unknown parameters are logged, not refused
     log_file: Path | None = None
 
 

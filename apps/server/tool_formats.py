@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.errors import unsupported
 from mlx_spec.apps.server.events import Event, SourceSpan, TextDelta, ToolCall
+from mlx_spec.apps.server.parsing import PARAGRAPH, merge_turns
 from mlx_spec.apps.server.request import Chat, Tool
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
@@ -153,7 +154,8 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     InvalidValue if its template refuses the messages.
     """
     use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
-    calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
+    given = broken_calls_as_text(chat.messages)
+    calls = [i for i, message in enumerate(given) if message.get("tool_calls")]
     format = find_tool_format(text) if use is not None or calls else None
     if format is None and (use is not None or calls):
         param = "tools" if use is not None else f"messages.{calls[0]}.tool_calls"
@@ -163,9 +165,30 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
             param,
         )
     folds = format is not None and format.results_in_calls
-    messages = results_in_calls(chat.messages) if folds else chat.messages
+    messages = results_in_calls(given) if folds else given
     tools = [] if use is None else [_definition(tool) for tool in use.tools]
     return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
+
+
+def broken_calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return `messages` in which calls whose arguments are no JSON are text, and their results the user's.
+
+    A client that read a stream to its limit has such a call and sends it back.
+    """
+    found: list[Message] = []
+    broken: set[str] = set()
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        bad = [call for call in calls if isinstance(call["function"]["arguments"], str)]
+        if bad:
+            broken |= {call["id"] for call in bad}
+            texts = [f"{call['function']['name']} {call['function']['arguments']}" for call in bad]
+            content = PARAGRAPH.join(filter(None, [message.get("content"), *texts]))
+            message = {**message, "content": content, "tool_calls": [c for c in calls if c not in bad]}
+        elif message.get("tool_call_id") in broken:
+            message = {"role": "user", "content": message["content"]}
+        found.append(message)
+    return merge_turns(found) if broken else messages
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:
@@ -426,6 +449,48 @@ def schema_types(schema: Any, root: Mapping[str, Any], seen: set[str] | None = N
         for option in options if isinstance(options, list) else ():
             found |= schema_types(option, root, seen)
     return frozenset(found | ({"null"} if schema.get("nullable") is True else set()))
+
+
+def close_objects(schema: Any) -> Any:
+    """Return a JSON schema whose objects have the properties that it lists, and others only if it says so.
+
+    A grammar does not know which keys were written: in an open object a model may repeat them without end.
+    A schema that combines several for one object stays as it is: each would exclude what the others list.
+    """
+    return schema if _is_combined(schema) else _closed(schema)
+
+
+def _is_combined(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_is_combined, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    every, *options = [_as_list(schema.get(keyword)) for keyword in ("allOf", "anyOf", "oneOf")]
+    extends = '"properties"' in (written := json.dumps([every, *options])) or '"$ref"' in written
+    is_here = len(every) > 1 or ("properties" in schema and (extends or "$ref" in schema))
+    return is_here or any(map(_is_combined, schema.values()))
+
+
+def _as_list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for key in found.keys() & {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}:
+        found[key] = _closed(found[key])
+    for key in found.keys() & {"properties", "$defs", "definitions"}:
+        if isinstance(found[key], Mapping):
+            found[key] = {name: _closed(each) for name, each in found[key].items()}
+    properties, required = found.get("properties"), _as_list(found.get("required"))
+    is_open = found.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+    if isinstance(properties, Mapping) and not is_open and set(map(str, required)) <= properties.keys():
+        found["additionalProperties"] = False
+    return found
 
 
 def type_of(value: Any) -> str:

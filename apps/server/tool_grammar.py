@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import ToolFormat, resolve, schema_types, type_of
+from mlx_spec.apps.server.tool_formats import ToolFormat, close_objects, resolve, schema_types, type_of
 
 # One way to write white space: what follows from it is drafted for nothing.
 JSON_OPTIONS = {
@@ -85,15 +85,14 @@ def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None
     return f"start: {start}\n{rules.source()}"
 
 
-def coerce_one_of(schema: str) -> str:
-    """Return a JSON schema, as JSON, for which llguidance takes "oneOf" as "anyOf"; other text as it is."""
-    if '"oneOf"' not in schema:
-        return schema
+def answer_schema(schema: str) -> str:
+    """Return a JSON schema, as JSON, as it is enforced: closed objects, "oneOf" as "anyOf"."""
     try:
         found = json.loads(schema)
     except (ValueError, RecursionError):
         return schema
-    return json.dumps({"x-guidance": {"coerce_one_of": True}, **found}) if isinstance(found, dict) else schema
+    options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
+    return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
 
 
 def _answer(format: OutputFormat) -> str:
@@ -151,7 +150,7 @@ def either(expressions: Iterable[str]) -> str:
 
 def json_value(schema: Any, *, lenient: bool = False) -> str:
     """Return a JSON value that `schema` allows; `lenient` leaves out what llguidance cannot enforce."""
-    given = schema if isinstance(schema, Mapping) else {"anyOf": [schema]}
+    given = close_objects(schema) if isinstance(schema, Mapping) else {"anyOf": [schema]}
     options = {**JSON_OPTIONS, **({"lenient": True} if lenient else {})}
     return "%json " + json.dumps({"x-guidance": options, **given})
 

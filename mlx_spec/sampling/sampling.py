@@ -49,6 +49,8 @@ class Sampling:
     frequency_penalty: float = 0.0  # subtracted once for each time the token was generated
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # added; -inf bans a token
     seed: int | None = None  # any integer, taken modulo 2**64
+    min_tokens: int = 0  # generated tokens before one of `late_tokens` may be drawn
+    late_tokens: frozenset[int] = frozenset()  # such as those that end a text
     grammar: Grammar | None = None  # the grammar of answers; it stands above a ban by logit_bias
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class Sampling:
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
             _check_integer("seed", self.seed)
+        _check_integer("min_tokens", self.min_tokens, least=0)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -87,6 +90,8 @@ class LogitsProcessor:
         added = sampling.presence_penalty or sampling.frequency_penalty
         self._penalises = bool(added) or sampling.repetition_penalty != 1
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
+        late = {token: -math.inf for token in sampling.late_tokens if token < vocab_size}
+        self._late_ban = _bias_vector(late if sampling.min_tokens else None, vocab_size)
         self._grammar_mask: GrammarMask | None = None
         self.without_grammar = self
         if sampling.grammar is not None:
@@ -120,10 +125,20 @@ class LogitsProcessor:
         mask = None if self._grammar_mask is None else self._grammar_mask.mask(logits, history, drafted)
         if self._penalises:
             logits = self._penalise(logits.astype(mx.float32), history, drafted)
-        if self._bias is not None:
-            bias = self._bias if mask is None else mx.maximum(self._bias, BAN_UNDER_GRAMMAR)
+        bias = self._row_bias(logits.shape[0], len(history) + drafted.shape[0])
+        if bias is not None:
+            bias = bias if mask is None else mx.maximum(bias, BAN_UNDER_GRAMMAR)
             logits = logits.astype(mx.float32) + bias
         return logits if mask is None else mx.where(mask, logits, -mx.inf)
+
+    def _row_bias(self, rows: int, length: int) -> mx.array | None:
+        """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
+        before = length - rows + 1 - self._prompt_length  # tokens generated before that of row 0
+        early = self._sampling.min_tokens - before  # rows that draw one of the first `min_tokens`
+        if self._late_ban is None or early <= 0:
+            return self._bias
+        ban = mx.where(mx.arange(rows)[:, None] < early, self._late_ban, 0.0)
+        return ban if self._bias is None else self._bias + ban
 
     def _penalise(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return logits [T, V] less the penalties for the prompt, the output and each row's draft tokens."""

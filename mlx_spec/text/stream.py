@@ -6,7 +6,7 @@ mlx-lm's detokenizers need transformers' tokenizer objects and do not tell wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -56,13 +56,20 @@ class AnswerReader:
 
     Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
     kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
-    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked.
+    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked. Tokens in
+    `ends` have no text, like the end-of-text tokens.
     """
 
     def __init__(
-        self, text: Text, prompt: Sequence[int] | None = (), *, calls: Markers | None = None
+        self,
+        text: Text,
+        prompt: Sequence[int] | None = (),
+        *,
+        calls: Markers | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self._text = text
+        self._ends = text.eos | frozenset(ends)
         thinking = None if prompt is None else text.thinking_markers
         self._open, self._close = _token_ids(text, thinking)
         self._header = thinking.header if thinking else ""
@@ -79,7 +86,7 @@ class AnswerReader:
 
     def hides(self, token: int) -> bool:
         """Return True if `token`, read next, is a marker or an end of text."""
-        return self._kind_after(token) is not None or token in self._text.eos
+        return self._kind_after(token) is not None or token in self._ends
 
     def read(self, token: int) -> str:
         """Return the text that `token` completes, of the kind before it. After a marker `kind` is another."""
@@ -88,7 +95,7 @@ class AnswerReader:
             text = self.end()
             self._begin(kind, trim=kind != "call", header=self._header if kind == "thinking" else "")
             return text
-        return "" if token in self._text.eos else self._visible(self._detokenizer.add(token))
+        return "" if token in self._ends else self._visible(self._detokenizer.add(token))
 
     def end(self) -> str:
         """Return the text that was held back."""
@@ -169,11 +176,12 @@ class AnswerStream:
         prompt: Sequence[int] | None,
         *,
         stop: Sequence[str] = (),
+        ends: Collection[int] = (),
         calls: Markers | None = None,
     ) -> None:
         if "" in stop:
             raise InvalidValue("a stop string is empty: leave it out")
-        self._reader = AnswerReader(text, prompt, calls=calls)
+        self._reader = AnswerReader(text, prompt, calls=calls, ends=ends)
         self._stop = tuple(stop)
         self._without_text: list[_TokenOrigin] = []  # tokens read whose text is not known yet
         self._held: list[TextPart] = []  # of kind answer: may become a stop string

@@ -190,7 +190,7 @@ def test_bad_target_is_one_line(damage, tmp_path, monkeypatch, capfd):
 def test_over_long_prompt_is_one_line(monkeypatch, capfd):
     assert answer(monkeypatch, *TINY, stdin=b"word " * 5000) == 1
     line = only_line(capfd.readouterr().err)
-    assert re.fullmatch(r"mlx-spec: the prompt has \d+ tokens .* 4096: .*", line)
+    assert re.fullmatch(r"mlx-spec: the prompt is too long: \d+ tokens > 4096 maximum, .*", line)
 
 
 def test_no_thinking_mode_is_one_line(tmp_path, monkeypatch, capfd):

@@ -289,7 +289,7 @@ def test_prompt_too_long_leaves_the_conversation_alone() -> None:
     session = pair.session()
     list(session.stream("Hi", max_tokens=10))
     before, statistics = session.messages, session.statistics
-    with pytest.raises(PromptTooLong, match=r"the prompt has \d+ tokens and the context .* ends at 100"):
+    with pytest.raises(PromptTooLong, match=r"the prompt is too long: \d+ tokens > 100 maximum"):
         session.stream("x" * 200, max_tokens=10)
     with pytest.raises(InvalidValue, match="max_tokens is 0"):
         session.stream("x", max_tokens=0)
@@ -327,7 +327,7 @@ def test_pair_generates() -> None:
         ([1], 0, InvalidValue, "max_tokens is 0, it must be 1 or more"),
         ([1, 256], 5, InvalidValue, "the prompt holds token 256, this target has tokens 0 to 255"),
         ([-1], 5, InvalidValue, "the prompt holds token -1"),
-        ([1] * 64, 5, PromptTooLong, "the prompt has 64 tokens and the context of this target ends at 64"),
+        ([1] * 64, 5, PromptTooLong, "the prompt is too long: 64 tokens > 64 maximum"),
     ],
 )
 def test_refusals_come_before_the_first_round(

@@ -73,6 +73,11 @@ REQUESTS = {
     "echo": raw("os.path.join: Join", echo=True),
     "logprobs": chat(QUESTION, top_logprobs=2),
     "echo with logprobs": raw("os.path.join: Join two or more", echo=True, top_logprobs=1, max_tokens=0),
+    "min_tokens": chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=32)),
+    "min_tokens, seeded": chat(
+        QUESTION, max_tokens=40, sampling=Sampling(temperature=1.0, seed=1, min_tokens=32)
+    ),
+    "ignore_eos": chat(QUESTION, max_tokens=40, ignore_eos=True),
     "penalties": chat(QUESTION, sampling=Sampling(presence_penalty=1.0, logit_bias={5: 2.0})),
     "prediction": chat(QUESTION, prediction="os.path.join: Join three or more pathname components"),
     "regex": chat(QUESTION, format=OutputFormat("regex", "[a-z]{3,9}: [0-9]+")),
@@ -101,6 +106,23 @@ def test_an_answer(engine: EngineThread) -> None:
     assert 0 <= timings.queued_seconds < timings.first_token_seconds
     sources = {span.source for e in events if isinstance(e, TextDelta) for span in e.spans}
     assert sources == {None, "gemma4_assistant"}
+
+
+def test_ends_of_an_answer(engine: EngineThread) -> None:
+    plain = answer(engine, chat(QUESTION, max_tokens=None))
+    text, tokens = text_of(plain), closed(plain).usage.completion_tokens
+    assert tokens == 25
+    for given, least in (({"sampling": Sampling(min_tokens=32)}, 33), ({"ignore_eos": True}, 40)):
+        events = answer(engine, chat(QUESTION, max_tokens=40, **given))
+        assert text_of(events).startswith(text) and closed(events).usage.completion_tokens >= least
+    ended = answer(engine, chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=5)))
+    assert text_of(ended) == text
+    join = engine.text("demo").encode(" two")[0]  # a token within the answer
+    events = answer(engine, chat(QUESTION, stop_tokens=(join, 10**6)))
+    assert text_of(events) == "os.path.join: Join" and closed(events).usage.completion_tokens < 25
+    assert [e.reason for e in events if isinstance(e, ChoiceEnded)] == ["stop"]
+    late = Sampling(min_tokens=10)
+    assert " two" not in text_of(answer(engine, chat(QUESTION, stop_tokens=(join,), sampling=late)))
 
 
 def test_choices_are_those_of_seeds_in_a_row(engine: EngineThread) -> None:
@@ -309,7 +331,7 @@ def test_not_ready_while_the_first_model_loads() -> None:
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        (raw((1,) * 4096), "prompt", "has 4096 tokens and the context of this target ends"),
+        (raw((1,) * 4096), "prompt", "prompt is too long: 4096 tokens > 4096 maximum, the context"),
         (raw((1, 9999)), "prompt", "the prompt holds token 9999"),
         (raw((-1,)), "prompt", "the prompt holds token -1"),
         (raw(()), "prompt", "the prompt is empty"),

@@ -179,10 +179,10 @@ def test_a_conversation_with_everything(place: Place):
     ]
 
 
-def test_optional_fields_may_be_null_and_unknown_fields_are_ignored(place: Place):
+def test_optional_fields_may_be_null(place: Place):
     names = "system tools tool_choice thinking output_config stop_sequences temperature top_p top_k stream"
     names += " container mcp_servers metadata service_tier cache_control speed"
-    nulls = place.request(**dict.fromkeys(names.split()), unheard_of={"a": 1})
+    nulls = place.request(**dict.fromkeys(names.split()))
     assert nulls == place.request()
     assert nulls.sampling == Sampling(temperature=1.0) and nulls.max_tokens == 64
     assert (nulls.stop, nulls.prompt.tools, nulls.prompt.thinking, nulls.format) == ((), None, False, None)

@@ -230,12 +230,12 @@ def test_our_own_answer_can_be_sent_back(place: Place, client: Any, stub: Stub):
     assert [call["function"]["name"] for call in assistant["tool_calls"]] == ["weather", "now"]
 
 
-def test_optional_fields_may_be_null_and_unknown_fields_are_ignored(place: Place):
+def test_optional_fields_may_be_null(place: Place):
     names = "model instructions max_output_tokens temperature top_p top_logprobs include tools tool_choice"
     names += " parallel_tool_calls text reasoning stream stream_options truncation background conversation"
     names += " context_management moderation previous_response_id prompt store max_tool_calls metadata user"
     names += " prompt_cache_key safety_identifier service_tier"
-    nulls = place.request(**dict.fromkeys(names.split()), unheard_of=[1])
+    nulls = place.request(**dict.fromkeys(names.split()))
     assert nulls == place.request() == place.request(store=False, background=False)
     assert nulls.sampling == Sampling(temperature=1.0) and nulls.max_tokens is None
     chat = nulls.prompt
@@ -321,9 +321,6 @@ def call(arguments: str) -> dict[str, Any]:
         (item(type="item_reference", id="x"), "input.0", "'item_reference'"),
         (item(type="web_search_call"), "input.0", "'web_search_call'"),
         (item(type="function_call_output", call_id="x", output="y"), "input.0.call_id", "'x'"),
-        (call("{"), "input.0.arguments", "not JSON"),
-        (call("[]"), "input.0.arguments", "not a JSON object"),
-        (call("[" * 50_000), "input.0.arguments", "not JSON"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search'"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "'weather'"),
@@ -331,6 +328,8 @@ def call(arguments: str) -> dict[str, Any]:
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "'mcp'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"temperature": 2.1}, "temperature", "2"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_logprobs": 21}, "top_logprobs", "20"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "none"),
     ],

@@ -16,7 +16,7 @@ from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, coerce_one_of
+from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.sampling import Sampling
@@ -267,9 +267,63 @@ def test_one_of_in_a_response_format_counts_as_any_of(text):
     size = len(text.vocabulary())
     with pytest.raises(InvalidValue, match="oneOf"):
         compile_grammar("json_schema", schema, text, size, seconds=10)
-    assert compile_grammar("json_schema", coerce_one_of(schema), text, size, seconds=10)
+    assert compile_grammar("json_schema", answer_schema(schema), text, size, seconds=10)
     for other in ('{"oneOf"', '{"type": "object"}', '["oneOf"]'):
-        assert coerce_one_of(other) == other
+        assert answer_schema(other) == other
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda one: one.name)
+def test_objects_have_the_listed_properties_only(text, syntax, strict):
+    """Hermes invented keys, and the same ones again, until the answer was cut off."""
+    inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
+    use = ToolUse((Tool("f", None, parameters, strict=strict),), "required")
+    source = answer_grammar(format_of(text, syntax), use)
+
+    def allows(arguments):
+        body = call_texts.WRITERS[syntax.name]("f", arguments)
+        return accepts(source, text, syntax.marks.open + body + syntax.marks.close)
+
+    assert allows({"a": 1, "b": {"c": 2}}) and allows({"a": 1})
+    assert not allows({"a": 1, "role": "pilot"}) and not allows({"a": 1, "b": {"c": 2, "d": 3}})
+
+
+INNER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OTHER = {"properties": {"c": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "others"),
+    [
+        (INNER, ['{"a": 1}', "{}"], ['{"a": 1, "b": 2}', '{"a": 1, "a": 1}']),
+        ({**INNER, "additionalProperties": True}, ['{"a": 1, "b": 2}'], []),
+        ({"anyOf": [INNER, {"type": "null"}]}, ['{"a": 1}', "null"], ['{"b": 2}']),
+        ({"type": "array", "items": INNER}, ['[{"a": 1}]'], ['[{"b": 1}]']),
+        ({"$ref": "#/$defs/A", "$defs": {"A": INNER}}, ['{"a": 1}'], ['{"b": 1}']),
+        ({**INNER, "anyOf": [{"required": ["a"]}]}, ['{"a": 1}'], ['{"a": 1, "b": 2}']),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": INNER}}, ['{"a": 1}'], ['{"b": 1}']),
+        # Put together of several: closing one would exclude what the others list.
+        ({"allOf": [{"$ref": "#/$defs/A"}, OTHER], "$defs": {"A": INNER}}, ['{"a": 1, "c": 2}'], []),
+        ({**INNER, "required": ["b"]}, ['{"a": 1, "b": 2}'], []),
+    ],
+)
+def test_objects_of_a_response_format(text, schema, allowed, others):
+    size = len(text.vocabulary())
+    found = compile_grammar("json_schema", answer_schema(json.dumps(schema)), text, size, seconds=10)
+
+    def allows(written):
+        parser, tokens = found.start.deep_copy(), text.encode(written)
+        return parser.try_consume_tokens(tokens) == len(tokens) and parser.is_accepting()
+
+    assert all(map(allows, allowed)) and not any(map(allows, others))
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": 3}, {"anyOf": 3, "properties": {}}, {"required": [[]], "properties": {"a": 1}}]
+)
+def test_what_is_no_schema_stays_as_it_is(schema):
+    json.loads(answer_schema(json.dumps(schema)))
 
 
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):

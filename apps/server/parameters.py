@@ -1,0 +1,247 @@
+"""Parameters that the routes share: sampling, and those that clients of other runtimes send.
+
+Each one is honoured, accepted because no text depends on it, or refused by name. None is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from mlx_spec.sampling import Sampling
+
+from .errors import invalid, unsupported
+from .log import LOG
+from .parsing import MAX_SHOWN_CHARS, Fields, make_sampling
+from .request import OutputFormat
+
+MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
+MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
+MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
+MAX_LOGGED_NAMES = 64  # unknown parameters that are logged, each once
+
+# The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.
+CONSTRAINTS: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structured_outputs.json": "json",
+    "structured_outputs.json_object": "json",
+    "structured_outputs.regex": "regex",
+    "structured_outputs.choice": "choice",
+    "structured_outputs.grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+    "format": "json",
+}
+GROUP = "structured_outputs"
+FORMS = {
+    "json": "a JSON schema",
+    "regex": "a regular expression",
+    "choice": "a list of texts",
+    "grammar": "a Lark grammar",
+}
+
+# No text depends on these.
+HARMLESS = frozenset(
+    (
+        # OpenAI's and Anthropic's clients
+        """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention
+        prompt_cache_options client_metadata stream_options parallel_tool_calls cache_control
+        context_management betas anthropic_beta anthropic_version inference_geo diagnostics """
+        # vLLM, SGLang, llama.cpp, Ollama, LM Studio
+        """request_id rid priority cache_salt session_params kv_transfer_params mm_processor_kwargs
+        include_reasoning separate_reasoning stream_reasoning guided_decoding_backend cache_prompt id_slot
+        slot_id timings_per_token return_progress n_keep n_discard keep_alive ttl num_ctx num_batch num_gpu
+        num_thread """
+        # parts of samplers that are off unless another parameter turns them on
+        """mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+        xtc_threshold dynatemp_exponent smoothing_curve negative_prompt """
+        # gateways, chat applications, coding agents
+        """usage provider models route transforms trace session_id chat_id conversation_id message_id tags
+        litellm_session_id litellm_trace_id litellm_call_id vl_high_resolution_images incremental_output
+        result_format"""
+    ).split()
+)
+
+# Parameters that are not supported, after the values with which they have no effect. Null has none either.
+_NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
+    ((0,), "mirostat mirostat_mode dry_multiplier xtc_probability dynatemp_range smoothing_factor"),
+    ((0,), "top_a epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size min_length n_probs"),
+    ((1,), "typical_p typical typ_p tfs tfs_z guidance_scale encoder_repetition_penalty"),
+    ((1,), "best_of num_beams length_penalty"),
+    ((-1, 0), "top_n_sigma t_max_predict_ms"),
+    ((-1,), "reasoning_budget"),
+    ((False,), "use_beam_search early_stopping penalize_nl penalize_newline enable_search background echo"),
+    ((False,), "include_stop_str_in_output no_stop_trim continue_final_message return_hidden_states"),
+    ((False,), "return_token_ids return_tokens_as_token_ids"),
+    ((True,), "do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+    (([],), "bad_words allowed_token_ids logits_processors samplers lora documents"),
+    (({},), "extra_body"),
+    (("auto", "deepseek"), "reasoning_format"),
+    ((), "prompt_logprobs truncate_prompt_tokens chat_template structural_tag guided_whitespace_pattern"),
+    ((), "thinking_budget custom_logit_processor"),
+)
+NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
+REASONS = {  # parameters that are not supported -> why
+    "audio": "answers are text",
+    "functions": "give `tools` instead",
+    "function_call": "give `tool_choice` instead",
+    "web_search_options": "nothing is ever fetched here",
+    "moderation": "answers are not moderated here",
+}
+_logged_names: set[str] = set()
+
+
+class SharedFields(Fields):
+    """The parameters that every route takes."""
+
+    model_config = ConfigDict(extra="allow")  # `check_unknown` judges the others
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: int | None = None  # -1 and 0: all tokens
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # the same
+    repeat_last_n: int | None = None  # penalties count all tokens: -1
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+
+
+def parse_sampling(body: SharedFields) -> Sampling:
+    """Return how to choose tokens. Raises Failure (400)."""
+    repetition = body.repetition_penalty if body.repeat_penalty is None else body.repeat_penalty
+    penalised = body.presence_penalty or body.frequency_penalty or repetition not in (None, 1)
+    if penalised and body.repeat_last_n not in (None, -1):
+        raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
+    return make_sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if body.top_k == -1 else body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=repetition,
+        seed=body.seed,
+        logit_bias=_parse_bias(body.logit_bias or {}),
+        min_tokens=body.min_tokens,
+    )
+
+
+def parse_stop_tokens(body: SharedFields) -> tuple[int, ...]:
+    """Return the tokens that end an answer. Raises Failure (400)."""
+    tokens = body.stop_token_ids or []
+    if any(token < 0 for token in tokens):
+        raise invalid("stop_token_ids: a token id is 0 or more", "stop_token_ids")
+    return tuple(dict.fromkeys(tokens))
+
+
+def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
+    if len(given) > MAX_BIASES:
+        raise invalid(f"logit_bias: {len(given)} tokens, {MAX_BIASES} are the most", "logit_bias")
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
+            shown = token[:MAX_SHOWN_CHARS]
+            raise invalid(f"logit_bias: {shown!r} is no token id: give integers as keys", "logit_bias")
+    return {int(token): value for token, value in given.items()} or None
+
+
+def parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFormat | None:
+    """Return the form of the answer: `own`, the protocol's, or that of another runtime's parameter.
+
+    Raises Failure (400), also if there are several.
+    """
+    found = [] if own is None else [own]
+    for name, value in _constraints(body.model_extra or {}):
+        if value not in (None, "", False):
+            found.append(_as_format(CONSTRAINTS[name], value, name))
+    if len(found) > 1:
+        first, second = (each.param for each in found[:2])
+        raise invalid(f"{second}: {first} gives the form of the answer, too: leave one of them out", second)
+    return found[0] if found else None
+
+
+def _constraints(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if name in CONSTRAINTS:
+            yield name, value
+    group = given.get(GROUP)
+    if not isinstance(group, Mapping | None):
+        raise invalid(f"{GROUP}: give an object", GROUP)
+    for key, value in (group or {}).items():
+        name = f"{GROUP}.{key[:MAX_SHOWN_CHARS]}"
+        if name in CONSTRAINTS:
+            yield name, value
+        elif value not in (None, False) and not key.startswith("disable_"):  # of the backends of vLLM
+            raise unsupported(f"{name}: is not supported here", name)
+
+
+def _as_format(kind: str, value: Any, field: str) -> OutputFormat:
+    match kind, value:
+        case "json", True | "json":
+            return OutputFormat("json_object", param=field)
+        case "json", dict() | str():
+            schema = _loaded(value) if isinstance(value, str) else value
+            if isinstance(schema, dict):
+                return OutputFormat("json_schema", json.dumps(schema), field)
+        case "regex", str():
+            return OutputFormat("regex", value, field)
+        case "choice", [_, *_] if all(isinstance(each, str) for each in value):
+            texts = [re.escape(each).replace("\\\n", "\\n") for each in value]
+            return OutputFormat("regex", "|".join(texts), field)
+        case "grammar", str():
+            if "::=" in value:
+                raise unsupported(f"{field}: GBNF and EBNF are not read here: give a Lark grammar", field)
+            return OutputFormat("lark", value, field)
+    raise invalid(f"{field}: give {FORMS[kind]}", field)
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def check_unknown(body: Any, allowed: bool) -> None:
+    """Raise Failure (400) for a parameter that is not supported or not known.
+
+    With `allowed`, one that is not known is logged once and has no effect.
+    """
+    if not isinstance(body, SharedFields):  # a protocol that judges its parameters itself
+        return
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in HARMLESS or name in CONSTRAINTS or name == GROUP:
+            continue
+        if name in REASONS:
+            raise unsupported(f"{name}: is not supported, {REASONS[name]}", name)
+        if name in NEUTRAL:
+            if value not in NEUTRAL[name]:
+                neutral = "".join(f", or give {json.dumps(each)}" for each in NEUTRAL[name][:1])
+                raise unsupported(f"{name}: is not supported here: leave it out{neutral}", name)
+        elif not allowed:
+            raise _unknown(body, name[:MAX_SHOWN_CHARS])
+        elif name not in _logged_names and len(_logged_names) < MAX_LOGGED_NAMES:
+            _logged_names.add(name)
+            LOG.warning("requests have a parameter that is not known here and has no effect: %.64r", name)
+
+
+def _unknown(body: SharedFields, name: str) -> Exception:
+    known = [field.alias or own for own, field in type(body).model_fields.items()]
+    near = difflib.get_close_matches(name, [*known, *CONSTRAINTS, GROUP], 1)
+    way = f"did you mean {near[0]}?" if near else "`serve --allow-extra-parameters` accepts such"
+    return invalid(f"{name}: unknown; {way}", name, "unknown_parameter")

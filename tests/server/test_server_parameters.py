@@ -1,0 +1,190 @@
+"""Parameters of other runtimes: honoured, accepted because nothing depends on them, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from endpoint import BODIES, CHAT, DEMO, MESSAGES, RESPONSES, TEXT, Stub, fresh, stubbed
+
+from mlx_spec.apps.server.parameters import HARMLESS, NEUTRAL
+from mlx_spec.apps.server.request import GenerationRequest, OutputFormat
+from mlx_spec.apps.server.settings import Settings
+from mlx_spec.sampling import Sampling
+
+ROUTES = (CHAT, TEXT, RESPONSES, MESSAGES)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def parsed(path: str, **changes: Any) -> GenerationRequest:
+    stub, endpoint = fresh()
+    response = endpoint.post(path, **BODIES[path] | changes)
+    assert response.status_code == 200, response.text
+    return stub.requests[0]
+
+
+def refused(path: str, **changes: Any) -> dict[str, Any]:
+    stub, endpoint = fresh()
+    response = endpoint.post(path, **BODIES[path] | changes)
+    assert response.status_code == 400 and stub.requests == [], response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == ({"type", "message"} if path == MESSAGES else {"type", "message", "param", "code"})
+    assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
+    return error
+
+
+def schema(param: str) -> OutputFormat:
+    return OutputFormat("json_schema", json.dumps(SCHEMA), param)
+
+
+CONSTRAINTS = [
+    ({"guided_json": SCHEMA}, schema("guided_json")),
+    ({"guided_json": json.dumps(SCHEMA)}, schema("guided_json")),
+    ({"guided_regex": "[ab]+"}, OutputFormat("regex", "[ab]+", "guided_regex")),
+    ({"guided_choice": ["yes", "a.b\n"]}, OutputFormat("regex", r"yes|a\.b\n", "guided_choice")),
+    ({"guided_grammar": 'start: "a"'}, OutputFormat("lark", 'start: "a"', "guided_grammar")),
+    ({"structured_outputs": {"json": SCHEMA}}, schema("structured_outputs.json")),
+    (
+        {"structured_outputs": {"regex": "(yes|no)", "disable_any_whitespace": True, "json": None}},
+        OutputFormat("regex", "(yes|no)", "structured_outputs.regex"),
+    ),
+    ({"structured_outputs": {"choice": ["a"]}}, OutputFormat("regex", "a", "structured_outputs.choice")),
+    (
+        {"structured_outputs": {"json_object": True}},
+        OutputFormat("json_object", param="structured_outputs.json_object"),
+    ),
+    ({"regex": "a"}, OutputFormat("regex", "a", "regex")),
+    ({"ebnf": 'start: "a"'}, OutputFormat("lark", 'start: "a"', "ebnf")),
+    ({"grammar": 'start: "a"'}, OutputFormat("lark", 'start: "a"', "grammar")),
+    ({"json_schema": json.dumps(SCHEMA)}, schema("json_schema")),
+    ({"format": "json"}, OutputFormat("json_object", param="format")),
+    ({"format": SCHEMA}, schema("format")),
+    ({"format": "", "guided_json": None, "structured_outputs": None}, None),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_constraints_of_other_runtimes(path: str):
+    for changes, expected in CONSTRAINTS:
+        assert parsed(path, **changes).format == expected
+
+
+def test_forms_of_response_format():
+    for kind in ("json_object", "json_schema"):
+        found = parsed(CHAT, response_format={"type": kind, "schema": SCHEMA}).format
+        assert found == schema("response_format.schema")
+    given = {"type": "json_schema", "schema": SCHEMA}
+    assert parsed(MESSAGES, output_format=given).format == schema("output_format")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
+        ({"repeat_penalty": 1, "repeat_last_n": 64}, {}),
+        ({"repetition_penalty": 1.2, "seed": 3}, {"repetition_penalty": 1.2, "seed": 3}),
+        ({"top_k": -1}, {}),
+        (
+            {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
+            {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
+        ),
+        ({"frequency_penalty": 1, "logit_bias": {"5": 1}}, {"frequency_penalty": 1, "logit_bias": {5: 1}}),
+        ({"min_tokens": 4}, {"min_tokens": 4}),
+    ],
+)
+def test_sampling_on_every_route(changes: dict[str, Any], expected: dict[str, Any]):
+    for path in ROUTES:
+        assert parsed(path, **changes).sampling == Sampling(temperature=1.0, **expected)
+
+
+def test_ends_and_limits():
+    for path in ROUTES:
+        request = parsed(path, stop_token_ids=[5, 7, 5], ignore_eos=True)
+        assert (request.stop_tokens, request.ignore_eos) == ((5, 7), True)
+    for path in (CHAT, TEXT):
+        for name in ("max_new_tokens", "n_predict", "num_predict"):
+            assert parsed(path, **{name: 9}).max_tokens == 9
+    assert parsed(CHAT, n_predict=-1).max_tokens is None
+    assert parsed(CHAT, max_tokens=5, n_predict=9).max_tokens == 5
+
+
+def test_thinking_switches():
+    for changes in ({"enable_thinking": True}, {"thinking": {"type": "enabled"}}):
+        assert parsed(CHAT, **changes).prompt.thinking
+    assert not parsed(CHAT, enable_thinking=False, reasoning_effort="high").prompt.thinking
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_harmless_and_neutral_values_are_accepted(path: str):
+    values: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items() if values}
+    # Typed or refused by some routes; the tests of those routes have them.
+    own = "user metadata store stream_options parallel_tool_calls service_tier prompt_cache_key echo best_of "
+    own += "safety_identifier prompt_cache_retention prompt_cache_options context_management background"
+    values |= dict.fromkeys(HARMLESS, "anything")
+    given = {name: value for name, value in values.items() if name not in own.split()}
+    assert parsed(path, **given) == parsed(path)
+    assert parsed(path, **dict.fromkeys(NEUTRAL)) == parsed(path)
+
+
+def test_claude_code_and_codex_send_more():
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    thinking = {"type": "enabled", "budget_tokens": 32}
+    parsed(MESSAGES, context_management=edits, betas=["x"], thinking=thinking, metadata={"user_id": "u"})
+    parsed(RESPONSES, client_metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k")
+
+
+REFUSED = [
+    ({"typical_p": 0.9}, "typical_p", "leave it out, or give 1"),
+    ({"mirostat": 2}, "mirostat", "or give 0"),
+    ({"bad_words": ["x"]}, "bad_words", "or give []"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "leave it out"),
+    ({"use_beam_search": True}, "use_beam_search", "or give false"),
+    ({"do_sample": False}, "do_sample", "or give true"),
+    ({"functions": []}, "functions", "`tools`"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "give -1"),
+    ({"guided_choice": []}, "guided_choice", "a list of texts"),
+    ({"guided_choice": [1]}, "guided_choice", "a list of texts"),
+    ({"guided_json": "{"}, "guided_json", "a JSON schema"),
+    ({"guided_regex": 3}, "guided_regex", "a regular expression"),
+    ({"grammar": 'root ::= "a"'}, "grammar", "Lark"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
+    ({"structured_outputs": 3}, "structured_outputs", "object"),
+    ({"guided_json": SCHEMA, "regex": "a"}, "regex", "guided_json gives the form"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "0 or more"),
+    ({"temprature": 0.5}, "temprature", "temprature: unknown; did you mean temperature?"),
+    ({"guided_jsn": {}}, "guided_jsn", "did you mean guided_json?"),
+    ({"qqq": 1}, "qqq", "--allow-extra-parameters"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("changes", "param", "words"), REFUSED, ids=lambda one: str(one)[:40])
+def test_what_would_change_the_text_is_refused_by_name(path: str, changes: Any, param: str, words: str):
+    error = refused(path, **changes)
+    assert error["message"].startswith(f"{param}: ") and words in error["message"]
+    assert error.get("param", param) == param
+
+
+def test_least_and_most_tokens_must_go_together():
+    assert "stop strings" in refused(CHAT, min_tokens=2, stop="a")["message"]
+    assert "more than the limit" in refused(MESSAGES, min_tokens=65)["message"]
+    assert refused(CHAT, response_format={"type": "json_object"}, guided_regex="a")["param"] == "guided_regex"
+
+
+def test_unknown_parameters_may_be_allowed(caplog: pytest.LogCaptureFixture):
+    stub = Stub()
+    endpoint = stubbed(stub, Settings(DEMO, allow_extra_parameters=True))
+    for _ in range(2):
+        for path in ROUTES:
+            assert endpoint.post(path, **BODIES[path], no_such_parameter="secret").status_code == 200
+    (record,) = caplog.records
+    assert "no_such_parameter" in record.getMessage() and "secret" not in record.getMessage()
+    assert endpoint.post(CHAT, **BODIES[CHAT], typical_p=0.5).status_code == 400
+
+
+def test_fields_that_clients_add_inside_objects_are_no_error():
+    message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}], "id": "m"}
+    tool = {"name": "f", "input_schema": {"type": "object"}, "defer_loading": True, "cache_control": {}}
+    parsed(CHAT, messages=[message], tools=[{"type": "function", "function": {"name": "f", "x": 1}, "y": 2}])
+    parsed(MESSAGES, messages=[message], tools=[tool], system=[{**message["content"][0]}])
