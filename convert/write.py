@@ -35,6 +35,7 @@ TARGET, DRAFTER = "target", "drafter"
 NOT_RUN = {"result": "not run", "why": "--no-self-test"}
 MARGIN, SPARE_BYTES = 1.02, 1 << 26  # of the space needed: small files and those of the file system
 BLOCK = 1 << 24  # bytes written at a time
+MLX = {"format": "mlx"}  # the metadata of a file
 DTYPE_CODES = {
     mx.bool_: "BOOL",
     mx.uint8: "U8",
@@ -202,7 +203,7 @@ def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress
             digest.update(data)
             size += len(data)
 
-        write(_header(shard))
+        write(safetensors_header(shard))
         for name in list(shard):
             try:
                 data = _bytes(shard.pop(name))
@@ -218,11 +219,11 @@ def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress
     return {file.name: {"bytes": size, "sha256": digest.hexdigest()}}
 
 
-def _header(shard: dict[str, mx.array]) -> bytes:
+def safetensors_header(arrays: Mapping[str, mx.array], metadata: Mapping[str, str] = MLX) -> bytes:
     """Return the header of a safetensors file: its length and JSON, padded to 8 bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name, array in shard.items():
+    for name, array in arrays.items():
         end = offset + array.nbytes
         shape = list(array.shape)
         header[name] = {"dtype": DTYPE_CODES[array.dtype], "shape": shape, "data_offsets": [offset, end]}

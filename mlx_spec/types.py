@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
 
@@ -71,6 +71,30 @@ class Features:
     hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
     final_hidden: mx.array | None = None  # [T, D]
     shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
+
+
+@dataclass(frozen=True)
+class State:
+    """The content of caches in a form that a file can hold: arrays and numbers by name."""
+
+    arrays: dict[str, mx.array] = field(default_factory=dict)
+    numbers: dict[str, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, parts: Mapping[str, State]) -> State:
+        """Return one state of several, with the name of its part before each name."""
+        return cls(
+            {f"{part}.{name}": array for part, s in parts.items() for name, array in s.arrays.items()},
+            {f"{part}.{name}": given for part, s in parts.items() for name, given in s.numbers.items()},
+        )
+
+    def part(self, name: str) -> State:
+        """Return a part of a joined state; an empty one if there is none of that name."""
+        start = f"{name}."
+        return State(
+            {key.removeprefix(start): a for key, a in self.arrays.items() if key.startswith(start)},
+            {key.removeprefix(start): n for key, n in self.numbers.items() if key.startswith(start)},
+        )
 
 
 @dataclass(frozen=True)
@@ -231,6 +255,14 @@ class Drafter(Protocol):
 
     def missing(self, size: int) -> int:
         """Return how many of the first `size` positions it has not processed and cannot process by itself."""
+        ...
+
+    def state(self) -> State:
+        """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
+        ...
+
+    def restore(self, state: State) -> None:
+        """Take over a state of the same drafter; this one is new."""
         ...
 
     def observe(self, history: Sequence[int], features: Features) -> None:

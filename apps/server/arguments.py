@@ -108,6 +108,15 @@ class Options:
     conversations: Annotated[
         int, limit_option(value="N", help="conversations kept with their caches, per model", min=1)
     ] = Settings.conversations
+    cache_folder: Annotated[
+        Path | None,
+        limit_option(
+            value="FOLDER", help="keep long prompts here, to read them once; private", default="do not"
+        ),
+    ] = None
+    cache_folder_gb: Annotated[
+        float, limit_option(value="GB", help="the most it holds", callback=above_zero)
+    ] = Settings.cache_folder_bytes / GB
 
     def settings(self) -> Settings:
         """Return the settings of the server. Raises BadOptions."""
@@ -128,6 +137,8 @@ class Options:
             memory_bytes=None if self.memory is None else round(self.memory * GB),
             idle_seconds=self.idle,
             conversations=self.conversations,
+            cache_folder=None if self.cache_folder is None else self.cache_folder.expanduser(),
+            cache_folder_bytes=round(self.cache_folder_gb * GB),
             limits=Limits(waiting=self.max_waiting, running=self.max_running),
             allow_extra_parameters=self.allow_extra_parameters,
             log_file=self.log_file,

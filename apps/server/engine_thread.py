@@ -365,10 +365,11 @@ class EngineThread:
             self._finish(job)
         with self._changed:
             left, self._waiting = self._waiting, []
-            self._state = "closed"
         for job in left:
             job.send(failed)
         self._models.close()
+        with self._changed:  # last: until then the process must not end
+            self._state = "closed"
         self._read_memory()
         self._first_loaded.set()
         mx.clear_streams()  # a stream that a thread leaves behind on a CPU aborts the process when it exits

@@ -31,6 +31,7 @@ from mlx_spec.text import Text, read_text
 from .errors import Failure, unavailable, unknown_model
 from .log import LOG
 from .prefix_cache import PrefixCache
+from .prefix_files import CacheFolder, PrefixFiles, model_key
 from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
@@ -121,6 +122,9 @@ class Models:
         self._loaded: dict[str, LoadedModel] = {}
         self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
+        self._folder = None
+        if settings.cache_folder is not None:
+            self._folder = CacheFolder(settings.cache_folder, settings.cache_folder_bytes)
         self.budget = memory_for_models() if settings.memory_bytes is None else settings.memory_bytes
 
     @property
@@ -201,7 +205,7 @@ class Models:
 
     def unload(self, name: str) -> None:
         """Give the memory of a model back."""
-        self._loaded.pop(name)
+        self._loaded.pop(name).prefix_cache.close()
         self._cards[name] = replace(self._cards[name], loaded=False)
         _free_memory()
         LOG.info("unloaded %s", name)
@@ -241,11 +245,13 @@ class Models:
         try:
             pair = self._loader(served)
             _warm_up(pair)
+            files = self._prefix_files(served, pair)
         except BaseException:
             _free_memory()
             raise
         name, text = served.name, pair.text
-        prefix_cache = PrefixCache(pair.open, self._settings.conversations, partial(self._cache_budget, name))
+        count, budget = self._settings.conversations, partial(self._cache_budget, name)
+        prefix_cache = PrefixCache(pair.open, count, budget, files)
         grammars = GrammarCache(text, pair.info.vocab_size)
         self._loaded[name] = LoadedModel(name, pair, prefix_cache, grammars, time.monotonic())
         self._cards[name] = replace(
@@ -256,6 +262,17 @@ class Models:
             tools=find_tool_format(text) is not None,
         )
         LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
+
+    def _prefix_files(self, served: ServedModel, pair: Pair) -> PrefixFiles | None:
+        """Return the stored prefixes of a model; None, with one line if there is to be a folder, if none."""
+        if self._folder is None:
+            return None
+        try:
+            key = model_key(_checkpoints(served), pair.drafter_names, served.kv_bits)
+            return PrefixFiles(self._folder, key, pair)
+        except (SpecError, OSError) as error:
+            LOG.warning("%s: --cache-folder is not used: %s", served.name, one_line(error))
+            return None
 
     def _unused(self, busy: Collection[str]) -> list[str]:
         """Return the models that may be unloaded, the one used longest ago first."""

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from mlx_spec.model.sequence import CachedSequence, SequenceParts
 
+from .prefix_files import PrefixFiles
+
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
 
@@ -14,13 +16,20 @@ class PrefixCache:
     """Free sequences, the one used last at the end; those in use belong to their requests.
 
     At most `count` sequences are kept, those in use included, with at most `max_bytes()` bytes. A sequence in
-    use stays in any case. Only the engine thread may use this class.
+    use stays in any case. Those in `files` outlive the server. Only the engine thread may use this class.
     """
 
-    def __init__(self, open: Callable[[], SequenceParts], count: int, max_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        open: Callable[[], SequenceParts],
+        count: int,
+        max_bytes: Callable[[], int],
+        files: PrefixFiles | None = None,
+    ) -> None:
         self._open = open
         self._count = count
         self._max_bytes = max_bytes
+        self._files = files
         self._free: list[CachedSequence] = []
         self._used: list[CachedSequence] = []
 
@@ -52,11 +61,20 @@ class PrefixCache:
         while self._free and self.nbytes + reserved > self._max_bytes():
             del self._free[0]
 
+    def close(self) -> None:
+        """Write what is worth it to the files, the sequences used last first."""
+        if self._files is not None:
+            self._files.close(self._free[::-1])
+
     def _take(self, prompt: Sequence[int]) -> CachedSequence:
         sequence = self._best_match(prompt) or self._replaceable(prompt)
-        if sequence is None:
+        stored = None
+        if self._files is not None:
+            known = 0 if sequence is None else sequence.reusable(prompt)
+            stored = self._files.restore(prompt, known, self._open)
+        if sequence is None or stored is not None:
             self._forget(len(self) + 1 - self._count)
-            sequence = CachedSequence(self._open())
+            sequence = stored or CachedSequence(self._open())
         else:
             self._free.remove(sequence)
         self._used.append(sequence)
@@ -66,6 +84,8 @@ class PrefixCache:
         self._used.remove(sequence)
         if sequence.tokens:
             self._free.append(sequence)
+            if self._files is not None:
+                self._files.offer(sequence)
         self.shrink()
 
     def _forget(self, count: int) -> None:

@@ -52,6 +52,8 @@ class Settings:
     memory_bytes: int | None = None  # for weights and caches; None: a share of the machine's
     idle_seconds: float | None = None  # unload an unpinned model after this time; None: never
     conversations: int = 8  # sequences kept with their caches, per model
+    cache_folder: Path | None = None  # where long prompts outlive the server; None: nowhere
+    cache_folder_bytes: int = 20 * GB  # a few prompts of 20,000 tokens of a large model
     keepalive_seconds: float = 10.0  # between comments on a silent stream
     limits: Limits = Limits()
     allow_extra_parameters: bool = False  # unknown parameters are logged, not refused

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_spec.types import Draft, Sampler
+from mlx_spec.errors import InvalidValue
+from mlx_spec.types import Draft, Sampler, State
 
 
 class SequenceDrafter:
@@ -20,6 +21,15 @@ class SequenceDrafter:
     def missing(self, size: int) -> int:
         """Return how many of the first `size` positions it has not processed and cannot process by itself."""
         return 0
+
+    def state(self) -> State:
+        """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
+        if self.nbytes:
+            raise InvalidValue(f"the drafter {type(self).__name__} cannot save its caches")
+        return State()
+
+    def restore(self, state: State) -> None:
+        """Take over a state of the same drafter; this one is new."""
 
 
 class DraftBuilder:

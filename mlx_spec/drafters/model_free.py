@@ -217,7 +217,7 @@ class Forced(SequenceDrafter):
         return self._tokens
 
 
-class GrammarFilter:
+class GrammarFilter(SequenceDrafter):
     """Another drafter, whose tokens are cut after the first one that the grammar forbids.
 
     The tokens after it would waste rows of the target's pass. The forbidden token stays and is rejected: a

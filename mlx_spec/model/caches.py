@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.types import KVRows
+from mlx_spec.types import KVRows, State
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
 WINDOW_SLACK = 256  # rows that a sliding cache appends before it moves its window to the front of the buffer
@@ -99,6 +99,20 @@ class _AppendOnlyCache:
     def restore(self, saved: Any) -> None:
         """Return to a snapshot. Only appends may have followed it."""
         self.rewind(saved)
+
+    def state(self, saved: Any) -> State:
+        """Return the rows of a snapshot."""
+        return State({str(i): rows[..., :saved, :] for i, rows in enumerate(self.arrays())})
+
+    def load(self, state: State) -> Any:
+        """Append the rows of `state` to this empty cache. Return their snapshot."""
+        rows = [state.arrays[str(i)] for i in range(len(state.arrays))]
+        self._append(rows[: len(rows) // 2], rows[len(rows) // 2 :])
+        return self.offset
+
+    def first_size(self, saved: Any) -> int:
+        """Return the smallest size that `rewind` can return to from a snapshot."""
+        return 0
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate after a prefill."""
@@ -239,6 +253,26 @@ class SlidingCache:
         self.offset, self._first, buffers = saved
         self._buffers = list(buffers)
 
+    def state(self, saved: Any) -> State:
+        """Return the rows of a snapshot; none for an earlier one in the buffers of this cache."""
+        offset, first, buffers = saved
+        place = {"place": [offset, first]}
+        if offset < self.offset and buffers[0] is self._buffers[0]:
+            return State(numbers=place)
+        names = zip(("keys", "values"), buffers, strict=True)
+        return State({name: rows[..., : offset - first, :] for name, rows in names}, place)
+
+    def load(self, state: State) -> Any:
+        """Return the snapshot of a state; the newest one is restored first."""
+        offset, first = state.numbers["place"]
+        arrays = state.arrays
+        return offset, first, [arrays["keys"], arrays["values"]] if arrays else list(self._buffers)
+
+    def first_size(self, saved: Any) -> int:
+        """Return the smallest size that `rewind` can return to from a snapshot."""
+        first: int = saved[1]
+        return first + self.window - 1 if first else 0
+
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate after a prefill."""
         return self._buffers
@@ -260,6 +294,14 @@ class RecurrentCache(ArraysCache):
     def restore(self, saved: Any) -> None:
         """Return to a snapshot."""
         self.cache = list(saved)
+
+    def state(self, saved: Any) -> State:
+        """Return the arrays of a snapshot."""
+        return State({str(i): array for i, array in enumerate(saved) if array is not None})
+
+    def load(self, state: State) -> Any:
+        """Return the snapshot of a state."""
+        return [state.arrays.get(str(i)) for i in range(len(self.cache))]
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate after a prefill."""

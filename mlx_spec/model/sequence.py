@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import common_prefix
-from mlx_spec.types import Drafter, DraftLengthPolicy
+from mlx_spec.types import Drafter, DraftLengthPolicy, State
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,22 @@ class CachedSequence:
         """
         return min(common_prefix(self.tokens, prompt), max(len(prompt) - 2, 0))
 
+    def reusable(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
+        return reusable(self.parts.target.reach(), self.shared(prompt))
+
+    def state(self) -> State:
+        """Return what all caches hold. Raises InvalidValue if a drafter cannot save its own."""
+        drafters = {str(i): drafter.state() for i, drafter in enumerate(self.parts.drafters)}
+        return State.join({"target": self.parts.target.state(), **drafters})
+
+    def restore(self, tokens: Sequence[int], state: State) -> None:
+        """Take over a state and its tokens; this sequence is new and has the same parts."""
+        self.parts.target.restore(state.part("target"))
+        for i, drafter in enumerate(self.parts.drafters):
+            drafter.restore(state.part(str(i)))
+        self._tokens = list(tokens)
+
     def rewind_to_prefix(self, prompt: Sequence[int]) -> int:
         """Forget all that `prompt` does not begin with. Return how many of its tokens are kept.
 
@@ -70,3 +86,8 @@ class CachedSequence:
         """
         del self._tokens[length:]
         self.parts.target.rewind(min(max(length - 1, 0), self.parts.target.size))
+
+
+def reusable(reach: Sequence[tuple[int, int]], shared: int) -> int:
+    """Return how many of `shared` tokens a target with this reach can keep."""
+    return max((min(shared, last) for first, last in reach if first <= shared), default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,7 +29,7 @@ from mlx_spec.model.tree_attention import (
     unwrap_ropes,
     wrap_ropes,
 )
-from mlx_spec.types import Features, FeatureSpec, KVRows
+from mlx_spec.types import Features, FeatureSpec, KVRows, State
 
 CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
 # next turn often drops what a chat template appends to begin an answer
@@ -198,6 +198,46 @@ class LMTarget:
             self._checkpoints = [each for each in checkpoints if each.size <= self._size]
         return self._size
 
+    def reach(self) -> list[tuple[int, int]]:
+        """Return the ranges of sizes, both ends included, that `rewind` can return to."""
+        return [(self._first_size(point), point.size) for point in self._points()]
+
+    def state(self) -> State:
+        """Return what caches and checkpoints hold, as layer@checkpoint. There must be no uncommitted rows."""
+        points = self._points()
+        replay = cast(list[int], self._replay.tolist())
+        parts = {"all": State(numbers={"sizes": [point.size for point in points], "replay": replay})}
+        for j, point in enumerate(points):
+            for i, (cache, saved) in enumerate(zip(self._caches, point.snapshots, strict=True)):
+                if j == 0 or _moves_rows(cache):
+                    parts[f"{i}@{j}"] = cache.state(saved)
+        return State.join(parts)
+
+    def restore(self, state: State) -> None:
+        """Take over the state of a target with the same model; this one is new."""
+        numbers = state.part("all").numbers
+        self._size, *sizes = numbers["sizes"]
+        self._replay = mx.array(numbers["replay"], dtype=mx.int32)
+        for i, cache in enumerate(self._caches):
+            cache.restore(cache.load(state.part(f"{i}@0")))
+        for j, size in enumerate(sizes, 1):
+            snapshots = [
+                cache.load(state.part(f"{i}@{j}")) if _moves_rows(cache) else size
+                for i, cache in enumerate(self._caches)
+            ]
+            self._checkpoints.append(_Checkpoint(size, snapshots))
+
+    def _points(self) -> list[_Checkpoint]:
+        """Return the present place and the checkpoints before it."""
+        before = [checkpoint for checkpoint in self._checkpoints if checkpoint.size <= self._size]
+        return [_Checkpoint(self._size, [c.snapshot() for c in self._caches]), *before]
+
+    def _first_size(self, point: _Checkpoint) -> int:
+        if self._recurrent:
+            return point.size
+        places = zip(_attention(self._caches), point.snapshots, strict=True)
+        return max(cache.first_size(saved) for cache, saved in places)
+
     def _shorten(self, size: int) -> bool:
         """Move the offsets of all caches back to `size` if that is exact. Return True if it is."""
         attention = _attention(self._caches)
@@ -267,3 +307,8 @@ class LMTarget:
 
 def _attention(caches: list[LayerCache]) -> list[AttentionCache]:
     return [cache for cache in caches if not isinstance(cache, RecurrentCache)]
+
+
+def _moves_rows(cache: LayerCache) -> bool:
+    """Return True if a checkpoint of this cache is more than a size: later writes replace its rows."""
+    return isinstance(cache, SlidingCache | RecurrentCache)
