@@ -68,7 +68,7 @@ class DrafterStatistics:
             self._accepted[position] *= keep
             self._expected[position] *= keep
         rates = np.minimum(np.outer(list(LEVELS), decline), 0.985)  # [level, position]
-        self.rates: list[list[float]] = rates.T.tolist()  # [position][level]
+        self.rates = [list(map(float, column)) for column in rates.T]  # [position][level]
         tokens = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
         tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
         self.tokens: Floats = tokens  # [level, K]: tokens expected of a round with K draft tokens
