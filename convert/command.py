@@ -14,6 +14,7 @@ from typer import Argument
 from mlx_spec.apps.command import ERROR, INTERRUPTED, flag, option, parse
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.files import human_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -132,7 +133,7 @@ def _describe_part(name: str, manifest: Mapping[str, Any]) -> str:
     size = sum(file["bytes"] for file in part["files"].values())
     quantized = part.get("quantization")
     kind = f"{quantized.get('mode', 'affine')} {quantized['bits']} bits" if quantized else "not quantized"
-    return f"{name} {part['name']}, {part['family']}, {kind}, {size / 1e6:.1f} MB"
+    return f"{name} {part['name']}, {part['family']}, {kind}, {human_bytes(size)}"
 
 
 def _describe_acceptance(found: Mapping[str, Any]) -> str:

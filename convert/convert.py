@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
-from mlx_spec.hub.catalog import NONE, made_for
+from mlx_spec.hub.catalog import LOOKUP, NONE, made_for
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
@@ -107,6 +107,8 @@ def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None,
     """
     if name == NONE:
         return None, None
+    if name == LOOKUP:
+        raise InvalidValue("lookup has nothing to convert: every pair has it; give --drafter none")
     chosen = made_for(target.name) if name == AUTO else name
     if chosen is None:
         family = embedded_family(target)

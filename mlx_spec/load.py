@@ -76,8 +76,12 @@ def load(
     offered = _offered(found, num_draft_tokens)
     policies = _policies(folder, offered, config, num_draft_tokens, kv_bits)
     pair = Pair(info, text, _load_target(folder, config), [o.source for o in offered], policies, kv_bits)
-    _check_caches(pair, kv_bits)
-    pair.calibrate()
+    try:
+        pair.open().target.prefill([0])  # refuses caches without exact rollback now, not in an answer
+        pair.calibrate()
+    except LOADING_ERRORS as error:
+        kind = config["model_type"]
+        raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
     return pair
 
 
@@ -280,10 +284,3 @@ def _raise_wired_limit() -> None:
 
     if mx.metal.is_available():
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-
-
-def _check_caches(pair: Pair, kv_bits: int | None) -> None:
-    """Refuse caches without exact rollback now, not in the middle of an answer."""
-    parts = pair.open()
-    if kv_bits is not None:
-        parts.target.prefill([0])

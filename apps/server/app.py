@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -29,7 +30,7 @@ from .engine_thread import EngineThread
 from .errors import unknown_model
 from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
-from .models import ModelCard
+from .models import ModelCard, check_exists
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
 from .settings import CANNOT_LISTEN, Settings
 
@@ -90,13 +91,13 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
 
 def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> None:
     async def models(_: Request) -> Response:
-        cards = engine.models()
+        cards = await run_in_threadpool(engine.models)  # may read files
         listed = [_model_json(card.name, card) for card in cards]
         listed += [_model_json(alias, card) for card in cards for alias in card.aliases]
         return JSONResponse({"object": "list", "data": listed})
 
     async def model(http_request: Request) -> Response:
-        name, cards = http_request.path_params["name"], engine.models()
+        name, cards = http_request.path_params["name"], await run_in_threadpool(engine.models)
         found = next((card for card in cards if name in (card.name, *card.aliases)), None)
         if found is None:
             raise unknown_model(name, ", ".join(card.name for card in cards))
@@ -157,8 +158,11 @@ async def _close(engine: EngineThread) -> None:
 def run(settings: Settings) -> int:
     """Serve until a signal ends it. Return the exit status: 0, or 1 if the first model cannot be loaded.
 
-    Raises InvalidValue if the address or the log file cannot be used.
+    Raises NotFound or BadCheckpoint for a model that no load can find, and InvalidValue if the address or the
+    log file cannot be used.
     """
+    for model in settings.models:
+        check_exists(model)
     listener = _bind(settings.host, settings.port)
     log.configure(settings.log_file)
     engine = EngineThread(settings)

@@ -46,7 +46,7 @@ class Options:
     ] = None
     model: Annotated[
         list[str] | None,
-        model_option(value=NAMED, help="one more model and the name it goes by; may be repeated"),
+        model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated"),
     ] = None
     alias: Annotated[list[str] | None, model_option(value=ALIAS, help="another name of a model")] = None
     pin: Annotated[
@@ -149,7 +149,7 @@ class Options:
         if named and self.drafter is not None and self.target is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
         found: list[tuple[str, str, str | None]] = []
-        if self.target is not None or not named:
+        if self.target is not None or DEMO not in [name for name, _ in named]:
             target = DEMO if self.target is None else self.target
             found.append((Path(target).expanduser().name or target, target, self.drafter))
         for name, text in named:

@@ -7,9 +7,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,6 +24,7 @@ from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub import cached
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import integer, read_config, text_config
+from mlx_spec.hub.download import local_folder
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
@@ -120,6 +123,7 @@ class Models:
             for name in self._served
         }
         self._loaded: dict[str, LoadedModel] = {}
+        self._facts: dict[str, dict[str, Any]] = {}  # of cards, from the files of models
         self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
         self._folder = None
@@ -142,8 +146,8 @@ class Models:
         return found
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return all models, loaded or not."""
-        return tuple(self._cards.values())
+        """Return all models, loaded or not. The files of one that never was are read, once."""
+        return tuple(self._described(card) if card.tools is None else card for card in self._cards.values())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
         """Return the models that are loaded."""
@@ -163,6 +167,18 @@ class Models:
                 LOG.error("%s cannot be read: %s", name, error)
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
             return self._texts[name]
+
+    def _described(self, card: ModelCard) -> ModelCard:
+        """Return a card with what the files of its model say, if they are on this machine."""
+        name, served = card.name, self._served[card.name]
+        with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
+            if name not in self._facts and _is_local(served):
+                self._facts[name] = {}
+                config, text = read_config(_checkpoints(served)[0]), self.text(name)
+                length = integer(text_config(config), "max_position_embeddings")
+                tools = find_tool_format(text) is not None
+                self._facts[name] = {"context_length": length, "thinks": text.thinks, "tools": tools}
+        return replace(card, **self._facts.get(name, {}))
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if it has to wait until a busy one is done.
@@ -346,6 +362,14 @@ def _local_folder(name: str) -> Path:
     if found is None:
         raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
     return found
+
+
+def check_exists(served: ServedModel) -> None:
+    """Raise NotFound or BadCheckpoint for a model that no load will find. Nothing is downloaded."""
+    for name in folders(served.target, served.drafter):
+        folder = None if name is None else local_folder(name) or cached(name)
+        if folder is not None:
+            read_config(folder)
 
 
 def _check_names(settings: Settings) -> None:

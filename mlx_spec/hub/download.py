@@ -212,7 +212,7 @@ def check_space(name: str, missing: int, place: Path) -> None:
     free, needed = free_bytes(place), int(missing * MARGIN) + SPARE_BYTES
     if missing and free < needed:
         raise NoSpace(
-            f"{name} needs {needed / 1e9:.1f} GB on the disk of {place}, {free / 1e9:.1f} GB are free: "
+            f"{name} needs {human_bytes(needed)} on the disk of {place}, {human_bytes(free)} are free: "
             "make room there, or set HF_HOME to a folder on another disk"
         )
 

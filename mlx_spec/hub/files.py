@@ -51,7 +51,7 @@ def sha256(file: Path) -> str:
 
 def human_bytes(size: float) -> str:
     """Return a number of bytes as people read it: "3.6 GB"."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def shortened(names: list[str], shown: int = 3) -> str:

@@ -398,6 +398,7 @@ def test_values(tmp_path: Path) -> None:
     assert "32, 64 or 128" in refusal("12b", out, InvalidValue, quantization="4", group_size=48)
     assert "groups of 32" in refusal("12b", out, InvalidValue, quantization="mxfp4", group_size=64)
     assert "no drafter is known" in refusal("12b", out, InvalidValue, drafter="auto")
+    assert "give --drafter none" in refusal("12b", out, InvalidValue, drafter="lookup")
     assert "no folder" in refusal("12b", tmp_path / "none" / "out", NotFound)
     assert "no folder nowhere" in refusal("12b", out, NotFound, target="nowhere")
 

@@ -229,6 +229,13 @@ def test_config(target: Path, content: str, message: str) -> None:
     assert message in refused(BadCheckpoint, target)
 
 
+@pytest.mark.parametrize("drafter", ["lookup", "none"])
+def test_a_model_that_fails_in_its_first_pass(target: Path, drafter: str) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"rope_traditional": "perhaps"}))
+    assert "fails in its first pass as " in refused(BadCheckpoint, target, drafter)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -34,10 +34,11 @@ def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [human_bytes(size) for size in (0, 81_600, 99_000_000, 3_600_000_000)] == [
+    assert [human_bytes(size) for size in (0, 81_600, 99_000_000, 137_000_000, 3_600_000_000)] == [
         "0.0 MB",
         "0.1 MB",
         "99.0 MB",
+        "137.0 MB",
         "3.6 GB",
     ]
     assert shortened(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more" and shortened(["a"]) == "a"

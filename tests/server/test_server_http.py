@@ -325,9 +325,9 @@ def test_a_port_that_is_taken_is_one_line(capsys):
     assert said.out == "" and line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "mlx_spec.serve", "--port", "0", "--target", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, timeout=LIMIT, text=True)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("mlx-spec: ") and str(tmp_path) in line
+@pytest.mark.parametrize("option", ["--target={}", "--model=a={}/none", "--model=a=demo,{}/none"])
+def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys, option):
+    assert main(["--port", "0", option.format(tmp_path)]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and line.startswith("mlx-spec: ") and str(tmp_path) in line

@@ -163,6 +163,15 @@ def test_a_model_in_use_is_not_unloaded() -> None:
         assert loaded(engine) == ["one"]
 
 
+def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    others = ServedModel("far", "nobody/nothing"), ServedModel("bad", str(tmp_path))
+    with working(settings(ONE, TWO, *others)) as engine:
+        one, two, *unknown = engine.models()
+        assert not two.loaded and two == replace(one, name="two", loaded=False)
+        assert [(card.context_length, card.tools, card.thinks) for card in unknown] == [(None,) * 3] * 2
+
+
 def test_an_idle_model_is_unloaded() -> None:
     with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))

@@ -29,7 +29,9 @@ def test_options():
     assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
     assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
     assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
-    assert parse(["--model", "c=d"]).models == (ServedModel("c", "d"),)
+    assert parse(["--model", "c=d"]).models == (ServedModel("demo", "demo"), ServedModel("c", "d"))
+    assert parse(["--model", "demo=d"]).models == (ServedModel("demo", "d"),)
+    assert parse(["--allow-extra-parameters"]).allow_extra_parameters
 
 
 def test_key_from_a_file(tmp_path):
