@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -19,7 +20,7 @@ from .errors import Failure, anthropic_body, invalid, unsupported
 from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
-from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
+from .parameters import SharedFields, leave_out_tool, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import Fields
 from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
 from .settings import Settings
@@ -32,6 +33,7 @@ TOOL_CHOICES: dict[str, ToolChoice] = {
     "tool": "required",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
 BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 
 
@@ -77,7 +79,7 @@ class ToolField(Fields):
     """A tool that the client runs; another `type` names one that Anthropic's servers would run."""
 
     type: str | None = None
-    name: str = Field(pattern=parsing.TOOL_NAME)
+    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -199,11 +201,16 @@ def _parse_format(body: MessagesBody) -> OutputFormat | None:
 def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> ToolUse | None:
     tools = []
     for i, tool in enumerate(given):
+        if tool.type is not None and HOSTED_TOOLS.match(tool.type):
+            continue
         if tool.type not in (None, "custom"):
-            message = f"tools.{i}: {tool.type!r} runs on Anthropic's servers: only custom tools work here"
+            message = (
+                f"tools.{i}: {tool.type!r} is built into Anthropic's models: only custom tools work here"
+            )
             raise unsupported(message, f"tools.{i}")
+        name = parsing.required(tool.name, f"tools.{i}.name")
         schema = parsing.required(tool.input_schema, f"tools.{i}.input_schema")
-        tools.append(Tool(tool.name, tool.description, schema, bool(tool.strict)))
+        tools.append(Tool(name, tool.description, schema, bool(tool.strict)))
     choice = choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
     return parsing.make_tool_use(
@@ -304,6 +311,9 @@ class MessageWriter:
         self._usage: Json = {}
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
         self._timings: Json = {}
+        kinds = {tool.type for tool in body.tools or () if tool.type and HOSTED_TOOLS.match(tool.type)}
+        notes = [leave_out_tool(kind) for kind in sorted(kinds)]
+        self._notes: Json = {"mlx_spec": {"notes": notes}} if notes else {}
 
     def frames(self, event: Event | None) -> Iterator[str]:
         """Yield the text of a stream for an event, or for silence."""
@@ -390,7 +400,7 @@ class MessageWriter:
 
     def _envelope(self, content: list[Json]) -> Json:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, **self._end, "usage": self._usage}
+        return {**head, "content": content, **self._end, "usage": self._usage, **self._notes}
 
 
 def _end_json(event: ChoiceEnded) -> Json:

@@ -23,7 +23,7 @@ from .request import OutputFormat
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
-MAX_LOGGED_NAMES = 64  # unknown parameters that are logged, each once
+MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
 
 # The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.
 CONSTRAINTS: Mapping[str, str] = {
@@ -98,7 +98,7 @@ REASONS = {  # parameters that are not supported -> why
     "web_search_options": "nothing is ever fetched here",
     "moderation": "answers are not moderated here",
 }
-_logged_names: set[str] = set()
+_logged: set[str] = set()
 
 
 class SharedFields(Fields):
@@ -235,9 +235,22 @@ def check_unknown(body: Any, allowed: bool) -> None:
                 raise unsupported(f"{name}: is not supported here: leave it out{neutral}", name)
         elif not allowed:
             raise _unknown(body, name[:MAX_SHOWN_CHARS])
-        elif name not in _logged_names and len(_logged_names) < MAX_LOGGED_NAMES:
-            _logged_names.add(name)
-            LOG.warning("requests have a parameter that is not known here and has no effect: %.64r", name)
+        else:
+            shown = name[:MAX_SHOWN_CHARS]
+            _warn_once(f"requests have a parameter that is not known here and has no effect: {shown!r}")
+
+
+def leave_out_tool(kind: str) -> str:
+    """Return the note that a hosted tool of this type is left out. Log it once."""
+    note = f"tools: {kind!r} needs a service that does not run here and is left out"
+    _warn_once(note)
+    return note
+
+
+def _warn_once(message: str) -> None:
+    if message not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add(message)
+        LOG.warning("%s", message)
 
 
 def _unknown(body: SharedFields, name: str) -> Exception:

@@ -221,6 +221,19 @@ def test_tools(place: Place, choice: Any, use: dict[str, Any]):
     assert request.prompt.tools == ToolUse((tool,), **use)
 
 
+def test_hosted_tools_are_left_out_with_a_note(place: Place):
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    given = {"tools": [WEATHER, search, {"type": "mcp_toolset", "mcp_server_name": "x"}]}
+    assert [tool.name for tool in place.request(**given).prompt.tools.tools] == ["weather"]
+    notes = place.post(**given)[1]["mlx_spec"]["notes"]
+    assert len(notes) == 2 and "'web_search_20250305' needs a service" in notes[1]
+    assert place.frames(**given)[0][1]["message"]["mlx_spec"]["notes"] == notes
+    assert place.request(tools=[search]).prompt.tools is None and "mlx_spec" not in place.post()[1]
+    forced = {"tool_choice": {"type": "tool", "name": "web_search"}}
+    place.stub.requests.clear()
+    assert "'web_search' is none of the tools" in place.error(**given, **forced)["message"]
+
+
 def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
@@ -251,7 +264,8 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
         ({"container": "c1"}, "container"),
         ({"mcp_servers": [{"url": "https://example.com"}]}, "mcp_servers"),
         ({"speed": "fast"}, "speed 'fast'"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0 web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 bash_20250124"),
+        ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
         ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
         ({"tools": [WEATHER, WEATHER]}, "2 tools 'weather'"),
         ({"tools": [WEATHER | {"input_schema": {"a": "x" * 3000}}]}, "'weather' 2000"),
