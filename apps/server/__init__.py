@@ -1,4 +1,4 @@
-"""The local server: OpenAI's and Anthropic's APIs in front of a pair."""
+"""The local server: OpenAI's, Anthropic's and Ollama's APIs in front of a pair."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from mlx_spec import __version__
 from mlx_spec.apps.server import page
 from mlx_spec.errors import InvalidValue
 
-from . import anthropic_messages, log, openai_chat, openai_completions, openai_responses
+from . import anthropic_messages, log, ollama_models, openai_chat, openai_completions, openai_responses
 from .engine_thread import EngineThread
 from .errors import unknown_model
 from .http import LastResort, add_error_handlers, answer
@@ -76,6 +76,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
+    ollama_models.add_routes(app, engine, counted, settings)
     app.include_router(page.router())
     add_error_handlers(app)
     app.add_middleware(LastResort)

@@ -24,7 +24,7 @@ limit_option = partial(option, panel="Limits")
 
 @dataclass(frozen=True)
 class Options:
-    """Answer requests of OpenAI's and Anthropic's clients on this machine."""
+    """Answer requests of OpenAI's, Anthropic's and Ollama's clients on this machine."""
 
     version: Version = False
 

@@ -52,6 +52,7 @@ class ModelStatus:
     weights: int  # bytes
     caches: int  # bytes of its cached sequences
     conversations: int  # cached sequences
+    expires_at: float  # seconds since 1970, if it is not used again; infinite: never
 
 
 @dataclass(frozen=True)
@@ -239,9 +240,9 @@ class EngineThread:
         try:
             self._load_first()
             while self._wait_for_work():
-                self._expire_models()
                 self._admit()
                 self._take_turns()
+                self._expire_models()
                 self._check_costs()
                 self._read_memory()
         finally:
@@ -267,7 +268,7 @@ class EngineThread:
             return not self._closing
 
     def _expire_models(self) -> None:
-        if self._settings.idle_seconds is not None:
+        if any(model.idle_seconds is not None for model in self._models.loaded()):
             with self._changed:
                 wanted = {job.request.model for job in self._waiting}
             self._models.expire({self._models.resolve(name) for name in wanted} | self._busy())
@@ -300,6 +301,8 @@ class EngineThread:
                 self._blocked = True
                 return False
             self._problem = None
+            kept = job.request.keep_alive
+            model.idle_seconds = self._settings.idle_seconds if kept is None else kept
             running = RunningRequest(job.request, model, job.send, job.submitted)
             text, grammars = model.pair.text, model.grammars  # without the weights, which may be unloaded
             prepared = self._preparers.submit(prepare, job.request, text, grammars, self._limits)
@@ -349,7 +352,7 @@ class EngineThread:
             return
         self._memory_read = time.monotonic()
         models = tuple(
-            ModelStatus(one.name, one.weights, one.prefix_cache.nbytes, len(one.prefix_cache))
+            ModelStatus(one.name, one.weights, one.prefix_cache.nbytes, len(one.prefix_cache), one.expires_at)
             for one in self._models.loaded()
         )
         memory = MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())

@@ -32,6 +32,8 @@ from .request import GenerationRequest
 from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
+OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
+EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
 LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
@@ -167,14 +169,22 @@ class Api:
     body: type[Any]
     parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
     writer: Callable[[Any, GenerationRequest], Writer]
+    media_type: str = EVENT_STREAM  # of a stream
 
 
 async def answer(http_request: Request, *, engine: CountedEngine, settings: Settings, api: Api) -> Response:
+    """Read the body of a request and answer it, see `answer_body`."""
+    body = await read_body(http_request, api.body)
+    return await answer_body(http_request, body, engine=engine, settings=settings, api=api)
+
+
+async def answer_body(
+    http_request: Request, body: Any, *, engine: CountedEngine, settings: Settings, api: Api
+) -> Response:
     """Answer a request, whole or as a stream. It is cancelled when the client hangs up.
 
     Raises Failure if the request is not admitted, or fails before its response begins.
     """
-    body = await read_body(http_request, api.body)
     request = api.parse(body, engine.resolve(body.model or None))
     check_unknown(body, settings.allow_extra_parameters)
     check_limits(request, settings.limits)
@@ -188,15 +198,18 @@ async def answer(http_request: Request, *, engine: CountedEngine, settings: Sett
     except BaseException:
         await source.aclose()
         raise
-    return EventStream(source, _frames(first, source, writer, settings.keepalive_seconds))
+    frames = _frames(first, source, writer, settings.keepalive_seconds)
+    return EventStream(source, frames, api.media_type)
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events, which closes its source in the end."""
+    """A stream of events, which closes its source in the end."""
 
-    def __init__(self, source: AsyncGenerator[Event | None, None], frames: AsyncIterator[str]) -> None:
+    def __init__(
+        self, source: AsyncGenerator[Event | None, None], frames: AsyncIterator[str], media_type: str
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        super().__init__(frames, media_type=media_type, headers=headers)
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,15 +222,15 @@ class EventStream(StreamingResponse):
 
 def named_event(name: str, content: Mapping[str, Any]) -> str:
     """Return a named server-sent event."""
-    return f"event: {name}\ndata: {_one_line(content)}\n\n"
+    return f"event: {name}\ndata: {json_line(content)}\n\n"
 
 
 def data_event(content: Mapping[str, Any]) -> str:
     """Return a server-sent event without a name."""
-    return f"data: {_one_line(content)}\n\n"
+    return f"data: {json_line(content)}\n\n"
 
 
-def _one_line(content: Mapping[str, Any]) -> str:
+def json_line(content: Mapping[str, Any]) -> str:
     """Return JSON without any character that a client may take for the end of a line."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
@@ -292,6 +305,8 @@ def error_response(path: str, failure: Failure) -> Response:
     """Return the response to a request for `path` that failed before its response began."""
     if path.startswith(ANTHROPIC_PATH):
         response = JSONResponse(anthropic_body(failure), anthropic_status(failure))
+    elif path.startswith(OLLAMA_PATH):
+        response = JSONResponse({"error": failure.message}, failure.status)
     else:
         response = JSONResponse(failure.body, failure.status)
     if failure.retry_after is not None:
@@ -355,9 +370,11 @@ class LastResort:
 
 def _last_event(scope: Scope, begun: Message) -> bytes:
     """Return the error that ends a stream whose writer failed; nothing if it is no stream."""
-    if not any(value.startswith(b"text/event-stream") for _, value in begun.get("headers", ())):
+    types, failure = [value for _, value in begun.get("headers", ())], internal_error()
+    if JSON_LINES.encode() in types:
+        return f"{json_line({'error': failure.message})}\n".encode()
+    if not any(value.startswith(EVENT_STREAM.encode()) for value in types):
         return b""
-    failure = internal_error()
     if scope["path"].startswith(ANTHROPIC_PATH):
         return named_event("error", anthropic_body(failure)).encode()
     return data_event(failure.body).encode()

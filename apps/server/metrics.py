@@ -94,6 +94,8 @@ class Metrics:
     def count_answer(self, model: str, event: Finished) -> None:
         """Count a request that was answered."""
         statistics = event.timings.statistics
+        if not statistics.generated_tokens:  # a model was loaded, or a prompt scored
+            return
         self.first_token.labels(model).observe(event.timings.first_token_seconds)
         if statistics.tokens_per_second:
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -66,11 +67,19 @@ class LoadedModel:
     prefix_cache: PrefixCache
     grammars: GrammarCache
     last_used: float  # time.monotonic()
+    idle_seconds: float | None  # unload it after this time; None: never
 
     @property
     def weights(self) -> int:
         """Return the bytes of the weights."""
         return self.pair.info.target_bytes + self.pair.info.drafter_bytes
+
+    @property
+    def expires_at(self) -> float:
+        """Return when it is unloaded if it is not used again, in seconds since 1970."""
+        if self.idle_seconds is None:
+            return math.inf
+        return time.time() - time.monotonic() + self.last_used + self.idle_seconds
 
 
 class GrammarCache:
@@ -161,7 +170,7 @@ class Models:
         with self._text_lock:
             try:
                 if name not in self._texts:
-                    folder = _checkpoints(self._served[name])[0]
+                    folder = checkpoint_folders(self._served[name])[0]
                     self._texts[name] = read_text(folder, repair_config(read_config(folder)))
             except SpecError as error:
                 LOG.error("%s cannot be read: %s", name, error)
@@ -202,13 +211,11 @@ class Models:
         return loaded
 
     def expire(self, busy: Collection[str]) -> None:
-        """Unload the models that nobody has used for `idle_seconds`."""
-        limit = self._settings.idle_seconds
-        if limit is None:
-            return
+        """Unload the models that nobody has used for their `idle_seconds`."""
         now = time.monotonic()
         for name in self._unused(busy):
-            if now - self._loaded[name].last_used >= limit:
+            limit = self._loaded[name].idle_seconds
+            if limit is not None and now - self._loaded[name].last_used >= limit:
                 self.unload(name)
 
     def check_costs(self) -> None:
@@ -269,7 +276,8 @@ class Models:
         count, budget = self._settings.conversations, partial(self._cache_budget, name)
         prefix_cache = PrefixCache(pair.open, count, budget, files)
         grammars = GrammarCache(text, pair.info.vocab_size)
-        self._loaded[name] = LoadedModel(name, pair, prefix_cache, grammars, time.monotonic())
+        idle = self._settings.idle_seconds
+        self._loaded[name] = LoadedModel(name, pair, prefix_cache, grammars, time.monotonic(), idle)
         self._cards[name] = replace(
             self._cards[name],
             loaded=True,
@@ -332,7 +340,7 @@ def memory_need(served: ServedModel) -> MemoryNeed:
 
     Raises NotFound if it is not on this machine, BadCheckpoint if it is damaged.
     """
-    checkpoints = _checkpoints(served)
+    checkpoints = checkpoint_folders(served)
     config = read_config(checkpoints[0])
     longest = integer(text_config(config), "max_position_embeddings") or MAX_RESERVED_TOKENS
     context = min(longest, MAX_RESERVED_TOKENS)
@@ -345,12 +353,12 @@ def memory_need(served: ServedModel) -> MemoryNeed:
 def _is_local(served: ServedModel) -> bool:
     """Return True if a model can be loaded without a download."""
     try:
-        return all(folder.is_dir() for folder in _checkpoints(served))
+        return all(folder.is_dir() for folder in checkpoint_folders(served))
     except NotFound:
         return False
 
 
-def _checkpoints(served: ServedModel) -> list[Path]:
+def checkpoint_folders(served: ServedModel) -> list[Path]:
     """Return the folders of target and drafter, if the drafter is a checkpoint. Raises NotFound."""
     target, drafter = folders(served.target, served.drafter)
     return [_local_folder(name) for name in (target, drafter) if name is not None]

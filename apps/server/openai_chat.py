@@ -178,7 +178,7 @@ def _parse_logprobs(body: ChatBody) -> int | None:
 
 
 def _parse_tools(body: ChatBody) -> ToolUse | None:
-    tools = [_parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
+    tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
     choice, named = "auto", None
     if body.tool_choice is not None:
         choice = body.tool_choice.type
@@ -191,7 +191,8 @@ def _parse_tools(body: ChatBody) -> ToolUse | None:
     return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[choice], named, body.parallel_tool_calls)
 
 
-def _parse_tool(tool: ToolField, field: str) -> Tool:
+def parse_tool(tool: ToolField, field: str) -> Tool:
+    """Return a tool. Raises Failure (400)."""
     if tool.type != "function":
         shown = tool.type[: parsing.MAX_SHOWN_CHARS]
         raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")

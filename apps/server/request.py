@@ -68,7 +68,7 @@ class OutputFormat:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request, ready to be prepared for its model."""
+    """A request, ready to be prepared for its model. One without any prompt only loads the model."""
 
     model: str  # the resolved name of a model
     prompt: Chat | RawPrompts
@@ -82,3 +82,4 @@ class GenerationRequest:
     format: OutputFormat | None = None
     prediction: str | None = None  # text that the answer is expected to contain
     prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages
+    keep_alive: float | None = None  # seconds without use after which to unload; None: as the settings say

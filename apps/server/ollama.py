@@ -1,0 +1,371 @@
+"""`/api/chat` and `/api/generate`: Ollama's native API.
+
+Bodies become the same requests as those of the other protocols. Streams are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from mlx_spec.sampling import Sampling
+
+from . import parsing
+from .engine_thread import EngineThread
+from .errors import invalid, unsupported
+from .events import ChoiceEnded, Event, Failed, Finished, TextDelta, ToolCall, logprob_json, timings_json
+from .http import JSON_LINES, Api, Json, json_line
+from .models import ModelCard
+from .openai_chat import ToolField, parse_tool
+from .parsing import MAX_SHOWN_CHARS, Fields
+from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
+
+LATEST = ":latest"  # the tag of a name without one
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
+NO_EFFECT = frozenset(  # options of loading, and of what never happens here: no text depends on them
+    "num_ctx num_batch num_gpu main_gpu num_thread numa low_vram use_mmap use_mlock logits_all num_keep"
+    " draft_num_predict mirostat_tau mirostat_eta".split()
+)
+NEUTRAL = {"typical_p": 1, "tfs_z": 1, "mirostat": 0, "penalize_newline": True, "f16_kv": True}  # accepted so
+REFUSED = {  # field -> why it is not supported
+    "images": "only text is read here",
+    "suffix": "text can only be continued here, not filled in",
+    "template": "the model's own chat template is used",
+    "context": "give the conversation to /api/chat",
+}
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
+
+Piece = Callable[[str, str, list[Json]], Json]  # text, thinking, tool calls
+
+
+# --- the bodies
+
+
+def _without_tag(name: Any) -> Any:
+    return name.removesuffix(LATEST) if isinstance(name, str) else name
+
+
+ModelName = Annotated[str | None, BeforeValidator(_without_tag)]
+Texts = Annotated[
+    list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
+
+
+class OllamaOptions(Fields):
+    """Options that change the text. The others are accepted without effect, or refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: int | None = None  # 0 and less: all tokens
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None  # -1: none
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None  # 0: no penalties; -1 and None: of all tokens
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_predict: int | None = None  # -1 and -2: until the context ends
+    stop: Texts = None
+
+
+class OllamaBody(Fields):
+    """The fields that both routes take. Nothing to answer loads the model, or unloads it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: ModelName = None
+    stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
+    options: OllamaOptions | None = None
+    format: Any = None  # "json" or a schema
+    think: Any = None  # a bool or a level
+    keep_alive: Any = None  # a duration
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: bool | None = None  # without effect: no prompt is ever cut
+    shift: bool | None = None
+
+
+class OllamaCalled(Fields):
+    """A function and its arguments."""
+
+    name: str = Field(min_length=1)
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaCall(Fields):
+    """A tool call in an earlier answer."""
+
+    id: str | None = None
+    function: OllamaCalled
+
+
+class OllamaMessage(Fields):
+    """A turn of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChat(OllamaBody):
+    """The body of `/api/chat`."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[ToolField] | None = None
+
+
+class OllamaGenerate(OllamaBody):
+    """The body of `/api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+# --- from a body to a request
+
+
+def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread) -> GenerationRequest:
+    """Return the request. Raises Failure (400), with the field that cannot be honoured."""
+    for name, value in (body.model_extra or {}).items():
+        if value:  # some clients always send what is empty, 0 or false
+            why = REFUSED.get(name, "Ollama's API has no such field, or not for text")
+            raise unsupported(f"{name[:MAX_SHOWN_CHARS]}: is not supported: {why}", name)
+    options = body.options or OllamaOptions()
+    _check_options(options)
+    return GenerationRequest(
+        model=model,
+        prompt=_prompt(body, _thinks(body, model, engine)),
+        sampling=_sampling(options),
+        max_tokens=_limit(options.num_predict),
+        stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        format=_format(body.format),
+        prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
+        keep_alive=parse_duration(body.keep_alive),
+    )
+
+
+def _check_options(options: OllamaOptions) -> None:
+    for name, value in (options.model_extra or {}).items():
+        if name in NO_EFFECT or value is None or NEUTRAL.get(name) == value:
+            continue
+        field = f"options.{name[:MAX_SHOWN_CHARS]}"
+        if name in NEUTRAL:
+            raise unsupported(f"{field}: only {json.dumps(NEUTRAL[name])} is supported", field)
+        near = difflib.get_close_matches(name, [*OllamaOptions.model_fields, *NO_EFFECT, *NEUTRAL], 1)
+        raise unsupported(f"{field}: is not known here" + (f": is {near[0]!r} meant?" if near else ""), field)
+
+
+def _limit(given: int | None) -> int | None:
+    if given is not None and given < 1 and given not in (-1, -2):
+        message = f"options.num_predict: {given} is too few: give 1 or more, or -1 for no limit"
+        raise invalid(message, "options.num_predict")
+    return None if given is None or given < 0 else given
+
+
+def _sampling(options: OllamaOptions) -> Sampling:
+    field, window = "options.repeat_last_n", options.repeat_last_n
+    added = options.presence_penalty, options.frequency_penalty
+    penalised = any(added) or options.repeat_penalty not in (None, 1)
+    if penalised and window not in (None, -1, 0):
+        raise unsupported(f"{field}: penalties count all tokens here, not the last {window}: give -1", field)
+    given = {
+        "temperature": options.temperature,
+        "top_k": None if options.top_k is None else max(options.top_k, 0),
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": None if options.seed == -1 else options.seed,
+    }
+    if window != 0:
+        given |= {"presence_penalty": added[0], "frequency_penalty": added[1]}
+        given |= {"repetition_penalty": options.repeat_penalty}
+    return parsing.make_sampling(**DEFAULTS | {key: v for key, v in given.items() if v is not None})
+
+
+def _format(given: Any) -> OutputFormat | None:
+    if isinstance(given, dict):
+        return OutputFormat("json_schema", json.dumps(given), "format")
+    if given not in (None, "", "json"):
+        raise unsupported("format: give 'json' or a JSON schema", "format")
+    return OutputFormat("json_object", param="format") if given else None
+
+
+def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
+    """Return True if the model shall think; without `think` it does if it can, as in Ollama."""
+    can = find_card(engine, model).thinks
+    if body.think not in (None, True, False, "low", "medium", "high", "max"):
+        raise unsupported("think: give true, false, or low, medium, high, max", "think")
+    if body.think and can is False:
+        raise unsupported(f"think: {model!r} does not support thinking", "think")
+    return can is not False if body.think is None else bool(body.think)
+
+
+def parse_duration(given: Any) -> float | None:
+    """Return the seconds of a duration such as "5m" or 300; less than 0 is for ever. Raises Failure (400)."""
+    if given is None:
+        return None
+    text = str(given)
+    digits = text.removeprefix("-")
+    parts = DURATION.findall(digits)
+    if not parts or "".join(map("".join, parts)) != digits:
+        message = "keep_alive: give a duration such as '5m', or seconds, or -1 for ever"
+        raise invalid(message, "keep_alive")
+    seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
+    return math.inf if text != digits else seconds
+
+
+def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompts:
+    level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
+    if isinstance(body, OllamaChat):
+        if not body.messages:
+            return RawPrompts(())
+        tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
+        use = parsing.make_tool_use(tools, "auto", None, None)
+        return Chat(_parse_messages(body.messages), use, thinks, level)
+    if not body.prompt or body.raw:
+        if body.raw and body.system:
+            raise unsupported("system: a raw prompt has none", "system")
+        return RawPrompts((body.prompt,) if body.prompt else ())
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return Chat((*system, {"role": "user", "content": body.prompt}), None, thinks, level)
+
+
+def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
+    turns: list[Json] = []
+    waiting: list[tuple[str, str]] = []  # ids and names of the calls without a result
+    for i, message in enumerate(messages):
+        field, content = f"messages.{i}", message.content or ""
+        if message.images:
+            raise unsupported(f"{field}.images: {REFUSED['images']}", f"{field}.images")
+        if message.role == "assistant":
+            calls: list[Json] = []
+            for call in message.tool_calls or []:
+                waiting.append((call.id or f"call_{i}_{len(calls)}", call.function.name))
+                calls.append(parsing.call_turn(*waiting[-1], call.function.arguments or {}))
+            turns.append(parsing.assistant_turn(content or (None if calls else ""), message.thinking, calls))
+        elif message.role == "tool":
+            id, name = message.tool_call_id, message.tool_name
+            call_id = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
+            if call_id is None:
+                raise invalid(f"{field}: there is no call before it whose result this is", field)
+            waiting.remove(call_id)
+            id, name = call_id
+            turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": content})
+        else:
+            turns.append({"role": message.role, "content": content})
+    if messages[-1].role == "assistant":
+        raise unsupported(f"{field}: an answer cannot be begun for the model here", field)
+    return parsing.merge_turns(turns)
+
+
+# --- answers
+
+
+def chat_piece(text: str, thinking: str, calls: list[Json]) -> Json:
+    """Return a piece of an answer as `/api/chat` has it."""
+    message: Json = {"role": "assistant", "content": text}
+    message |= {"thinking": thinking} if thinking else {}
+    return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+
+def generate_piece(text: str, thinking: str, calls: list[Json]) -> Json:
+    """Return a piece of an answer as `/api/generate` has it."""
+    return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+
+class LinesWriter:
+    """Writes an answer as lines of JSON, or as one object."""
+
+    def __init__(self, body: OllamaBody, request: GenerationRequest, *, piece: Piece) -> None:
+        self._model = request.model
+        self._piece = piece
+        self._began = time.perf_counter()
+        self._is_empty = request.prompt == RawPrompts(())
+        self._reason = "unload" if request.keep_alive == 0 else "load"  # unless a choice ends
+
+    def frames(self, event: Event | None) -> Iterator[str]:
+        """Yield the lines of an event; an empty piece for silence."""
+        if isinstance(event, ChoiceEnded):
+            self._reason = "length" if event.reason == "length" else "stop"
+        if isinstance(event, Failed):
+            yield f"{json_line({'error': event.failure.message})}\n"
+        elif event is None or isinstance(event, TextDelta | ToolCall | Finished):
+            yield f"{json_line(self._object([] if event is None else [event]))}\n"
+
+    def whole(self, events: Iterable[Event]) -> Json:
+        """Return a response without a stream."""
+        events = list(events)
+        for event in events:
+            if isinstance(event, ChoiceEnded):
+                list(self.frames(event))
+        return self._object(events) | ({} if events else {"done": True, "done_reason": self._reason})
+
+    def _object(self, events: Iterable[Event]) -> Json:
+        texts, calls, logprobs = {"answer": "", "thinking": ""}, list[Json](), list[Json]()
+        end: Json = {"done": False}
+        for event in events:
+            match event:
+                case TextDelta():
+                    texts[event.kind] += event.text
+                    logprobs += map(logprob_json, event.logprobs)
+                case ToolCall():
+                    function = {"name": event.name, "arguments": json.loads(event.arguments or "{}")}
+                    calls.append({"id": event.id, "function": {"index": event.call, **function}})
+                case Finished():
+                    end = {"done": True, "done_reason": self._reason}
+                    end |= {} if self._is_empty else self._measured(event)
+        head = {"model": self._model, "created_at": timestamp(time.time())}
+        scores = {"logprobs": logprobs} if logprobs else {}
+        return head | self._piece(texts["answer"], texts["thinking"], calls) | scores | end
+
+    def _measured(self, event: Finished) -> Json:
+        statistics = event.timings.statistics
+        return {
+            "total_duration": _nanoseconds(time.perf_counter() - self._began),
+            "load_duration": _nanoseconds(event.timings.queued_seconds),
+            "prompt_eval_count": event.usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(statistics.prefill_seconds),
+            "eval_count": event.usage.completion_tokens,
+            "eval_duration": _nanoseconds(statistics.decode_seconds),
+            "timings": timings_json(event.timings),  # ours
+        }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def timestamp(seconds: float) -> str:
+    """Return seconds since 1970 as Ollama writes a time; infinity as the end of time."""
+    when = datetime.max.replace(tzinfo=UTC) if math.isinf(seconds) else datetime.fromtimestamp(seconds, UTC)
+    return when.isoformat().replace("+00:00", "Z")
+
+
+def find_card(engine: EngineThread, name: str) -> ModelCard:
+    """Return the card of a resolved name."""
+    return next(card for card in engine.models() if card.name == name)
+
+
+def apis(engine: EngineThread) -> dict[str, Api]:
+    """Return both routes. `engine` knows which models can think."""
+    read = partial(parse, engine=engine)
+    return {
+        "chat": Api(OllamaChat, read, partial(LinesWriter, piece=chat_piece), JSON_LINES),
+        "generate": Api(OllamaGenerate, read, partial(LinesWriter, piece=generate_piece), JSON_LINES),
+    }

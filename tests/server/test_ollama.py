@@ -1,0 +1,293 @@
+"""Ollama's native API: requests, lines, models, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import served
+from endpoint import ANSWER, CHAT, DEMO, HELLO, SHUTDOWN, TURN, Stub, fresh, shared, stubbed, wait_until
+from starlette.testclient import TestClient
+
+from mlx_spec.apps.server.events import Finished
+from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.ollama import parse_duration
+from mlx_spec.apps.server.request import Chat, GenerationRequest, OutputFormat, RawPrompts
+from mlx_spec.apps.server.settings import Settings
+from mlx_spec.sampling import Sampling
+
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+BRIEF, HI = {"role": "system", "content": "Be brief."}, ({"role": "user", "content": "Hi"},)
+WEATHER_CALL = {"name": "weather", "arguments": {"city": "Köln"}}
+
+
+def post(path: str = OLLAMA, **body: Any) -> Any:
+    given = {"messages": HELLO} if path == OLLAMA else {"prompt": "x"}
+    return client().post(path, json={"model": "demo", "stream": False} | given | body)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    fresh(ANSWER)
+
+
+def client() -> TestClient:
+    return shared()[1].client
+
+
+def parsed(path: str = OLLAMA, **body: Any) -> GenerationRequest:
+    response = post(path, **body)
+    assert response.status_code == 200, response.text
+    return shared()[0].requests[-1]
+
+
+def lines(path: str = OLLAMA, **body: Any) -> list[dict[str, Any]]:
+    response = post(path, **body, stream=None)
+    assert response.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+# --- requests
+
+
+def test_a_conversation_is_the_same_request_as_in_openais_dialect() -> None:
+    ask = {"role": "user", "content": "Weather?"}
+    answer = {"role": "assistant", "content": "", "thinking": "Hm."}
+    ours = parsed(
+        model="demo:latest",
+        messages=[
+            BRIEF,
+            ask,
+            answer | {"tool_calls": [{"function": WEATHER_CALL}]},
+            {"role": "tool", "tool_name": "weather", "content": "sun"},
+        ],
+        tools=[WEATHER],
+        think=False,
+        options={"temperature": 1, "top_k": 0, "top_p": 1, "num_predict": 9, "stop": ["x", "x"], "seed": 3},
+        format={"type": "object"},
+    )
+    called = {"name": "weather", "arguments": json.dumps(WEATHER_CALL["arguments"])}
+    theirs_body = {
+        "messages": [
+            BRIEF,
+            ask,
+            {
+                "role": "assistant",
+                "reasoning_content": "Hm.",
+                "tool_calls": [{"id": "call_2_0", "type": "function", "function": called}],
+            },
+            {"role": "tool", "tool_call_id": "call_2_0", "content": "sun"},
+        ],
+        "tools": [WEATHER],
+        "top_k": 0,
+        "max_tokens": 9,
+        "stop": "x",
+        "seed": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    }
+    assert client().post(CHAT, json=theirs_body).status_code == 200
+    theirs = shared()[0].requests[-1]
+    assert replace(ours, format=None) == replace(theirs, format=None)
+    assert ours.format == OutputFormat("json_schema", '{"type": "object"}', "format")
+
+
+def test_defaults_are_ollamas() -> None:
+    found = parsed(options=None, format="", template="", images=[], suffix=None, context=[])
+    assert found.sampling == Sampling(temperature=0.8, top_k=40, top_p=0.9)
+    assert isinstance(found.prompt, Chat) and found.prompt.thinking  # the stub does not say that it cannot
+    assert (found.max_tokens, found.format, found.keep_alive, found.top_logprobs) == (None, None, None, None)
+
+
+def test_options() -> None:
+    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    idle = {"num_ctx": 8192, "num_gpu": 99, "num_thread": 4, "typical_p": 1.0, "mirostat": 0, "seed": -1}
+    found = parsed(options={**penalties, **idle, "repeat_last_n": -1, "num_predict": -2, "min_p": 0.1})
+    assert found.sampling == Sampling(0.8, 40, 0.9, 0.1, 1.1, 0.5, 0.25) and found.max_tokens is None
+    assert parsed(options=penalties | {"repeat_last_n": 0}).sampling == Sampling(0.8, 40, 0.9)
+    assert parsed(options={"repeat_last_n": 64}).sampling == Sampling(0.8, 40, 0.9)  # no penalty: no window
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"prompt": "Hi", "think": "high"}, Chat(HI, None, True, {"reasoning_effort": "high"})),
+        ({"prompt": "Hi", "think": False, "system": "Be brief."}, Chat((BRIEF, *HI))),
+        ({"prompt": "Hi", "raw": True}, RawPrompts(("Hi",))),
+        ({"prompt": ""}, RawPrompts(())),
+    ],
+)
+def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
+    assert parsed(GENERATE, **body).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({"options": {"temprature": 1}}, "options.temprature: is not known here: is 'temperature' meant?"),
+        ({"options": {"mirostat": 2}}, "options.mirostat"),
+        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "options.repeat_last_n"),
+        ({"options": {"num_predict": 0}}, "options.num_predict"),
+        ({"options": {"temperature": -1}}, "options.temperature"),
+        ({"options": {"stop": ["a", "b", "c", "d", "e"]}}, "5 stop strings"),
+        ({"format": "yaml"}, "format"),
+        ({"think": "hard"}, "think"),
+        ({"keep_alive": "soon"}, "keep_alive"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages.1"),
+        ({"modle": "x"}, "modle"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "context": [1, 2]}, "context"),
+        ({"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
+        ({"prompt": "x", "raw": True, "system": "y"}, "system"),
+    ],
+)
+def test_refusals(body: dict[str, Any], names: str) -> None:
+    response = post(GENERATE if "prompt" in body else OLLAMA, **body)
+    assert response.status_code == 400 and set(response.json()) == {"error"}
+    assert response.json()["error"].startswith(names)
+    assert shared()[0].requests == []
+
+
+def test_thinking_is_refused_where_the_model_cannot() -> None:
+    plain = Stub()
+    plain.models = lambda: (ModelCard("demo", (), 0, loaded=True, thinks=False),)  # type: ignore[method-assign]
+    other = stubbed(plain).client
+    body = {"messages": HELLO, "stream": False}
+    assert other.post(OLLAMA, json=body | {"think": True}).json() == {
+        "error": "think: 'demo' does not support thinking"
+    }
+    assert other.post(OLLAMA, json=body).status_code == 200
+    assert not plain.requests[0].prompt.thinking  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(None, None), (0, 0), ("0", 0), (300, 300), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), ("100ms", 0.1)]
+    + [(given, math.inf) for given in (-1, "-1", "-1m")],
+)
+def test_durations(given: Any, seconds: Any) -> None:
+    assert parse_duration(given) == pytest.approx(seconds)
+
+
+# --- answers
+
+
+def test_a_whole_chat() -> None:
+    found = post(logprobs=True, options={}).json()
+    assert found["message"] == {"role": "assistant", "content": "Hello you", "thinking": "Hm."}
+    assert (found["model"], found["done"], found["done_reason"]) == ("demo", True, "stop")
+    assert (found["prompt_eval_count"], found["eval_count"]) == (5, 4)
+    assert (found["prompt_eval_duration"], found["eval_duration"]) == (10**8, 2 * 10**8)
+    assert found["load_duration"] == 10**7 and found["total_duration"] > 0
+    assert [one["token"] for one in found["logprobs"]] == ["Hel", "lo"]
+    assert found["timings"]["draft_kind"] == "lookup" and found["created_at"].endswith("Z")
+
+
+def test_the_lines_of_a_stream_add_up_to_the_whole() -> None:
+    fresh(TURN)
+    streamed, whole = lines(), post().json()
+    for key in ("content", "thinking"):
+        assert "".join(line["message"].get(key, "") for line in streamed) == whole["message"][key]
+    calls = [call for line in streamed for call in line["message"].get("tool_calls", [])]
+    assert calls == whole["message"]["tool_calls"]
+    arguments = {"city": "Köln", "days": [1, 2]}
+    assert calls[0] == {"id": "call_1", "function": {"index": 0, "name": "weather", "arguments": arguments}}
+    assert calls[1]["function"] == {"index": 1, "name": "now", "arguments": {}}
+    assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]
+    assert streamed[-1]["done_reason"] == whole["done_reason"] == "stop"
+
+
+def test_generate_has_its_own_shape() -> None:
+    streamed = lines(GENERATE)
+    assert "".join(line["response"] for line in streamed) == "Hello you"
+    assert streamed[0]["thinking"] == "Hm." and "message" not in streamed[0]
+    assert post(GENERATE).json()["response"] == "Hello you"
+
+
+def test_silence_and_failures_are_lines_too() -> None:
+    fresh((ANSWER[0], SHUTDOWN))
+    assert lines()[-1] == {"error": "shutting down"}
+    slow = Stub((ANSWER[0], 0.2, *ANSWER[1:]))
+    other = stubbed(slow, Settings(DEMO, keepalive_seconds=0.05)).client
+    text = other.post(OLLAMA, json={"messages": HELLO}).text
+    assert json.loads(text.splitlines()[0])["message"] == {"role": "assistant", "content": ""}
+
+
+# --- models and routes
+
+
+def test_models() -> None:
+    listed = client().get("/api/tags").json()["models"]
+    assert [model["name"] for model in listed] == ["demo:latest", "alias:latest"]
+    assert listed[0]["details"]["family"] and listed[0]["size"] > 10**6 and len(listed[0]["digest"]) == 64
+    for body in ({"model": "demo:latest"}, {"name": "alias"}):
+        shown = client().post("/api/show", json=body).json()
+        assert shown["capabilities"] == ["completion"]
+        assert shown["model_info"][f"{shown['details']['family']}.context_length"] == 64
+    assert client().head("/api/version").status_code == client().head("/").status_code == 200
+
+
+def test_pull_knows_what_is_served() -> None:
+    assert client().post("/api/pull", json={"model": "demo"}).json() == {"status": "success"}
+    response = client().post("/api/pull", json={"model": "llama3"})
+    assert response.status_code == 404 and "mlx-spec convert" in response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["embed", "embeddings", "create", "copy", "push", "delete", "nothing"])
+def test_other_routes_are_refused_in_ollamas_shape(path: str) -> None:
+    response = client().request(
+        "DELETE" if path == "delete" else "POST", f"/api/{path}", json={"model": "demo"}
+    )
+    assert response.status_code in (400, 404) and f"/api/{path}" in response.json()["error"]
+
+
+def test_the_guards_stand_before_these_routes() -> None:
+    other = stubbed(Stub(), Settings(DEMO, api_key="secret")).client
+    for headers, status in (
+        ({}, 401),
+        ({"authorization": "Bearer secret"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+    ):
+        response = other.get("/api/tags", headers=headers)
+        assert response.status_code == status
+        assert status == 200 or isinstance(response.json()["error"], str)
+
+
+# --- with a real engine
+
+
+def test_an_empty_prompt_loads_and_keep_alive_unloads() -> None:
+    with served.working() as engine:
+        other = stubbed(engine, served.DEMO).client  # type: ignore[arg-type]
+
+        def running() -> list[str]:
+            return [model["name"] for model in other.get("/api/ps").json()["models"]]
+
+        assert running() == ["demo:latest"]
+        unload = {"model": "demo", "keep_alive": 0, "stream": False}
+        assert other.post(GENERATE, json=unload).json()["done_reason"] == "unload"
+        wait_until(lambda: running() == [])
+        assert other.post(GENERATE, json=unload).json()["done_reason"] == "unload"
+        assert running() == []
+        load = other.post(OLLAMA, json={"model": "demo", "keep_alive": "5m"}).json()
+        assert (load["done_reason"], load["message"]["content"]) == ("load", "")
+        expires = other.get("/api/ps").json()["models"][0]["expires_at"]
+        assert expires < time.strftime("%Y-%m-%dT", time.gmtime(time.time() + 86400 * 2))
+        events = served.answer(engine, replace(served.chat(served.QUESTION), keep_alive=0.0))
+        assert isinstance(events[-1], Finished)
+        wait_until(lambda: running() == [])  # after an answer, too
