@@ -49,7 +49,7 @@ class Address:
 
 def health(address: Address) -> str | None:
     """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers."""
-    found = _get(address, "/health", (200, 503))
+    found = get_json(address, "/health", (200, 503))
     status = found.get("status")
     return status if found.get("service") == SERVICE and isinstance(status, str) else None
 
@@ -57,12 +57,12 @@ def health(address: Address) -> str | None:
 def details(address: Address, key: str | None) -> dict[str, Any]:
     """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
     changes: dict[str, Any] = {}
-    rows = _get(address, "/v1/models", (200,), key).get("data")
+    rows = get_json(address, "/v1/models", (200,), key).get("data")
     if isinstance(rows, list):
         models = [row for row in rows if isinstance(row, dict) and row.get("id") == row.get("model")]
         models.sort(key=lambda row: not row.get("loaded"))
         changes["names"] = tuple(str(row["id"]) for row in models)  # without their aliases
-    if found := _get(address, "/metrics.json", (200,), key):
+    if found := get_json(address, "/metrics.json", (200,), key):
         last, memory = found.get("last") or {}, found.get("memory_bytes")
         changes["figures"] = Figures(
             _number(last.get("predicted_per_second")),
@@ -74,7 +74,9 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
     return changes
 
 
-def _get(address: Address, path: str, statuses: tuple[int, ...], key: str | None = None) -> dict[str, Any]:
+def get_json(
+    address: Address, path: str, statuses: tuple[int, ...], key: str | None = None
+) -> dict[str, Any]:
     """Return the JSON object at a path; an empty one if the server does not answer as ours do."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # http.client uses no proxy.

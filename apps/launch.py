@@ -1,0 +1,287 @@
+"""`mlx-spec launch`: run a coding agent on a local server, for this run only.
+
+Everything travels in environment variables and options of the agent. No file of the user's is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+from typer import Argument
+
+from mlx_spec.errors import InvalidValue, NotFound
+
+from .command import MODEL, BadOptions, flag, guarded, option, parse, show
+from .menubar.server_process import Address, candidates, end, get_json, health, last_words
+from .server.settings import Settings
+
+PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
+NO_KEY = "none"  # agents want some key, the server does not
+SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
+POLL_S = 0.2  # between two looks at a server that loads
+SHUTDOWN_S = 10.0  # for a server of ours to end
+
+Name = Literal["codex", "claude", "opencode", "qwen"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a coding agent on a server that runs, or on one that is started for it."""
+
+    agent: Annotated[Name, Argument(metavar="AGENT", help="codex, claude, opencode or qwen")]
+    arguments: Annotated[list[str] | None, Argument(metavar="[-- ARGS]", help="its own arguments")] = None
+    url: Annotated[str, option(value="URL", help="the server, if it runs")] = (
+        f"http://{Settings.host}:{Settings.port}"
+    )
+    model: Annotated[
+        str | None, option(value="NAME", help="one of the models of the server", default="the first")
+    ] = None
+    target: Annotated[
+        str | None,
+        option(value=MODEL, help="start a server with this model, unless one has it", default="start none"),
+    ] = None
+    drafter: Annotated[
+        str | None, option(value=MODEL, help="its drafter", default="the one made for the target")
+    ] = None
+    api_key: Annotated[str | None, option(value="KEY", help="of the server, if it has one")] = None
+    print: Annotated[bool, flag("--print", "show the command and its variables, run nothing")] = False
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None and self.target is None:
+            raise BadOptions("--drafter goes with --target")
+
+    @property
+    def address(self) -> Address:
+        """Return where the server may be. Raises InvalidValue."""
+        try:
+            parts = urlsplit(self.url)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/", "/v1"):
+            raise InvalidValue(f"--url {self.url}: write http://HOST:PORT")
+        return Address(parts.hostname, port)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server as an agent uses it."""
+
+    url: str
+    key: str | None
+    model: str
+    context: int  # tokens
+
+
+# --- agents: variables and arguments
+
+
+def _codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
+    provider = f"model_providers.{PROVIDER}"
+    values: dict[str, Any] = {
+        "model": endpoint.model,
+        "model_provider": PROVIDER,
+        "model_context_window": endpoint.context,
+        f"{provider}.name": PROVIDER,
+        f"{provider}.base_url": f"{endpoint.url}/v1",
+        f"{provider}.wire_api": "responses",
+        f"{provider}.env_key": "MLX_SPEC_API_KEY",
+    }
+    arguments = [
+        word
+        for key, value in values.items()
+        for word in ("-c", f"{key}={json.dumps(value, ensure_ascii=False)}")
+    ]
+    return {"MLX_SPEC_API_KEY": endpoint.key or NO_KEY}, arguments
+
+
+def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
+    roles = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+    tiers = [f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS")]
+    return {
+        "ANTHROPIC_BASE_URL": endpoint.url,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.key or NO_KEY,
+        "ANTHROPIC_API_KEY": "",  # else it asks which of the two to use
+        **dict.fromkeys([*roles, *tiers], endpoint.model),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every request, and no prefix could be reused
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }, []
+
+
+def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
+    limit = {"context": endpoint.context, "output": endpoint.context // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": PROVIDER,
+        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key or NO_KEY},
+        "models": {endpoint.model: {"name": endpoint.model, "limit": limit, "tool_call": True}},
+    }
+    model = f"{PROVIDER}/{endpoint.model}"
+    config = {"provider": {PROVIDER: provider}, "model": model, "small_model": model}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, []
+
+
+def _qwen(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
+    variables = {
+        "OPENAI_BASE_URL": f"{endpoint.url}/v1",
+        "OPENAI_API_KEY": endpoint.key or NO_KEY,
+        "OPENAI_MODEL": endpoint.model,
+    }
+    return variables, ["--auth-type", "openai", "--model", endpoint.model]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A coding agent: how to get it, what it needs, and how to point it at a server."""
+
+    install: str
+    context: int  # tokens of its first prompt, and as many as a short task takes
+    settings: Callable[[Endpoint], tuple[dict[str, str], list[str]]]
+
+
+AGENTS: dict[str, Agent] = {
+    "codex": Agent("npm install -g @openai/codex", 24_000, _codex),
+    "claude": Agent("npm install -g @anthropic-ai/claude-code", 40_000, _claude),
+    "opencode": Agent("npm install -g opencode-ai", 24_000, _opencode),
+    "qwen": Agent("npm install -g @qwen-code/qwen-code", 32_000, _qwen),
+}
+
+
+# --- the program
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the status of the agent, or 1 and one line on stderr."""
+    options = parse(Options, "launch", arguments)
+    return guarded(lambda: _run(options))
+
+
+def _run(options: Options) -> int:
+    agent = AGENTS[options.agent]
+    program = shutil.which(options.agent)
+    if program is None and not options.print:
+        raise NotFound(f"{options.agent} is not on PATH: install it with `{agent.install}`")
+    with _server(options) as (address, own):
+        endpoint = _endpoint(address, options, agent)
+        variables, words = agent.settings(endpoint)
+        words += options.arguments or []
+        if program is None or options.print:
+            pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+            show(" ".join(["env", *pairs, options.agent, shlex.join(words)]).rstrip())
+            return 0
+        environment = os.environ | variables
+        if not own:
+            os.execve(program, [program, *words], environment)
+        return _wait(subprocess.Popen([program, *words], env=environment))
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return the status of an agent. A Ctrl-C is for the agent, which may want to go on."""
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    try:
+        status = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return status if status >= 0 else 128 - status
+
+
+def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
+    """Return the server as the agent will use it. Raises NotFound and InvalidValue."""
+    rows = get_json(address, "/v1/models", (200,), options.api_key).get("data")
+    if not rows:
+        raise NotFound(f"{address.url} lists no models: if it has a key, give it with --api-key")
+    names = [row["id"] for row in rows]
+    wanted = options.model or (_served_name(options.target) if options.target else None) or names[0]
+    if wanted not in names:
+        raise NotFound(f"--model {wanted}: {address.url} has {', '.join(names)}")
+    row = rows[names.index(wanted)]
+    context, who = row["context_length"] or agent.context, f"model {wanted!r}"
+    if context < agent.context:
+        raise InvalidValue(
+            f"{who} has a context of {context} tokens, and {options.agent} needs {agent.context}: "
+            "serve a model with a longer one"
+        )
+    if row["tools"] is False:
+        raise InvalidValue(f"{who} has no tool calls that the server knows, and {options.agent} needs them")
+    key = SHOWN_KEY if options.print and options.api_key else options.api_key
+    return Endpoint(address.url, key, wanted, context)
+
+
+# --- the server
+
+
+@contextmanager
+def _server(options: Options) -> Iterator[tuple[Address, bool]]:
+    """Yield where a server is ready, and True if it was started for this run."""
+    address, target = options.address, options.target
+    runs = health(address) is not None
+    if runs and (target is None or _serves(address, _served_name(target), options.api_key)):
+        _wait_ready(address, None)
+        yield address, False
+        return
+    if target is None or options.print:
+        raise NotFound(
+            f"no mlx-spec server at {address.url}: start one with `mlx-spec serve --target REPO`, "
+            "or let --target REPO start one for this run"
+        )
+    address = candidates(Address(Settings.host, 0))[0]
+    drafter = () if options.drafter is None else ("--drafter", options.drafter)
+    command = ("serve", "--target", target, *drafter, "--port", str(address.port))
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mlx_spec", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                process_group=0,  # a Ctrl-C meant for the agent must not reach it
+            )
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _leave)
+        try:
+            print(f"mlx-spec: loading {target} ...", file=sys.stderr, flush=True)
+            _wait_ready(address, process, log)
+            yield address, True
+        finally:
+            end(process, SHUTDOWN_S)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _serves(address: Address, name: str, key: str | None) -> bool:
+    rows = get_json(address, "/v1/models", (200,), key).get("data") or []
+    return any(row["id"] == name for row in rows)
+
+
+def _served_name(target: str) -> str:
+    """Return the name that `mlx-spec serve --target` gives a model."""
+    return Path(target).expanduser().name or target
+
+
+def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: Path | None = None) -> None:
+    """Wait until a server has loaded its model. Raises NotFound if it ends, or cannot load it."""
+    while (status := health(address)) != "ok":
+        ended = process.poll() is not None if process is not None else status in (None, "failed", "draining")
+        if ended:
+            words = last_words(log, 0) if log is not None else None
+            raise NotFound(words or f"the server at {address.url} could not load its model: its log says why")
+        time.sleep(POLL_S)

@@ -1,0 +1,159 @@
+"""Coding agents on a server: what they are told, and what is refused before they start."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from endpoint import DEMO, Stub, listening
+
+from mlx_spec import demo
+from mlx_spec.apps import launch
+from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.settings import Settings
+
+KEY = "secret"
+PROGRAM = f"""#!{sys.executable}
+import json, os, sys, urllib.request
+base = os.environ.get("ANTHROPIC_BASE_URL")
+health = json.load(urllib.request.urlopen(base + "/health"))["status"] if base else None
+record = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "health": health}}
+json.dump(record, open(os.environ["RECORD"], "w"))
+sys.exit(7)
+"""
+
+
+class LongStub(Stub):
+    """Has a model with a long context, one with a short one, and one without tools."""
+
+    def models(self) -> tuple[ModelCard, ...]:
+        return (
+            ModelCard("long", (), 0, True, 65_536, False, True),
+            ModelCard("short", (), 0, True, 4096, False, True),
+            ModelCard("plain", (), 0, True, 65_536, False, False),
+        )
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with listening(LongStub(), Settings(DEMO, api_key=KEY)) as found:
+        yield found
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with a program for each agent. Returns the file where they record how they ran."""
+    for name in launch.AGENTS:
+        (tmp_path / name).write_text(PROGRAM)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    return tmp_path / "record"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "launch", *words], capture_output=True, text=True
+    )
+
+
+def test_an_agent_takes_the_place_of_the_command(url: str, agents: Path) -> None:
+    done = run("codex", "--url", url, "--api-key", KEY, "--", "exec", "--json", "What does zip do?")
+    assert (done.returncode, done.stderr) == (7, "")
+    record = json.loads(agents.read_text())
+    assert record["arguments"][-3:] == ["exec", "--json", "What does zip do?"]
+    assert record["environment"]["MLX_SPEC_API_KEY"] == KEY
+    settings = dict(word.split("=", 1) for word in record["arguments"][1:-3:2])
+    assert settings["model"] == '"long"' and settings["model_context_window"] == "65536"
+    provider = json.loads(settings["model_provider"])
+    assert json.loads(settings[f"model_providers.{provider}.base_url"]) == f"{url}/v1"
+    assert json.loads(settings[f"model_providers.{provider}.env_key"]) == "MLX_SPEC_API_KEY"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, str], list[str]]:
+    assert launch.main([*words, "--print"]) == 0
+    head, *rest = shlex.split(capsys.readouterr().out)
+    assert head == "env"
+    count = next(i for i, word in enumerate(rest) if word in launch.AGENTS)
+    return dict(word.split("=", 1) for word in rest[:count]), rest[count:]
+
+
+def test_claude(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    variables, words = printed(capsys, "claude", "--url", url, "--api-key", KEY)
+    assert words == ["claude"] and variables["ANTHROPIC_BASE_URL"] == url
+    assert variables["ANTHROPIC_AUTH_TOKEN"] == "YOUR-KEY" and variables["ANTHROPIC_API_KEY"] == ""
+    models = {value for name, value in variables.items() if name.endswith("_MODEL")}
+    assert models == {"long"} and variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "65536"
+
+
+def test_opencode(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    variables, words = printed(capsys, "opencode", "--url", url, "--api-key", KEY, "run", "hi")
+    config = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
+    provider, model = config["model"].split("/")
+    found = config["provider"][provider]
+    assert words == ["opencode", "run", "hi"] and config["small_model"] == config["model"]
+    assert found["options"] == {"baseURL": f"{url}/v1", "apiKey": "YOUR-KEY"}
+    assert found["models"][model]["limit"]["context"] == 65_536
+
+
+def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    variables, words = printed(capsys, "qwen", "--url", f"{url}/v1", "--api-key", KEY)
+    assert variables == {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": "YOUR-KEY",
+        "OPENAI_MODEL": "long",
+    }
+    assert words == ["qwen", "--auth-type", "openai", "--model", "long"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--model", "short"], "context of 4096 tokens, and claude needs 40000"),
+        (["--model", "plain"], "has no tool calls"),
+        (["--model", "other"], "has long, short, plain"),
+        (["--api-key", "wrong"], "give it with --api-key"),
+        (["--url", "http://127.0.0.1:1"], "no mlx-spec server at http://127.0.0.1:1"),
+        (["--url", "https://example.com"], "write http://HOST:PORT"),
+        (["--url", "http://[::1"], "write http://HOST:PORT"),
+    ],
+)
+@pytest.mark.usefixtures("agents")
+def test_refusals(words: list[str], problem: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--url": url, "--api-key": KEY} | dict([words])
+    assert launch.main(["claude", *(word for pair in given.items() for word in pair)]) == 1
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+
+
+def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.main(["qwen"]) == 1
+    assert "npm install -g @qwen-code/qwen-code" in capsys.readouterr().err
+
+
+def test_a_server_lives_as_long_as_the_agent(agents: Path, tmp_path: Path) -> None:
+    target = tmp_path / "big"
+    shutil.copytree(demo.TARGET, target)
+    config = json.loads((target / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 65_536
+    (target / "config.json").write_text(json.dumps(config))
+    words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
+    done = run("claude", *words, "--", "-p", "hi")
+    assert done.returncode == 7, done.stderr
+    record = json.loads(agents.read_text())
+    assert (record["arguments"], record["health"]) == (["-p", "hi"], "ok")
+    with pytest.raises(URLError):
+        urlopen(f"{record['environment']['ANTHROPIC_BASE_URL']}/health")
+    (target / "model.safetensors").unlink()
+    done = run("claude", *words)
+    assert done.returncode == 1 and "holds no weights" in done.stderr.splitlines()[-1]
