@@ -34,6 +34,7 @@ PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
 NO_KEY = "none"  # agents want some key, the server does not
 SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
 POLL_S = 0.2  # between two looks at a server that loads
+PATIENCE_MS = 3_600_000  # an agent's wait for an answer; reading a long prompt may take minutes here
 SHUTDOWN_S = 10.0  # for a server of ours to end
 
 Name = Literal["codex", "claude", "opencode", "qwen"]
@@ -100,6 +101,7 @@ def _codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         f"{provider}.name": PROVIDER,
         f"{provider}.base_url": f"{endpoint.url}/v1",
         f"{provider}.wire_api": "responses",
+        f"{provider}.stream_idle_timeout_ms": PATIENCE_MS,
         f"{provider}.env_key": "MLX_SPEC_API_KEY",
     }
     arguments = [
@@ -118,6 +120,7 @@ def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         "ANTHROPIC_AUTH_TOKEN": endpoint.key or NO_KEY,
         "ANTHROPIC_API_KEY": "",  # else it asks which of the two to use
         **dict.fromkeys([*roles, *tiers], endpoint.model),
+        "API_TIMEOUT_MS": str(PATIENCE_MS),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every request, and no prefix could be reused
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -129,7 +132,7 @@ def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": PROVIDER,
-        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key or NO_KEY},
+        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key or NO_KEY, "timeout": PATIENCE_MS},
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit, "tool_call": True}},
     }
     model = f"{PROVIDER}/{endpoint.model}"

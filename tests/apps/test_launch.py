@@ -101,7 +101,8 @@ def test_opencode(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     provider, model = config["model"].split("/")
     found = config["provider"][provider]
     assert words == ["opencode", "run", "hi"] and config["small_model"] == config["model"]
-    assert found["options"] == {"baseURL": f"{url}/v1", "apiKey": "YOUR-KEY"}
+    options = {"baseURL": f"{url}/v1", "apiKey": "YOUR-KEY", "timeout": launch.PATIENCE_MS}
+    assert found["options"] == options
     assert found["models"][model]["limit"]["context"] == 65_536
 
 
