@@ -132,7 +132,11 @@ def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": PROVIDER,
-        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key or NO_KEY, "timeout": PATIENCE_MS},
+        "options": {
+            "baseURL": f"{endpoint.url}/v1",
+            "apiKey": endpoint.key or NO_KEY,
+            "timeout": PATIENCE_MS,
+        },
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit, "tool_call": True}},
     }
     model = f"{PROVIDER}/{endpoint.model}"

@@ -292,7 +292,7 @@ class Models:
         if self._folder is None:
             return None
         try:
-            key = model_key(_checkpoints(served), pair.drafter_names, served.kv_bits)
+            key = model_key(checkpoint_folders(served), pair.drafter_names, served.kv_bits)
             return PrefixFiles(self._folder, key, pair)
         except (SpecError, OSError) as error:
             LOG.warning("%s: --cache-folder is not used: %s", served.name, one_line(error))

@@ -5,7 +5,6 @@ Bodies become the same requests as those of the other protocols. Streams are lin
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -15,9 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
-
-from mlx_spec.sampling import Sampling
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from . import parsing
 from .engine_thread import EngineThread
@@ -26,16 +23,11 @@ from .events import ChoiceEnded, Event, Failed, Finished, TextDelta, ToolCall, l
 from .http import JSON_LINES, Api, Json, json_line
 from .models import ModelCard
 from .openai_chat import ToolField, parse_tool
+from .parameters import HARMLESS, SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import MAX_SHOWN_CHARS, Fields
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 
 LATEST = ":latest"  # the tag of a name without one
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
-NO_EFFECT = frozenset(  # options of loading, and of what never happens here: no text depends on them
-    "num_ctx num_batch num_gpu main_gpu num_thread numa low_vram use_mmap use_mlock logits_all num_keep"
-    " draft_num_predict mirostat_tau mirostat_eta".split()
-)
-NEUTRAL = {"typical_p": 1, "tfs_z": 1, "mirostat": 0, "penalize_newline": True, "f16_kv": True}  # accepted so
 REFUSED = {  # field -> why it is not supported
     "images": "only text is read here",
     "suffix": "text can only be continued here, not filled in",
@@ -61,22 +53,24 @@ Texts = Annotated[
 ]
 
 
-class OllamaOptions(Fields):
-    """Options that change the text. The others are accepted without effect, or refused."""
+class OllamaOptions(SharedFields):
+    """The parameters of an answer. The defaults are Ollama's."""
 
-    model_config = ConfigDict(extra="allow")
-
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_k: int | None = None  # 0 and less: all tokens
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None  # -1: none
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None  # 0: no penalties; -1 and None: of all tokens
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    top_k: int = 40
+    top_p: Annotated[float, Field(ge=0, le=1)] = 0.9
     num_predict: int | None = None  # -1 and -2: until the context ends
     stop: Texts = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, given: Any) -> Any:
+        """Leave out null, and the seed that stands for none."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            key: value for key, value in given.items() if value is not None and (key, value) != ("seed", -1)
+        }
 
 
 class OllamaBody(Fields):
@@ -86,7 +80,7 @@ class OllamaBody(Fields):
 
     model: ModelName = None
     stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
-    options: OllamaOptions | None = None
+    options: Annotated[OllamaOptions, BeforeValidator(lambda given: given or {})] = OllamaOptions()
     format: Any = None  # "json" or a schema
     think: Any = None  # a bool or a level
     keep_alive: Any = None  # a duration
@@ -143,33 +137,23 @@ class OllamaGenerate(OllamaBody):
 def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     for name, value in (body.model_extra or {}).items():
-        if value:  # some clients always send what is empty, 0 or false
+        if value and name not in HARMLESS:  # some clients always send what is empty, 0 or false
             why = REFUSED.get(name, "Ollama's API has no such field, or not for text")
             raise unsupported(f"{name[:MAX_SHOWN_CHARS]}: is not supported: {why}", name)
-    options = body.options or OllamaOptions()
-    _check_options(options)
+    options = body.options
     return GenerationRequest(
         model=model,
         prompt=_prompt(body, _thinks(body, model, engine)),
-        sampling=_sampling(options),
+        sampling=parse_sampling(options),
         max_tokens=_limit(options.num_predict),
         stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
+        stop_tokens=parse_stop_tokens(options),
+        ignore_eos=bool(options.ignore_eos),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        format=_format(body.format),
+        format=parse_constraint(options, _format(body.format)),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
         keep_alive=parse_duration(body.keep_alive),
     )
-
-
-def _check_options(options: OllamaOptions) -> None:
-    for name, value in (options.model_extra or {}).items():
-        if name in NO_EFFECT or value is None or NEUTRAL.get(name) == value:
-            continue
-        field = f"options.{name[:MAX_SHOWN_CHARS]}"
-        if name in NEUTRAL:
-            raise unsupported(f"{field}: only {json.dumps(NEUTRAL[name])} is supported", field)
-        near = difflib.get_close_matches(name, [*OllamaOptions.model_fields, *NO_EFFECT, *NEUTRAL], 1)
-        raise unsupported(f"{field}: is not known here" + (f": is {near[0]!r} meant?" if near else ""), field)
 
 
 def _limit(given: int | None) -> int | None:
@@ -177,25 +161,6 @@ def _limit(given: int | None) -> int | None:
         message = f"options.num_predict: {given} is too few: give 1 or more, or -1 for no limit"
         raise invalid(message, "options.num_predict")
     return None if given is None or given < 0 else given
-
-
-def _sampling(options: OllamaOptions) -> Sampling:
-    field, window = "options.repeat_last_n", options.repeat_last_n
-    added = options.presence_penalty, options.frequency_penalty
-    penalised = any(added) or options.repeat_penalty not in (None, 1)
-    if penalised and window not in (None, -1, 0):
-        raise unsupported(f"{field}: penalties count all tokens here, not the last {window}: give -1", field)
-    given = {
-        "temperature": options.temperature,
-        "top_k": None if options.top_k is None else max(options.top_k, 0),
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "seed": None if options.seed == -1 else options.seed,
-    }
-    if window != 0:
-        given |= {"presence_penalty": added[0], "frequency_penalty": added[1]}
-        given |= {"repetition_penalty": options.repeat_penalty}
-    return parsing.make_sampling(**DEFAULTS | {key: v for key, v in given.items() if v is not None})
 
 
 def _format(given: Any) -> OutputFormat | None:

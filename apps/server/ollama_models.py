@@ -21,6 +21,7 @@ from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer_body, json_line
 from .metrics import CountedEngine
 from .models import ModelCard, checkpoint_folders
 from .ollama import LATEST, ModelName, apis, find_card, timestamp
+from .parameters import check_unknown
 from .parsing import Fields
 from .request import RawPrompts
 from .settings import ServedModel, Settings
@@ -110,6 +111,7 @@ def add_routes(app: FastAPI, engine: EngineThread, counted: CountedEngine, setti
         body = await parsing.read_body(http_request, api.body)
         name = engine.resolve(body.model or None)
         request = api.parse(body, name)
+        check_unknown(body.options, settings.allow_extra_parameters)
         unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
         if unloads and not find_card(engine, name).loaded:
             return JSONResponse(api.writer(body, request).whole(()))  # it need not be loaded to be unloaded

@@ -61,7 +61,7 @@ HARMLESS = frozenset(
         """request_id rid priority cache_salt session_params kv_transfer_params mm_processor_kwargs
         include_reasoning separate_reasoning stream_reasoning guided_decoding_backend cache_prompt id_slot
         slot_id timings_per_token return_progress n_keep n_discard keep_alive ttl num_ctx num_batch num_gpu
-        num_thread """
+        num_thread num_keep numa main_gpu low_vram use_mmap use_mlock logits_all draft_num_predict """
         # parts of samplers that are off unless another parameter turns them on
         """mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         xtc_threshold dynatemp_exponent smoothing_curve negative_prompt """
@@ -83,7 +83,7 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((False,), "use_beam_search early_stopping penalize_nl penalize_newline enable_search background echo"),
     ((False,), "include_stop_str_in_output no_stop_trim continue_final_message return_hidden_states"),
     ((False,), "return_token_ids return_tokens_as_token_ids"),
-    ((True,), "do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+    ((True,), "f16_kv do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
     (([],), "bad_words allowed_token_ids logits_processors samplers lora documents"),
     (({},), "extra_body"),
     (("auto", "deepseek"), "reasoning_format"),

@@ -114,8 +114,10 @@ def test_options() -> None:
     idle = {"num_ctx": 8192, "num_gpu": 99, "num_thread": 4, "typical_p": 1.0, "mirostat": 0, "seed": -1}
     found = parsed(options={**penalties, **idle, "repeat_last_n": -1, "num_predict": -2, "min_p": 0.1})
     assert found.sampling == Sampling(0.8, 40, 0.9, 0.1, 1.1, 0.5, 0.25) and found.max_tokens is None
-    assert parsed(options=penalties | {"repeat_last_n": 0}).sampling == Sampling(0.8, 40, 0.9)
-    assert parsed(options={"repeat_last_n": 64}).sampling == Sampling(0.8, 40, 0.9)  # no penalty: no window
+    assert parsed(options={"regex": "a+"}).format == OutputFormat("regex", "a+", "regex")  # of other runtimes
+    assert parsed(options={"repeat_last_n": 64, "seed": None}).sampling == Sampling(
+        0.8, 40, 0.9
+    )  # no penalty: no window
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,9 @@ def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ({"options": {"temprature": 1}}, "options.temprature: is not known here: is 'temperature' meant?"),
-        ({"options": {"mirostat": 2}}, "options.mirostat"),
-        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "options.repeat_last_n"),
+        ({"options": {"temprature": 1}}, "temprature: unknown; did you mean temperature?"),
+        ({"options": {"mirostat": 2}}, "mirostat"),
+        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
         ({"options": {"num_predict": 0}}, "options.num_predict"),
         ({"options": {"temperature": -1}}, "options.temperature"),
         ({"options": {"stop": ["a", "b", "c", "d", "e"]}}, "5 stop strings"),
