@@ -32,15 +32,6 @@ STARTED = (
     "server_overhead",
     "pictures",
 )  # slower, or in need of more
-DOCUMENT = """Before
-<!-- table: decode -->
-<!-- end -->
-between
-<!-- table: kinds decode-here -->
-old
-<!-- end -->
-after
-"""
 
 
 def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -118,59 +109,6 @@ def test_blas_that_is_not_there(tmp_path: Path) -> None:
 def test_shapes_too_large_for_the_machine() -> None:
     done = python("round_costs", "--random", "e4b", "--quick")
     assert "GB are the most here" in done.stderr
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Path:
-    """A document with two blocks, and a record for them."""
-    arm = {"decode": [1.5, 1.4, 1.6], "whole": [1.2, 1.1, 1.3], "to plain": [1.4, 1.3, 1.5], "differ": 0}
-    other = {**arm, "to plain": None, "differ": 2}
-    results = {
-        "arms": {"adaptive": {**arm, "tokens/s": 12.5}, "mlx-vlm": {**other, "tokens/s": 11.0}},
-        "kinds": {kind: {"adaptive": arm, "mlx-vlm": other} for kind in ("chat", "prose")},
-        "null": [1.0, 0.99, 1.01],
-        "null, quartiles": [0.98, 1.02],
-        "mlx-lm tokens/s": 9.0,
-        "blocks": 8,
-        "blocks within the spread": 7,
-        "noisy blocks used": False,
-    }
-    record = {"benchmark": "decode", "results": results, "settings": {}, "time": "2026-01-01", "blas": None}
-    about = {"device": "here", "cores": 2, "backend": "cpu", "commit": "abc", "versions": {"mlx": "0.32"}}
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "decode-here.txt").write_text(f"a table\n{json.dumps({**record, **about})}\n")
-    file = tmp_path / "RESULTS.md"
-    file.write_text(DOCUMENT)
-    return file
-
-
-def report(document: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    places = ["--document", str(document), "--results", str(document.parent / "results")]
-    return python("report", *places, *arguments)
-
-
-def test_tables_follow_the_record(document: Path) -> None:
-    assert report(document, "--check").returncode == 1
-    assert document.read_text() == DOCUMENT
-    assert report(document).returncode == 0
-    text = document.read_text()
-    assert "| adaptive | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.40 [1.30, 1.50] | 12.5 | 0 |" in text
-    assert "| mlx-vlm | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | - | 11.0 | 2 |" in text
-    assert "old" not in text
-    prose = ["Before", "between", "after"]
-    assert [line for line in text.splitlines() if line in prose] == prose
-    assert report(document, "--check").returncode == 0
-    record = document.parent / "results" / "decode-here.txt"
-    record.write_text(record.read_text().replace("1.5,", "1.7,"))
-    stale = report(document, "--check")
-    assert stale.returncode == 1 and "RESULTS.md" in stale.stderr
-
-
-def test_blocks_without_a_record(document: Path) -> None:
-    document.write_text(DOCUMENT.replace("decode-here", "decode-there"))
-    assert "no record decode-there of decode" in report(document).stderr
-    document.write_text(DOCUMENT.replace("kinds", "speed"))
-    assert "no table is called 'speed'" in report(document).stderr
 
 
 def test_our_own_results_are_current() -> None:

@@ -64,11 +64,6 @@ def test_speeds_are_medians_of_ratios_within_a_prompt(pair):
     assert other.other_text == 1
 
 
-def test_answers_of_one_token_have_no_speed(pair):
-    (found,) = speeds([Arm("plain", pair.open())], [(Run((1,), 0.1, 0, 0, 0, 0),)])
-    assert found.tokens_per_second == 0.0 and found.gain == 0.0
-
-
 @pytest.fixture
 def one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "QUESTIONS", bench.QUESTIONS[:1])
@@ -88,10 +83,3 @@ def test_table_without_a_drafter(one_question, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("demo with no drafter on ") and lines[0].endswith(", answers of each: 1")
     assert [line.split()[0] for line in lines[2:4]] == ["decoder", "plain"] and "no drafter" in lines[-1]
-
-
-@pytest.mark.parametrize("wrong", [["--tokens", "3"], ["--repeats", "0"]])
-def test_bad_options(capsys, wrong):
-    with pytest.raises(SystemExit) as left:
-        main(wrong)
-    assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -13,11 +14,18 @@ from typer.main import get_command
 from mlx_spec import __version__
 from mlx_spec.apps import cli
 from mlx_spec.apps.cli import PROGRAMS, main
-from mlx_spec.apps.command import guarded, parse, show, table
+from mlx_spec.apps.command import guarded, show
 from mlx_spec.errors import NotFound
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
 NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "fastapi", "torch"}
+
+
+@pytest.fixture
+def empty_stdin(monkeypatch):
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -83,15 +91,41 @@ print(*sys.modules)
         (["menubar", "--nothing"], ["--nothing"], "mlx-spec serve"),
         (["convert", "target"], ["'--out'"], "mlx-spec convert"),
         (["tune", "--frob"], ["--frob"], "mlx-spec tune"),
+        (["roofline", "--chip=M9"], ["'M9'", "M4 Pro"], "mlx-spec roofline"),
+        (["chat", "-p", "x", "--temperature", "nan"], ["temperature=nan"], "mlx-spec chat"),
+        (["chat", "demo", "hello\nthere"], ["hello"], "mlx-spec chat"),
     ],
 )
-def test_a_bad_option_is_one_line_and_status_2(arguments, words, help, capsys):
+def test_a_bad_option_is_one_line_and_status_2(arguments, words, help, capsys, empty_stdin):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     out, err = capsys.readouterr()
     assert (left.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("mlx-spec: ") and err.endswith(f"(see {help} --help)\n")
     assert all(word in err for word in words)
+
+
+WRONG = {
+    "bench": "--tokens 3; --repeats 0",
+    "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7",
+    "menubar": "--port x; --install-login-item --remove-login-item; --host 0.0.0.0",
+    "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; surplus",
+    "serve": "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
+    "--port 65536; --model x; --model x=a --model x=b; --model x=a --drafter b; --alias a=b; --pin b; "
+    "--alias demo=demo; --memory 0; --idle nan; --max-running 0; --api-key-file /nonexistent; "
+    "--cors-origin localhost; --cors-origin http://a/b; --nonsense",
+    "tune": "--context 1; --export a --import b",
+}
+
+
+@pytest.mark.parametrize("program", WRONG)
+def test_bad_values_are_one_line_and_status_2(program, capsys, empty_stdin):
+    for given in WRONG[program].split("; "):
+        with pytest.raises(SystemExit) as left:
+            main([program, *given.split()])
+        out, err = capsys.readouterr()
+        assert (left.value.code, out, err.count("\n")) == (2, "", 1), given
+        assert err.startswith("mlx-spec: ") and "--help)" in err, given
 
 
 def test_interrupt_while_a_program_is_imported(capsys, monkeypatch):
@@ -128,20 +162,6 @@ def test_a_reader_that_leaves_early():
 def test_a_name_cannot_steer_the_terminal(capsys):
     show("a\x1b[2Jb\udcff", "c\td")
     assert capsys.readouterr().out == "a[2Jb?\nc\td\n"
-
-
-def test_a_table_lines_up():
-    assert table([("name", "1"), ("[x]", "2" * 200)], right=[1]) == [
-        "name" + " " * 201 + "1",
-        "[x]   " + "2" * 200,
-    ]
-
-
-def test_options_are_read_from_functions_and_dataclasses():
-    def options(name: str = "none") -> str:
-        return name * 2
-
-    assert parse(options, "any", ["--name", "ab"]) == "abab"
 
 
 # --- completion

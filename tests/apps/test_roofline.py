@@ -107,31 +107,14 @@ def test_published_speed_up():
     assert gains(find("M3 Ultra"), B31, DRAFTER31, 0.88)[3] == pytest.approx(2.41, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["M3 Ultra", "M3 Max", "M4 Pro", "M5 Max"])
-def test_speculation_pays_from_m3_on(name):
-    by_length = gains(find(name), B31, DRAFTER31, 0.8)
-    assert 2 <= by_length.index(max(by_length)) <= 4 and 1.5 < max(by_length) < 3
-
-
-@pytest.mark.parametrize("name", ["M1", "M1 Pro", "M1 Max", "M1 Ultra", "M2", "M2 Max"])
-def test_little_or_none_on_m1_and_m2(name):
-    """Every row reads the weights again there (M1 Ultra, 31B: 0.75 to 0.96, mlxcel#216)."""
-    by_length = gains(find(name), B31, DRAFTER31, 0.8)
-    assert by_length.index(max(by_length)) <= 1 and 1 <= max(by_length) < 1.1
-
-
-def test_kernel_rules():
-    """How often the weights are read, where reading takes longer than computing."""
-    wide, narrow, slow = find("M4"), find("M2"), WeightFormat(8, 64)
-
-    def reads(chip: Chip, format: WeightFormat, rows: int) -> float:
-        matrix = model(1, format)
-        return weight_seconds(replace(chip, tflops=1e6), matrix, rows) / weight_seconds(chip, matrix, 1)
-
-    assert [reads(wide, slow, rows) for rows in (1, 2, 5, 6, 9)] == pytest.approx([1, 1, 1, 2, 2])
-    assert [reads(narrow, slow, rows) for rows in (1, 2, 5)] == pytest.approx([1, 1.8, 4.2])
-    assert reads(narrow, WeightFormat(4, 32, "mxfp4"), 5) == pytest.approx(1)  # wide on every generation
-    assert reads(narrow, BF16, 5) == pytest.approx(1)  # a matmul kernel
+def test_speculation_pays_from_m3_on():
+    """On M1 and M2 every row reads the weights again (M1 Ultra, 31B: 0.75 to 0.96, mlxcel#216)."""
+    for name in ("M3 Ultra", "M3 Max", "M4 Pro", "M5 Max"):
+        by_length = gains(find(name), B31, DRAFTER31, 0.8)
+        assert 2 <= by_length.index(max(by_length)) <= 4 and 1.5 < max(by_length) < 3
+    for name in ("M1", "M1 Pro", "M1 Max", "M1 Ultra", "M2", "M2 Max"):
+        by_length = gains(find(name), B31, DRAFTER31, 0.8)
+        assert by_length.index(max(by_length)) <= 1 and 1 <= max(by_length) < 1.1
 
 
 def test_experts_are_read_for_every_row():
@@ -152,21 +135,8 @@ def test_sizes_of_the_demo():
     assert target.kv_read == 2 * 2 * (4 * 64 * 64 + 2 * 1024 * 128)
     assert target.kv_held < target.kv_read  # two layers share
     assert decode_sizes(demo.TARGET, 0).kv_read == 0
-
-
-def test_sizes_of_experts():
-    """2 of 4 are read."""
-    found = decode_sizes(GOLDEN / "26b" / "target", 0)
-    assert found.experts == 4 * 2 * (64 * 64 + 128 * 64) * 2
-    assert found.held - found.read == found.experts
-
-
-def test_sizes_of_a_head_with_clusters():
-    folder = GOLDEN / "e2b" / "assistant"
-    config = json.loads((folder / "config.json").read_text())
-    share = config["centroid_intermediate_top_k"] / config["num_centroids"]
-    found = decode_sizes(folder, 0)
-    assert found.held - found.read == pytest.approx(512 * 64 * 2 * (1 - share))
+    experts = decode_sizes(GOLDEN / "26b" / "target", 0)  # 2 of 4 are read
+    assert experts.held - experts.read == experts.experts == 4 * 2 * (64 * 64 + 128 * 64) * 2
 
 
 def test_an_untied_embedding_is_not_read(tmp_path):
@@ -178,9 +148,7 @@ def test_an_untied_embedding_is_not_read(tmp_path):
     assert found.format == WeightFormat(32)
 
 
-@pytest.mark.parametrize(
-    "format", [BF16, WeightFormat(4, 64), WeightFormat(4, 32, "mxfp4"), WeightFormat(7, 48)]
-)
+@pytest.mark.parametrize("format", [BF16, G64, WeightFormat(4, 32, "mxfp4"), WeightFormat(7, 48)])
 def test_bandwidth_is_measured(format):
     assert 0.001 < measure(format, size=2**20, seconds=0.01) < 1e5
 
@@ -245,30 +213,7 @@ def test_program_reads_a_manifest(tmp_path, capsys):
     assert "pair.json" in only_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--chip=M9"], ["'M9'", "M4 Pro"]),
-        (["--acceptance=1.2"], ["--acceptance"]),
-        (["--acceptance=nan"], ["--acceptance"]),
-        (["--chip=M"], ["'M'"]),
-        (["--chip=NVIDIA H200"], ["'NVIDIA H200'"]),
-        (["--context=-1"], ["--context"]),
-        (["--drafter"], ["requires an argument"]),
-        (["surplus"], ["surplus"]),
-    ],
-)
-def test_bad_options(arguments, words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2
-    line = only_line(capsys.readouterr().err)
-    assert line.startswith("mlx-spec: ")
-    assert all(word in line for word in words)
-
-
-@pytest.mark.parametrize("option", ["--target", "--drafter"])
-@pytest.mark.parametrize("name", ["/no/such/folder", "nobody/nothing-at-all"])
-def test_models_that_are_not_here(option, name, capsys):
-    assert main([f"{option}={name}", "--chip=M4"]) == 1
-    assert name in only_line(capsys.readouterr().err)
+@pytest.mark.parametrize("given", ["--target=/no/such/folder", "--drafter=nobody/nothing-at-all"])
+def test_models_that_are_not_here(given, capsys):
+    assert main([given, "--chip=M4"]) == 1
+    assert given.split("=")[1] in only_line(capsys.readouterr().err)

@@ -51,41 +51,6 @@ def answer(monkeypatch, *arguments: str, stdin: bytes = b"") -> int:
 # --- arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--max-tokens", "0"], "or equal to 1"),
-        (["--num-draft-tokens", "-1"], "or equal to 0"),
-        (["--seed", "1.5"], "valid integer"),
-        (["--kv-bits", "3"], "'4', '8'"),
-        (["--temperature", "warm"], "valid number"),
-        (["--temperature", "nan"], "temperature=nan"),
-        (["--top-p", "1.1"], "top_p=1.1"),
-        (["--min-p", "2"], "min_p=2.0"),
-        (["demo", "hello\nthere"], "hello"),
-        (["demo", "--target=demo"], "give one of them"),
-        (["--json", "--top-p", "7"], "top_p=7"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments, said, monkeypatch, capfd):
-    with pytest.raises(SystemExit) as left:
-        answer(monkeypatch, *arguments, stdin=b"hello")
-    out, err = capfd.readouterr()
-    assert (left.value.code, out) == (2, "")
-    assert said in only_line(err)
-    assert err.startswith("mlx-spec: ") and "--help" in err
-
-
-def test_arguments_reach_the_options():
-    given = ["-p", "hi", "--seed=-3", "--top-k=5", "--kv-bits=8", "--num-draft-tokens=0", "--system=Be."]
-    options = parse(Options, "chat", given)
-    assert options.sampling == {"seed": -3, "top_k": 5}
-    assert (options.prompt, options.kv_bits, options.num_draft_tokens, options.system) == ("hi", 8, 0, "Be.")
-    assert choose(parse(Options, "chat", ["owner/name"])) == choose(
-        parse(Options, "chat", ["--target=owner/name"])
-    )
-
-
 def test_help_is_quick():
     """At least one of ten runs takes under 0.3 s of processor time; other programs may slow the rest."""
     seconds: list[float] = []
@@ -160,31 +125,13 @@ def test_thoughts_are_dimmed(endless, monkeypatch, capfd, no_color, shown):
 # --- what goes wrong
 
 
-def _missing(folder: Path) -> str:
-    shutil.rmtree(folder)
-    return "there is no folder"
-
-
-def _truncated(folder: Path) -> str:
-    weights = folder / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size - 100)
-    return "promises"
-
-
-def _malformed(folder: Path) -> str:
-    (folder / "config.json").write_text('{"model_type": ')
-    return "not valid JSON"
-
-
-@pytest.mark.parametrize("damage", [_missing, _truncated, _malformed])
-def test_bad_target_is_one_line(damage, tmp_path, monkeypatch, capfd):
+def test_bad_target_is_one_line(tmp_path, monkeypatch, capfd):
     folder = shutil.copytree(GOLDEN / "target", tmp_path / "target")
-    said = damage(folder)
+    os.truncate(folder / "model.safetensors", 100_000)
     assert answer(monkeypatch, f"--target={folder}", "--json", "--prompt=hello") == 1
     out, err = capfd.readouterr()
-    assert out == ""
     line = only_line(err)
-    assert line.startswith("mlx-spec: ") and said in line and str(folder) in line
+    assert out == "" and line.startswith("mlx-spec: ") and "promises" in line and str(folder) in line
 
 
 def test_over_long_prompt_is_one_line(monkeypatch, capfd):

@@ -15,37 +15,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 from screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
-from mlx_spec.apps.chat.input import CommandCompleter, is_open, unquoted
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered, rows
 from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
 from mlx_spec.apps.chat.report import details, status_line
 from mlx_spec.apps.chat.settings import (
-    NAMES,
     AnswerSettings,
-    changed,
     from_values,
-    shown,
-    values,
 )
 from mlx_spec.apps.chat.terminal import (
-    COPIED,
-    DRAFTED,
-    FORCED,
     Terminal,
-    legend,
-    origin_name,
-    origin_style,
 )
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.session import Positions, Session, Statistics
-from mlx_spec.text.stream import Span
 from mlx_spec.types import Reason
 
 TARGET = str(GOLDEN / "target")
@@ -97,8 +83,7 @@ def test_status_of_a_speculative_answer():
 
 
 @pytest.mark.parametrize(
-    ("figures", "gain"),
-    [({"compared_tokens": 23}, None), ({"plain_seconds": 1.2}, "0.80 x plain")],
+    ("figures", "gain"), [({"compared_tokens": 23}, None), ({"plain_seconds": 1.2}, "0.80 x plain")]
 )
 def test_speculation_without_a_gain_does_not_pay(figures, gain):
     statistics = replace(SPECULATED, **figures)
@@ -107,20 +92,12 @@ def test_speculation_without_a_gain_does_not_pay(figures, gain):
     assert any(line.startswith("gain: ") for line in details(statistics, None, 0)) == (gain is not None)
 
 
-@pytest.mark.parametrize(
-    ("reason", "text"),
-    [
-        (Reason.NO_DRAFTER, "speculation off: no drafter"),
+def test_status_tells_the_reason_and_what_cut_the_answer():
+    for reason, text in (
         (Reason.COST, "speculation off: verification costs more than it gains"),
         (Reason.FIXED, "fixed by user"),
-        (Reason.LEARNING, "learning"),
-    ],
-)
-def test_status_tells_the_reason(reason, text):
-    assert status_line(replace(PLAIN, last_reason=reason), [], 8) == f"2.0 tokens/s · {text} · 1 token"
-
-
-def test_status_tells_what_cut_the_answer():
+    ):
+        assert status_line(replace(PLAIN, last_reason=reason), [], 8) == f"2.0 tokens/s · {text} · 1 token"
     cut = replace(SPECULATED, finish_reason="length", reused_tokens=0)
     assert status_line(cut, ["mtp"], 37).endswith(" · 37 tokens · cut at --max-tokens 37")
     assert status_line(cut, ["mtp"], 38).endswith(" · 37 tokens · cut: the context is full")
@@ -150,18 +127,6 @@ def test_details():
 
 
 # --- conversations on the disk
-
-
-def test_saved_and_read(tmp_path):
-    file = tmp_path / "talk.json"
-    talk = SavedConversation(
-        "demo", "lookup", "Be brief.", TURNS, values(AnswerSettings(max_tokens=7, think=True))
-    )
-    files.write(file, talk)
-    assert files.read(file) == talk
-    files.write(file, replace(talk, system=None))  # over one of ours
-    assert files.read(file).system is None
-    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
 def test_file_of_the_first_release(tmp_path):
@@ -221,14 +186,8 @@ def test_names_of_files(tmp_path):
 def test_loading_is_all_or_nothing(model):
     talk = Conversation(model, AnswerSettings(max_tokens=5), "Be brief.")
     talk.session.resume(TURNS)
-    for turns, settings in (
-        (TURNS[::-1], {}),
-        (TURNS[:1], {}),
-        (TURNS, {"temperature": -1}),
-        (TURNS, {"temperature": "warm"}),
-        (TURNS, {"max_tokens": 0}),
-        (TURNS, {"think": "on"}),
-    ):
+    wrong = ({"temperature": -1}, {"temperature": "warm"}, {"max_tokens": 0}, {"think": "on"})
+    for turns, settings in ((TURNS[::-1], {}), (TURNS[:1], {}), *((TURNS, each) for each in wrong)):
         with pytest.raises(InvalidValue):
             talk.load(SavedConversation("demo", None, None, turns, settings))
         assert (talk.turns, talk.system, talk.settings.max_tokens) == (TURNS, "Be brief.", 5)
@@ -239,61 +198,7 @@ def test_loading_is_all_or_nothing(model):
 # --- sessions
 
 
-def test_session_goes_on_from_messages(model):
-    whole, resumed = model.pair.session("Be brief."), model.pair.session("Be brief.")
-    texts(whole, "What does zip do?")
-    resumed.resume([message for message in whole.messages if message["role"] != "system"])
-    assert resumed.messages == whole.messages
-    assert texts(resumed, "And map?") == texts(whole, "And map?")
-
-
-def test_undo(model):
-    session = model.pair.session()
-    assert session.undo() == []
-    first = texts(session, "What does zip do?")
-    second = texts(session, "And map?")
-    assert [turn["role"] for turn in session.undo()] == ["user", "assistant"]
-    assert len(session.messages) == 2
-    assert texts(session, "And map?") == second
-    session.undo()
-    session.undo()
-    assert texts(session, "What does zip do?") == first
-
-
-def test_spans_make_up_the_text(model):
-    session = model.pair.session()
-    pieces = list(session.stream("What does zip do?", max_tokens=24))
-    assert all("".join(span.text for span in piece.spans) == piece.text for piece in pieces)
-    drafted = [span for piece in pieces for span in piece.spans if span.position]
-    assert all(span.drafter is not None for span in drafted)
-
-
 # --- settings
-
-
-def test_settings():
-    settings = changed(AnswerSettings(), "temperature", "0.5")
-    settings = changed(changed(changed(settings, "seed", "-3"), "think", "on"), "max_tokens", "9")
-    assert (settings.sampling.temperature, settings.sampling.seed) == (0.5, -3)
-    assert (settings.think, settings.max_tokens) == (True, 9)
-    assert from_values(values(settings)) == settings and set(values(settings)) == set(NAMES)
-    assert changed(settings, "seed", "off").sampling.seed is None
-    assert changed(changed(settings, "max_tokens", "default"), "think", "off").max_tokens == 2048
-    assert [shown(value) for value in (True, False, None, 0.5)] == ["on", "off", "off", "0.5"]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("temperature", "warm", "'warm' is not allowed"),
-        ("top_k", "1.5", "integer of at least 0"),
-        ("max_tokens", "0", "at least 1"),
-        ("think", "hard", "give on or off"),
-    ],
-)
-def test_settings_that_make_no_sense(name, text, said):
-    with pytest.raises(InvalidValue, match=said):
-        changed(AnswerSettings(), name, text)
 
 
 # --- drafts
@@ -335,42 +240,6 @@ def test_drafts_without_loading_again(model):
 # --- what is typed
 
 
-@pytest.mark.parametrize(
-    ("text", "open", "message"),
-    [
-        ("hello ", False, "hello"),
-        ('"""', True, '"""'),
-        ('"""""', True, '"""""'),
-        ('"""a', True, '"""a'),
-        ('"""a\nb"""', False, "a\nb"),
-        ('"""\n  a\n"""  ', False, "  a"),
-        ('""""""', False, ""),
-        ('say """', False, 'say """'),
-    ],
-)
-def test_blocks(text, open, message):
-    assert (is_open(text), unquoted(text)) == (open, message)
-
-
-def test_completions(tmp_path):
-    for name in ("talk.json", "tall.json", ".hidden"):
-        (tmp_path / name).touch()
-    (tmp_path / "tales").mkdir()
-    completer = CommandCompleter(["draft", "load", "lull"], {"draft": lambda: ("auto", "off")}, ["load"])
-    for typed, expected in {
-        "/l": ["/load", "/lull"],
-        "/draft ": ["auto", "off"],
-        "/draft o": ["off"],
-        f"/load {tmp_path}/tal": [f"{tmp_path}/{name}" for name in ("tales/", "talk.json", "tall.json")],
-        f"/load {tmp_path}/.h": [f"{tmp_path}/.hidden"],
-    }.items():
-        found = list(completer.get_completions(Document(typed), CompleteEvent()))
-        assert [completion.text for completion in found] == expected
-        assert all(typed.endswith(each.text[: -each.start_position]) for each in found)
-    for typed in ("hello", "l", "/lull ", "/draft off on", "/l\nm", f"/load {tmp_path}/none/x"):
-        assert not list(completer.get_completions(Document(typed), CompleteEvent()))
-
-
 # --- Markdown
 
 
@@ -402,20 +271,10 @@ def test_code_and_tables():
     assert [line.split() for line in shown.splitlines()[4:7:2]] == [["a", "b"], ["1", "22"]]
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("", 1),
-        ("a\n\nb", 3),
-        ("a" * 10, 1),
-        ("a" * 11, 2),
-        ("a" + "漢" * 9 + "b", 3),  # a wide character is not cut in two
-        ("e\u0301" * 10, 1),
-        ("a\tb", None),
-    ],
-)
-def test_rows(text, count):
-    assert rows(text, 10) == count
+def test_rows():
+    """A wide character is not cut in two; a mark above a letter takes no room."""
+    texts = ("", "a\n\nb", "a" * 10, "a" * 11, "a" + "漢" * 9 + "b", "e\u0301" * 10, "a\tb")
+    assert [rows(text, 10) for text in texts] == [1, 3, 1, 2, 3, 1, None]
 
 
 @pytest.mark.parametrize(
@@ -454,16 +313,6 @@ def _read(screen: io.FileIO, count: int) -> str:
 
 
 # --- origins
-
-
-def test_origins():
-    drafters = ("assistant", "lookup")
-    names = [origin_name(drafters, index) for index in (None, 0, 1, 2)]
-    assert names == [None, "assistant", "lookup", "grammar"]
-    spans = [Span("a", *origin) for origin in ((None, 0), (0, 1), (0, 99), (1, 2), (2, 1))]
-    styles = [origin_style(span, drafters) for span in spans]
-    assert styles == ["", DRAFTED[0], DRAFTED[-1], COPIED, FORCED]
-    assert {style for _, style in legend()} >= {*DRAFTED, COPIED, FORCED}
 
 
 # --- Ctrl-C

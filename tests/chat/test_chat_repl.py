@@ -140,9 +140,7 @@ def test_completion(tmp_path):
         screen.wait_for(READY)
         for typed, completed in (
             ("/hi\t", "/highlight"),
-            ("/draft lo\t", "/draft lookup"),
             ("/set temp\t", "/set temperature"),
-            ("/model de\t", "/model demo"),
             ("/model gemma-4-26b-a4b-8\t", "/model gemma-4-26b-a4b-8bit"),
             (f"/load {tmp_path}/conv\t", f"/load {tmp_path}/conversation-of-monday.json"),
         ):

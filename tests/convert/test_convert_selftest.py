@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from commands import run
 from test_convert import GOLDEN, converted, edit_config, edit_tensors
@@ -20,7 +19,7 @@ import mlx_spec
 from mlx_spec.convert import acceptance, families, measure, selftest, texts
 from mlx_spec.convert.acceptance import check_lossless
 from mlx_spec.convert.families.gemma4 import GEMMA4
-from mlx_spec.convert.measure import Conversion, SelfTestFailed, difference
+from mlx_spec.convert.measure import Conversion, SelfTestFailed
 from mlx_spec.convert.selftest import compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.convert.target import convert_model
@@ -207,21 +206,3 @@ def test_text_that_is_not_the_targets(tmp_path: Path) -> None:
     wrong = [*plain[:3], (plain[3] + 1) % 512, *plain[4:]]
     with pytest.raises(SelfTestFailed, match="not lossless"):
         check_lossless(subject(out), [prompt], [wrong], QUIET)
-
-
-def test_difference() -> None:
-    a = np.array([[0.0, 1.0, 2.0, 3.0]], dtype=np.float32)
-    assert difference(a, a) == 0
-    assert difference(a + np.float32(a.std()), a) == pytest.approx(1)
-    masked = np.where(a < 2, -np.inf, a)
-    assert difference(masked, a) == 0
-    assert difference(np.full_like(a, -np.inf), a) == np.inf
-
-
-def test_acceptance_counts() -> None:
-    tokens = [5, 6, 7, 8]
-    drafts = [[5, 6, 7], [6, 9, 8], [], [8]]
-    found = acceptance.count_accepted([(tokens, drafts)])
-    assert found.positions == 3 and found.first == 1.0
-    assert found.length == 1 + (3 + 1) / 2  # of the two positions that three more tokens follow
-    assert acceptance.count_accepted([(tokens, [[], [], [], []])]).first == 0

@@ -194,19 +194,6 @@ def test_wrong_chaining_changes_all_but_the_first_token(name, offset):
 # --- their state
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_after_any_round_it_is_as_good_as_new(name):
-    g, end = golden(name), 6
-    source, history = g.open(), g.history
-    drafter = g.fresh(source, history[:end])
-    for kept in (5, 2, 1, 5, 2, 1, 2):
-        drafted(drafter, history[:end])
-        end += kept
-        drafter.observe(history[:end], rows(g.features, end - 1 - kept, end - 1))
-        assert g.difference(drafter, g.fresh(source, history[:end]), history[:end]) < TOLERANCE
-        assert g.difference(drafter, drafter, history[:end]) == 0
-
-
 def test_another_end_of_a_known_prefix():
     """The row that read the token that changed is dropped; everything before it stays."""
     g = golden("official")
@@ -337,8 +324,7 @@ def test_seeded_text_is_the_same_without_a_reduced_vocabulary():
     assert with_drafter == without
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", ["official", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "bits"), [("official", 8), ("qwen3_next", 4), ("deepseek_v3", 4)])
 def test_quantized(name, bits, tmp_path):
     """Experts and latent attention, too, where their rows are long enough."""
     g = golden(name)

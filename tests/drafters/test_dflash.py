@@ -99,8 +99,8 @@ def parts(kind: str = "full") -> TargetParts:
     return fitted.LMTarget(getattr(tiny, kind)()).parts
 
 
-@pytest.mark.parametrize("length", [5, MAX_WAITING + 40])
-def test_after_any_rounds_it_is_as_good_as_new(length, tmp_path):
+def test_after_a_long_prompt_and_any_rounds_it_is_as_good_as_new(tmp_path):
+    length = MAX_WAITING + 40
     source, rows = opened(small(), tmp_path), random_rows(length + 30, 3)
     history = tiny.prompt(length + 31)
     begins = [length, length + 1, length + 5, length + 5, length + 8, length + 9]

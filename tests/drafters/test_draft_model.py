@@ -14,19 +14,15 @@ import pytest
 import tiny
 from fitted import Recorder
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import llama
-from mlx_lm.models.cache import ChunkedKVCache
 
-import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.draft_model import (
     MAX_UNWRITTEN,
-    MAX_VERIFIED,
     PREFILL_STEP,
     DraftModel,
     VocabularySizes,
 )
-from mlx_spec.errors import BadCheckpoint, NotRewindable
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Features
@@ -83,18 +79,6 @@ def test_after_every_outcome_it_is_as_good_as_new(kind):
     for outcome in (full, none, partial, full, full, partial, stopped, none, none, full):
         history = history + outcome(check(drafter, history, 4, kind))
         drafter.observe(history, NOTHING)
-
-
-@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
-def test_limits_change_and_plain_rounds_come_between(kind):
-    history = tiny.prompt(9)
-    drafter = DraftModel(model_of(kind), SAME)
-    for turn, limit in enumerate((1, 4, 2, 7, 1, 3)):
-        history = history + (full if turn % 2 else partial)(check(drafter, history, limit, kind))
-        drafter.observe(history, NOTHING)
-        for token in range(turn * MAX_VERIFIED // 2):
-            history = [*history, token]
-            drafter.observe(history, NOTHING)
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
@@ -210,15 +194,6 @@ def test_one_pass_a_token(outcome, kind, monkeypatch):
 # --- vocabularies of different length
 
 
-def test_fit():
-    logits = mx.arange(6.0).reshape(1, 6)
-    assert VocabularySizes(6, 6).fit(logits).tolist() == logits.tolist()
-    assert VocabularySizes(6, 4).fit(logits).tolist() == [[0, 1, 2, 3]]
-    assert VocabularySizes(6, 8).fit(logits).tolist() == [[0, 1, 2, 3, 4, 5, -mx.inf, -mx.inf]]
-    assert VocabularySizes(6, 8).known([1, 5, 6, 7]) == [1, 5, 5, 5]
-    assert VocabularySizes(8, 6).known([1, 5]) == [1, 5]
-
-
 @pytest.mark.parametrize("size", [200, 256, 300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padded_vocabulary(size, temperature):
@@ -277,29 +252,3 @@ def test_any_language_model_becomes_a_drafter(tmp_path):
     target = LMTarget(tiny.full())
     draft, _ = drafted(source.make(target.parts), tiny.prompt(9), 3)
     assert draft == drafted(DraftModel(model, SAME), tiny.prompt(9), 3)[0]
-
-
-def test_incomplete_checkpoint(tmp_path):
-    model = tiny.full(seed=1)
-    config = llama_config(model)
-    del model.model.layers[1].self_attn["q_proj"]
-    save(tmp_path, model, config)
-    with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.self_attn\.q_proj\.weight"):
-        open_drafter(tmp_path, config, config)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
-        open_drafter(tmp_path, config, config)
-
-
-def test_unknown_cache_is_refused_at_the_door(tmp_path, monkeypatch):
-    class Odd(llama.Model):
-        def make_cache(self):
-            return [ChunkedKVCache(8) for _ in self.layers]
-
-    model = tiny.full(seed=1)
-    config = llama_config(model)
-    save(tmp_path, model, config)
-    monkeypatch.setattr(module, "load_model", lambda *_, **__: (Odd(model.args), config))
-    with pytest.raises(NotRewindable, match="ChunkedKVCache"):
-        open_drafter(tmp_path, config, config)

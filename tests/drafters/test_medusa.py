@@ -18,7 +18,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features
 
 TOLERANCE = 1e-5
-TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
 GREEDY = lossless.GREEDY.sampler(1, 256)
 
 

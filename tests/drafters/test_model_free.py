@@ -11,7 +11,6 @@ import pytest
 
 from mlx_spec.drafters.model_free import (
     MAX_PLACES,
-    MAX_TAIL,
     Forced,
     GrammarFilter,
     Lookup,
@@ -61,18 +60,6 @@ def test_equals_the_definition(settings):
         assert drafts(Lookup(*settings), text, 7) == reference(text, 7, *settings), seed
 
 
-def test_grows_with_the_history():
-    for seed in range(12):
-        text, rng, drafter = texts(seed), random.Random(seed), Lookup()
-        end = 1
-        while end < len(text):
-            if rng.random() < 0.5:
-                drafter.observe(text[:end], NOTHING)
-            if rng.random() < 0.5:
-                assert drafts(drafter, text[:end], 3) == reference(text[:end], 3)
-            end += rng.randrange(1, 6)
-
-
 def test_history_may_be_replaced():
     """Between turns the history is cut, edited or another one altogether."""
     for seed in range(40):
@@ -81,16 +68,6 @@ def test_history_may_be_replaced():
             assert drafts(drafter, text, 4) == reference(text, 4)
             keep = rng.randrange(len(text) + 1)
             text = text[:keep] + texts(rng.randrange(1000))
-
-
-def test_change_far_back_costs_matches_but_no_error():
-    """Only the last tokens are compared; places that no longer match are noticed one by one."""
-    rng = random.Random(0)
-    text = [rng.randrange(5, 9) for _ in range(4 * MAX_TAIL)]
-    drafter = Lookup()
-    drafts(drafter, [*text, 1, 2, 3, *text[-MAX_TAIL:], 1, 2], 1)
-    edited = [*text, 1, 4, 3, *text[-MAX_TAIL:], 1, 2]
-    assert drafts(drafter, edited, 1) == []
 
 
 @pytest.mark.parametrize(

@@ -214,19 +214,6 @@ def test_quantized_pairs_generate_the_target_s_text(family, bits, tmp_path):
         assert sum(round.accepted for round in rounds) > 0
 
 
-@pytest.mark.parametrize("family", ["medusa", "dflash", "peagle"])
-def test_conversation_goes_on(family, tmp_path):
-    """The target keeps the prefix of a second prompt; the drafter keeps or forgets what it must."""
-    _, prompt, truth, _ = fit(family, "full")
-    converted(family, tmp_path)
-    pair, alone = mlx_spec.load(tmp_path / "out", num_draft_tokens=4), mlx_spec.load(tmp_path / "out", "none")
-    parts = pair.open()
-    for asked in (prompt, [*prompt, *truth[:6], 3, 4], [*prompt[:20], 9, 8, 7], prompt):
-        parts.target.rewind(min(parts.target.size, 20))
-        texts = [emitted(list(pair.run(p, asked, max_tokens=20))) for p in (parts, alone.open())]
-        assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, tmp_path):
     """All texts run past the target's window of 16: greedy ones, and with a seed."""

@@ -122,20 +122,6 @@ def test_rope_is_the_target_s(tmp_path):
     assert largest(far, in_one_pass(made, history, rows, 4, first=3000)) < 1e-3
 
 
-def test_history_goes_back(tmp_path):
-    """What is shared stays, but for the row whose next token changed: the rows behind it do not see it."""
-    made, rows, history = small(), random_rows(60, 3), tiny.prompt(61)
-    source = opened(made, tmp_path)
-    drafter = source.make(parts())
-    replay(drafter, history, rows, [40], 4)
-    drafter.observe(history[:31], Features(tuple(r[25:30] for r in rows)))
-    assert largest(logits_of(drafter, history[:31], 4), in_one_pass(made, history[:31], rows, 4)) < TOLERANCE
-    other = [*history[:25], *((token + 1) % 256 for token in history[25:])]
-    drafter.observe(other[:31], Features(tuple(r[25:30] for r in rows)))
-    found, exact = logits_of(drafter, other[:31], 4), in_one_pass(made, other[:31], rows, 4)
-    assert 0 < largest(found, exact) < largest(in_one_pass(made, history[:31], rows, 4), exact)
-
-
 def test_cold_start_and_other_histories(tmp_path):
     made, rows, history = small(), random_rows(30, 3), tiny.prompt(31)
     drafter, sampler = opened(made, tmp_path).make(parts()), lossless.GREEDY.sampler(1, 256)

@@ -258,12 +258,3 @@ def test_answers_of_the_demo_match_their_schemas(schema: Schema, pairs: tuple[Pa
     if rounds[-1].finish_reason == "stop":
         answer = json.loads(plain.text.decode_raw(tokens[:-1]))
         jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(answer)
-
-
-def test_seeded_answers_of_the_demo(pairs: tuple[Pair, Pair, Pair]) -> None:
-    for schema in SCHEMAS[45:60:8]:
-        sampling = Sampling(0.9, seed=7, presence_penalty=0.5)
-        answers = [
-            demo_answer(pair, schema, "Who are you?", pair is not pairs[2], sampling) for pair in pairs
-        ]
-        assert len({tuple(emitted(answer)) for answer in answers}) == 1

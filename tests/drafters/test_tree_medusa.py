@@ -18,8 +18,8 @@ import pytest
 import tiny
 from drafting import QUESTIONS
 from fitted import opened
-from likelihood import TEXT, TOP
 from synthetic import Checkpoint
+from test_logprobs import recorded
 
 from mlx_spec import load
 from mlx_spec.convert.convert import Request, convert
@@ -31,8 +31,7 @@ from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
-from mlx_spec.sampling import LogitsProcessor, Sampling
-from mlx_spec.sampling.logprobs import LogprobRecorder
+from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
@@ -325,20 +324,12 @@ def test_statistics_count_places_of_the_longest_path() -> None:
 def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
     """As those of plain decoding, token for token."""
     model, prompt = tiny.sliding(), tiny.prompt(25)
-    found = []
-    truth: list[int] = []
+    found, truth = [], list[int]()
     for K in (0, 14):
-        recorder = LogprobRecorder(sampling.sampler(25, 256), LogitsProcessor(sampling, 25, 256), TEXT, TOP)
-        drafter, position = Scripted([*prompt, *truth]), len(prompt)
-        rounds, said = [], []
-        for round in generate(LMTarget(model), [drafter], FixedPolicy(K), recorder, prompt, max_tokens=40):
-            rounds.append(round)
-            said += recorder.of(position, round.tokens)
-            position += len(round.tokens)
+        rounds, said = recorded(model, Scripted([*prompt, *truth]), FixedPolicy(K), sampling, prompt)
         truth = lossless.emitted(rounds)
         found.append(said)
     check(rounds, 14)
-    assert len(recorder._rows) == 0, "what was read is dropped"
     for plain, drafted in zip(*found, strict=True):
         assert (plain.token, [a.token for a in plain.top]) == (drafted.token, [a.token for a in drafted.top])
         assert drafted.logprob == pytest.approx(plain.logprob, abs=1e-4)

@@ -84,12 +84,6 @@ def test_pull_refuses(name: str, message: str, cache: Path, capsys: pytest.Captu
     assert not cache.exists()
 
 
-def test_pull_pickles(served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    (served.repositories["owner/copy"] / "model.safetensors").unlink()
-    assert run("pull", "owner/copy") == 1
-    assert "holds pytorch_model.bin but no model*.safetensors" in capsys.readouterr().err
-
-
 def test_pull_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert run("pull", E2B) == 1

@@ -226,10 +226,9 @@ def test_a_menu_of_the_same_shape_is_changed_in_place(screen):
     ran(screen, SMALL, other)
     assert len(screen.of("removeAllItems")) == 1
     assert drawn(top(screen))[0] == "62 tok/s"
-    ran_again = Menu("", SMALL.entries[:2])
     screen.stopped = False
     screen.calls.clear()
-    ran(screen, SMALL, ran_again)
+    ran(screen, SMALL, Menu("", SMALL.entries[:2]))
     assert len(screen.of("removeAllItems")) == 2 and drawn(top(screen)) == ["61 tok/s", None]
 
 

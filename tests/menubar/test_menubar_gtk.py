@@ -51,11 +51,3 @@ def test_entries_and_clicks(view):
     for entry in (line, stopping, inner):
         entry.action(view._icon, entry)
     assert clicks == [stop.click, off.click]
-
-
-def test_copy_and_close(view):
-    view.copy("text")
-    board = sys.modules["gi.repository"].Gtk.Clipboard.get.return_value
-    board.set_text.assert_called_once_with("text", -1)
-    view.close()
-    view._icon.stop.assert_called_once_with()

@@ -39,7 +39,6 @@ from mlx_spec.apps.menubar.server_process import (
     ServerOptions,
     ServerProcess,
     Timeouts,
-    candidates,
     details,
     end,
     health,
@@ -180,13 +179,6 @@ def test_a_port_that_was_taken_only_for_a_moment_is_tried_again(watched, strange
     assert one.retries and Phase.FAILED not in {state.phase for state in one.states}
 
 
-def test_ports_that_are_tried():
-    (found,) = candidates(Address(HOST, 0))
-    assert is_free(found)
-    assert [one.port for one in candidates(Address(HOST, 8080))] == list(range(8080, 8090))
-    assert [one.port for one in candidates(Address(HOST, 65534))] == [65534, 65535]
-
-
 def test_a_disk_that_refuses_a_restart_is_tried_again(watched, port, tmp_path):
     one = watched(port)
     one.server.start(Selection(drafter="none"))
@@ -256,16 +248,6 @@ def test_a_server_of_another_kind_is_not_ours(tmp_path):
             assert health(address) is None and details(address, None) == {}
         finally:
             process.terminate()
-
-
-def test_last_words_are_those_of_this_start(tmp_path):
-    log = tmp_path / "log"
-    assert last_words(log, 0) is None
-    log.write_text("mlx-spec: old\n")
-    start = log.stat().st_size
-    assert last_words(log, start) is None
-    log.write_text("mlx-spec: old\nmlx-spec: new\nINFO other\n")
-    assert last_words(log, start) == "new"
 
 
 # --- the thread behind the menu

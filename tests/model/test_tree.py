@@ -21,7 +21,6 @@ from mlx_spec.types import FeatureSpec
 TOLERANCE = 1e-5  # measured: 0
 DIFFERS = 1e-2  # the classic mistakes change logits by more; measured: more than 1
 TREE = Tree((0, 1, 2, 3, 2, 1, 6, 1, 0, 9, 10, 0))
-RATES = [[0.6, 0.15, 0.07, 0.04]] * 5
 SIDE = (0, 9, 10, 11)  # a path of three tokens that begins with a second guess
 KINDS = {"full": None, "qwen": None, "sliding": None, "shared": None, "quantized": 8}
 LENGTHS = [2, 40]  # of the prompt; the window is 16
@@ -53,18 +52,6 @@ def largest(a: object, b: object) -> float:
 
 
 # --- the shape
-
-
-@pytest.mark.parametrize("height", [1, 3, 5])
-def test_smaller_trees_are_part_of_larger_ones(height: int) -> None:
-    template, shapes = tree_template(16, RATES[:height]), []
-    for nodes in range(1, 17):
-        tree = template.tree(nodes)
-        assert len(tree.parents) == min(nodes, 4 if height == 1 else 16)
-        assert tree.height <= height and tree.depths[: tree.height + 1] == tuple(range(tree.height + 1))
-        shapes.append({tuple(tree.ranks[row] for row in path) for path in tree.paths})
-    assert all(smaller <= larger for smaller, larger in itertools.pairwise(shapes))
-    assert template.tree(16).height == height
 
 
 def test_a_template_holds_the_likeliest_places() -> None:

@@ -40,22 +40,6 @@ def test_filter_is_bayes_rule(monkeypatch):
     assert belief.levels == pytest.approx(last / last.sum())
 
 
-def test_expected_tokens_average_over_levels():
-    belief = Belief(DrafterStatistics())
-    assert belief.expected_tokens()[0] == pytest.approx(1)
-    by_level = [sum(level**k for k in range(4)) for level in LEVELS]
-    assert belief.expected_tokens()[3] == pytest.approx(np.dot(PRIOR, by_level))
-    assert first_rate(belief) == pytest.approx(np.dot(PRIOR, LEVELS))
-
-
-def test_without_evidence_the_belief_returns_to_the_frequencies():
-    belief = Belief(DrafterStatistics())
-    belief.update(0, rejected=True)
-    assert first_rate(belief) < np.dot(PRIOR, LEVELS) - 0.1
-    belief.advance(1000)
-    assert belief.levels == pytest.approx(belief.shared.frequencies)
-
-
 def test_frequencies_follow_the_pair():
     shared = DrafterStatistics()
     for _ in range(50):
@@ -77,7 +61,3 @@ def test_a_drafter_that_gets_worse_within_its_draft():
     first, second, third = np.diff(belief.expected_tokens()[:4])
     assert second / first == pytest.approx(0.45, abs=0.12)
     assert third / second == pytest.approx(0.2, abs=0.12)
-
-
-def test_a_mean_for_a_new_request():
-    assert first_rate(Belief(DrafterStatistics.with_mean(0.75))) == pytest.approx(0.75, abs=0.03)

@@ -117,11 +117,6 @@ def test_damaged_tables_are_refused(part, value):
         Table.from_json({**asdict(FLAT), part: value}, 1)
 
 
-def test_an_incomplete_table_is_refused():
-    with pytest.raises(BadCosts, match="incomplete"):
-        Table.from_json({"plain": 1.0}, 1)
-
-
 def test_assumed_costs_are_those_of_dear_rows():
     model = CostModel(Table.assumed(0.02, [False, True]))
     assert model.plain == pytest.approx(0.02)

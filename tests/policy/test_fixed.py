@@ -11,18 +11,13 @@ from mlx_spec.types import Choice, Reason, RequestDrafter
 EXTRA = RequestDrafter("prediction", None, len, 0.75)
 
 
-def test_the_same_length_from_the_first_drafter_that_has_any():
-    decision = FixedPolicy(3, drafters=2).decide([1, 2])
-    assert decision.choices == (Choice(0, 3), Choice(1, 3))
-    assert decision.reason is Reason.FIXED
-
-
 def test_request_drafters_come_first_for_one_answer():
     policy = FixedPolicy(3, drafters=2)
     policy.begin([EXTRA])
     assert policy.decide([1]).choices == (Choice(2, 3), Choice(0, 3), Choice(1, 3))
     policy.begin()
     assert policy.decide([1]).choices == (Choice(0, 3), Choice(1, 3))
+    assert policy.decide([1, 2]).reason is Reason.FIXED
 
 
 @pytest.mark.parametrize("reason", [Reason.DISABLED, Reason.NO_DRAFTER])

@@ -11,14 +11,6 @@ import pytest
 from virtual_clock import CURVES, Device, decode, make_text
 
 from mlx_spec.policy import AdaptivePolicies, lengths
-from mlx_spec.policy.planner import best_length
-
-
-def test_best_length_is_the_fastest_within_the_limit():
-    tokens = np.array([1.0, 1.9, 2.7, 3.4])
-    seconds = np.array([1.0, 1.1, 1.2, 2.0])
-    assert best_length(tokens, seconds, 3) == (2, pytest.approx(2.7 / 1.2))
-    assert best_length(tokens, seconds, 1) == (1, pytest.approx(1.9 / 1.1))
 
 
 def speed(curve, rate, length):
@@ -72,7 +64,3 @@ def test_a_batch_against_brute_force(seed):
 def test_equal_sequences_share_a_row_that_only_one_can_have():
     found = lengths([[0.9, 0.1], [0.9, 0.1]], 1.0, lambda rows: 1.0 if rows <= 3 else 9.0, lambda k: 0.0)
     assert sorted(found) == [0, 1]
-
-
-def test_an_empty_batch():
-    assert lengths([], 1.0, float, float) == []

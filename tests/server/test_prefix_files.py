@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-import fitted
 import mlx.core as mx
 import pytest
 import random_sources
 import tiny
-from served import DEMO, answer, body, closed, working
-from served import raw as raw_request
 from test_session import KINDS, MODELS, alone, make_pair
 
 from mlx_spec import engine
 from mlx_spec.apps.server import prefix_files
-from mlx_spec.apps.server.metrics import CountedEngine, Metrics
-from mlx_spec.apps.server.prefix_cache import PrefixCache
-from mlx_spec.apps.server.prefix_files import CacheFolder, PrefixFiles, model_key
+from mlx_spec.apps.server.prefix_files import CacheFolder, PrefixFiles
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
 from mlx_spec.drafters.retokenized import RetokenizedSource
-from mlx_spec.errors import InvalidValue
-from mlx_spec.model.sequence import CachedSequence, reusable
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling

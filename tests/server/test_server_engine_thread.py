@@ -151,15 +151,6 @@ def test_prompts_are_counted_together(engine: EngineThread) -> None:
         assert text_of(events, 2 * i) == text_of(events, 2 * i + 1) == single
 
 
-def test_an_answer_that_stops_is_cut_by_tokens(engine: EngineThread) -> None:
-    whole = answer(engine, chat(QUESTION))
-    events = answer(engine, chat(QUESTION, stop=("two",)))
-    assert text_of(events) == text_of(whole).split("two")[0]
-    ended = next(e for e in events if isinstance(e, ChoiceEnded))
-    assert (ended.reason, ended.stop) == ("stop", "two")
-    assert closed(events).usage.completion_tokens < closed(events).timings.statistics.generated_tokens
-
-
 def test_the_next_turn_is_cached_up_to_the_stop_string(engine: EngineThread, plain: EngineThread) -> None:
     first = answer(engine, chat("Explain len()", stop=("of",)))
     prompt = closed(first).usage.prompt_tokens

@@ -69,28 +69,17 @@ def test_a_body_that_is_no_json_object_is_400(stub, path, body):
     assert error["type"] == "invalid_request_error" and stub.requests == []
 
 
-def test_unknown_path_is_404(stub):
-    assert error_of(stubbed(stub).client.get("/v1/nothing"), 404)["code"] == "unknown_url"
-    assert error_of(stubbed(stub).client.get("/docs"), 404)  # nor pages that load scripts from elsewhere
-    assert error_of(stubbed(stub).client.get("/openapi.json"), 404)
-
-
-def test_wrong_method_is_405(stub):
-    response = stubbed(stub).client.get(CHAT)
-    assert error_of(response, 405)["code"] == "method_not_allowed"
-    assert response.headers["allow"] == "POST"
-
-
-def test_an_unknown_model_does_not_reach_the_engine(stub):
+def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
+    stub, endpoint = fresh()
+    for path in ("/v1/nothing", "/docs", "/openapi.json"):  # docs would load scripts from elsewhere
+        assert error_of(endpoint.client.get(path), 404)["code"] == "unknown_url"
+    response = endpoint.client.get(CHAT)
+    assert error_of(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
     for path in (CHAT, TEXT, RESPONSES):
-        error = stubbed(stub).refused(path, 404, **BODIES[path] | {"model": "gpt-9"})
+        error = endpoint.refused(path, 404, **BODIES[path] | {"model": "gpt-9" * 20_000})
         assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert len(error["message"]) < 300  # a long name is not sent back
     assert stub.requests == []
-
-
-def test_a_long_name_is_not_sent_back(stub):
-    error = stubbed(stub).refused(CHAT, 404, model="x" * 100_000)
-    assert error["code"] == "model_not_found" and len(error["message"]) < 300
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])

@@ -18,7 +18,7 @@ from endpoint import (
     said,
 )
 
-from mlx_spec.apps.server.errors import Failure, anthropic_body, internal_error, queue_full, unavailable
+from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.request import Tool, ToolUse
 from mlx_spec.sampling import Sampling
 
@@ -117,18 +117,6 @@ def test_thinking_can_be_omitted(place: Place, stub: Stub):
     _, body = place.post(thinking=thinking)
     assert body["content"][0] == {"type": "thinking", "thinking": "", "signature": ""}
     assert stub.requests[-1].prompt.thinking
-
-
-def test_silence_is_filled_with_pings(place: Place, client: Any, stub: Stub):
-    stub.events = (0.12, *said("late")[:2], 0.12, *said("late")[2:])
-    found = place.frames()
-    names = [name for name, _ in found]
-    assert names[:2] == ["message_start", "ping"] and names.count("ping") >= 3
-    start, delta = found[0][1], next(content for name, content in found if name == "message_delta")
-    assert start["message"]["usage"]["input_tokens"] == 0  # not known yet ...
-    assert delta["usage"]["input_tokens"] == 3  # ... and sent in the end
-    with client.messages.stream(**BODY) as stream:
-        assert stream.get_final_text() == "late"
 
 
 # --- requests
@@ -246,31 +234,24 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
     ("changes", "words"),
     [
         (turn(IMAGE), "messages.0.content.0 'image'"),
-        (turn({"type": "document"}), "'document'"),
         (turn({"type": "tool_result", "tool_use_id": "x", "content": "y"}), "tool_use_id 'x'"),
         (turn({"type": "text"}), "messages.0.content.0.text required"),
         (turn({"type": "text", "text": 3}), "messages.0.content.0 string"),
         ({"messages": []}, "messages least"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         (turn({"type": "text", "text": "Sure, "}, role="assistant"), "prefilled"),
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"stop_sequences": list("abcde")}, "5 stop 4 most"),
-        ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type 'between_tools'"),
         (thinking(0), "thinking.budget_tokens 1"),
         (thinking(64), "thinking.budget_tokens max_tokens 64"),
         ({"container": "c1"}, "container"),
-        ({"mcp_servers": [{"url": "https://example.com"}]}, "mcp_servers"),
         ({"speed": "fast"}, "speed 'fast'"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 bash_20250124"),
-        ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
-        ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
         ({"tools": [WEATHER, WEATHER]}, "2 tools 'weather'"),
         ({"tools": [WEATHER | {"input_schema": {"a": "x" * 3000}}]}, "'weather' 2000"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice.name 'rain'"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format 'xml'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
@@ -308,12 +289,6 @@ def test_a_failure_in_a_stream_is_an_event(place: Place, client: Any, stub: Stub
         s.until_done()
     status, body = place.post()
     assert (status, body["error"]["type"]) == (529, "overloaded_error")
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 429, 500, 502, 503, 529])
-def test_every_status_has_a_type(status: int):
-    error = anthropic_body(Failure(status, "x"))["error"]
-    assert error["message"] == "x" and error["type"].endswith(("_error", "_large"))
 
 
 # --- counting

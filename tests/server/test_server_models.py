@@ -123,13 +123,6 @@ def test_unloading_gives_the_memory_back() -> None:
             assert mx.get_active_memory() < before + 0.05 * NEED.weights
 
 
-def test_a_pinned_model_stays() -> None:
-    with working(settings(replace(ONE, pinned=True), TWO, THREE, room=2.5)) as engine:
-        for name in ("two", "three"):
-            closed(answer(engine, chat(QUESTION, model=name, max_tokens=3)))
-        assert loaded(engine) == ["one", "three"]
-
-
 def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
     with working(settings(replace(ONE, pinned=True), TWO, room=1.5)) as engine:
         found = failure(answer(engine, chat(QUESTION, model="two")))

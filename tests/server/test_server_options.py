@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from mlx_spec.apps.server.arguments import parse
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings
 
@@ -37,40 +35,3 @@ def test_options():
 def test_key_from_a_file(tmp_path):
     (tmp_path / "key").write_text("secret\n")
     assert parse(["--api-key-file", str(tmp_path / "key")]).api_key == "secret"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--host 0.0.0.0",
-        "--host 192.168.1.2",
-        "--host example.org",
-        "--port x",
-        "--port 65536",
-        "--model x",
-        "--model x=a --model x=b",
-        "--model x=a --drafter b",
-        "--alias a=b",
-        "--alias demo=demo",
-        "--pin b",
-        "--memory 0",
-        "--idle nan",
-        "--max-running 0",
-        "--api-key-file /nonexistent",
-        "--api-key a --api-key-file /nonexistent",
-        "--cors-origin localhost",
-        "--cors-origin http://a/b",
-        "--nonsense",
-    ],
-)
-def test_bad_options_are_one_line_and_status_2(capsys, words):
-    with pytest.raises(SystemExit) as left:
-        parse(words.split())
-    assert left.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mlx-spec: ") and line.endswith("(see mlx-spec serve --help)")
-
-
-def test_empty_key_is_refused():
-    with pytest.raises(SystemExit):
-        parse(["--host", "0.0.0.0", "--api-key", ""])

@@ -84,9 +84,6 @@ def test_timings():
     ):
         found = timings_json(Timings(replace(STATISTICS, **changes), None, 0, 0))
         assert (found["speculation"], found["reason"]) == state
-
-
-def test_timings_of_nothing():
     found = timings_json(Timings(Statistics(), None, 0.0, 0.0))
     assert [found[key] for key in ("prompt_per_second", "predicted_per_second", "gain")] == [None] * 3
 

@@ -31,18 +31,9 @@ from mlx_spec.types import Round
 
 Q = '<|"|>'
 GEMMA_CASES = {
-    "one string": (f"call:f{{city:{Q}Paris{Q}}}", {"city": "Paris"}),
-    "types": (
-        "call:f{a:1,b:-2.5e3,c:true,d:false,e:null}",
-        {"a": 1, "b": -2500.0, "c": True, "d": False, "e": None},
-    ),
-    "no arguments": ("call:f{}", {}),
     "nested": (f"call:f{{o:{{p:{{q:[1,{Q}x{Q},[]]}}}}}}", {"o": {"p": {"q": [1, "x", []]}}}),
-    "dash in a key": (f"call:f{{my-key:{Q}v{Q}}}", {"my-key": "v"}),
     "space after a comma": ("call:f{a:1, b:2}", {"a": 1, "b": 2}),
     "structure in a string": (f"call:f{{a:{Q}}},b:[{{{Q},c:1}}", {"a": "},b:[{", "c": 1}),
-    "quotes in a string": (f'call:f{{a:{Q}say "hi" \\n{Q}}}', {"a": 'say "hi" \\n'}),
-    "angle brackets": (f"call:f{{a:{Q}a < b <| c{Q}}}", {"a": "a < b <| c"}),
     "a quoted key": (f"call:f{{{Q}odd, key{Q}:1}}", {"odd, key": 1}),
     "JSON's strings": ('call:f{"a":"x"}', {"a": "x"}),
     "None": ("call:f{a:None}", {"a": None}),  # as the model's own template writes it
@@ -88,20 +79,15 @@ def test_a_body_cut_anywhere_is_text_until_it_is_complete(name):
             assert rest == (body[:end] if body[:end].strip() else "")
 
 
+BAD_ARGUMENTS = "{a:01} {a:1,} {a:celsius} {a} {:1} {a:[1} {a:NaN} {a:1e999}".split()
+
+
 @pytest.mark.parametrize(
     ("name", "body"),
     [
+        *(("gemma4", "call:f" + arguments) for arguments in (*BAD_ARGUMENTS, "{a:" + "[" * 100_000)),
         ("gemma4", "f{a:1}"),
         ("gemma4", "call:{a:1}"),
-        ("gemma4", "call:f{a:01}"),
-        ("gemma4", "call:f{a:1,}"),
-        ("gemma4", "call:f{a:celsius}"),
-        ("gemma4", "call:f{a}"),
-        ("gemma4", "call:f{:1}"),
-        ("gemma4", "call:f{a:[1}"),
-        ("gemma4", "call:f{a:NaN}"),
-        ("gemma4", "call:f{a:1e999}"),
-        ("gemma4", "call:f{a:" + "[" * 100_000),
         ("hermes", '{"name": "f", "arguments": [1]}'),
         ("hermes", '{"arguments": {}}'),
         ("hermes", '{"name": 1, "arguments": {}}'),
@@ -199,19 +185,6 @@ def text():
 @pytest.fixture(scope="module")
 def format(text):
     return find_tool_format(text)
-
-
-def test_a_call_is_given_whole_when_it_closes(format):
-    reader = ToolCallReader(2, format, [WEATHER])
-    assert reader.read(TextPart("call", 'call:get_weather{city:<|"|>Ro', call=0)) == []
-    assert reader.complete == 0
-    (opened,) = reader.read(TextPart("call", 'me<|"|>}', call=0, closed=True))
-    assert isinstance(opened, ToolCall)
-    assert (opened.index, opened.call, opened.name) == (2, 0, "get_weather")
-    assert opened.arguments == '{"city":"Rome"}'
-    again = reader.read(TextPart("call", "call:f{}", call=1, closed=True))
-    assert isinstance(again[0], ToolCall) and again[0].call == 1 and again[0].id != opened.id
-    assert reader.complete == 2 and reader.end() == []
 
 
 @pytest.mark.parametrize(

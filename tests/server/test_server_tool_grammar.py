@@ -11,15 +11,13 @@ import call_texts
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-import mlx_spec
 from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
 
@@ -68,11 +66,6 @@ SIMPLE = Tool(
 )
 ONE, TWO = "<|tool_call>call:f{a:1}<tool_call|>", "<|tool_call>call:f{a:1}<tool_call|>" * 2
 CLOSERS = ("\n", *f'" {Q} }} ] </ </parameter> <tool_call|> </tool_call> > , 1 "}} ]}}'.split())
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return mlx_spec.load("demo")
 
 
 @pytest.fixture(scope="module")
@@ -345,31 +338,3 @@ def test_any_value_where_the_schema_says_nothing(text):
         assert accepts(source, text, f"<|tool_call>call:f{{x:{value}}}<tool_call|>")
         assert accepts(source, text, f"<|tool_call>call:f{{m:{{k:{value}}},x:1}}<tool_call|>")
     assert not accepts(source, text, "<|tool_call>call:f{x:bare}<tool_call|>")
-
-
-def test_the_demo_calls_what_it_must(pair):
-    """A model that never saw a call makes one that fits, and the same with and without speculation."""
-    properties = {
-        "city": {"type": "string", "maxLength": 12},
-        "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        "unit": {"enum": ["celsius", "fahrenheit"]},
-    }
-    schema = {"type": "object", "properties": properties, "required": [*properties]}
-    tool = Tool("get_weather", "The weather.", schema)
-    use = ToolUse((tool, GROW), "required", "get_weather", parallel=False)
-    found = find_tool_format(pair.text)
-    source = answer_grammar(found, use)
-    compiled = compile_grammar("lark", source, pair.text, pair.info.vocab_size, seconds=10)
-    chat = Chat(({"role": "user", "content": "What is the weather in Rome?"},), use)
-    prompt = chat_prompt(chat, pair.text, "demo")
-    answers = []
-    for each in (pair, mlx_spec.load("demo", drafter="none")):
-        rounds = each.generate(prompt, sampling=Sampling(grammar=compiled), max_tokens=80)
-        answers.append([token for round in rounds for token in round.tokens])
-    assert answers[0] == answers[1]
-    *call, end = answers[0]
-    assert end in pair.text.eos
-    body = pair.text.decode_raw(call).removeprefix("<|tool_call>").removesuffix("<tool_call|>")
-    ((name, arguments),), rest = call_texts.parse("gemma4", body)
-    assert name == "get_weather" and rest == ""
-    jsonschema.validate(arguments, schema)

@@ -56,15 +56,6 @@ def test_pieces_make_up_the_whole_text(name: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_half_a_character_waits(name: str) -> None:
-    text = TEXTS[name]
-    tokens = text.encode("a👍b")
-    detokenizer = Detokenizer(text.decode)
-    pieces = [detokenizer.add(token) for token in tokens]
-    assert len(tokens) >= 4 and "👍" in pieces and "" in pieces
-
-
 def test_bytes_that_are_no_character_come_at_the_end() -> None:
     text = TEXTS["sentencepiece"]
     detokenizer = Detokenizer(text.decode)
@@ -280,23 +271,6 @@ def test_stop_strings_anywhere(name: str) -> None:
     assert between_tokens == {True, False}
 
 
-def test_a_stop_string_inside_a_token() -> None:
-    text = ANSWERS["words"]
-    tokens = text.encode("the request of it")
-    assert [text.token_bytes(t) for t in tokens] == [b"the", b" request", b" of", b" it"]
-    answer = AnswerStream(text, None, stop=["quest"])
-    parts = answer.read(round_of(tokens, 3, 0), logprobs_of(text, tokens))
-    assert [(p.text, len(p.logprobs)) for p in parts] == [("the re", 2)]
-    assert (answer.finished, answer.completion_tokens) == ("quest", 2)
-    assert answer.read(round_of(tokens)) == [] and answer.end() == []
-    assert answer.completion_tokens == 2
-    # a token counts once if its beginning was given and its rest held back
-    answer, logprobs = AnswerStream(text, None, stop=["est of"]), logprobs_of(text, tokens)
-    parts = [p for i, t in enumerate(tokens) for p in answer.read(round_of([t]), logprobs[i : i + 1])]
-    assert [(p.text, len(p.logprobs)) for p in parts] == [("th", 1), ("e requ", 1)]
-    assert (answer.finished, answer.completion_tokens) == ("est of", 3)
-
-
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     text = ANSWERS["words"]
     answer = AnswerStream(text, None, stop=["the end.", "ends"])
@@ -389,15 +363,6 @@ def test_a_character_of_several_tokens_is_one_span(name: str) -> None:
     assert answer.read(round_of(tokens[:2], 2, 0), logprobs[:2]) == []
     (part,) = answer.read(round_of(tokens[2:], len(tokens) - 2, 1), logprobs[2:])
     assert part.spans == (Span("🎉", 1, len(tokens) - 2),) and list(part.logprobs) == logprobs
-
-
-def test_half_a_character_is_given_at_the_end() -> None:
-    text = ANSWERS["demo"]
-    tokens = [token_id(text, "<0xF0>"), token_id(text, "<0x9F>")]
-    answer = AnswerStream(text, None)
-    assert answer.read(round_of(tokens), logprobs_of(text, tokens)) == []
-    (part,) = answer.end()
-    assert set(part.text) == {"\ufffd"} and list(part.logprobs) == logprobs_of(text, tokens)
 
 
 def test_tokens_without_visible_text_have_no_logprobs() -> None:

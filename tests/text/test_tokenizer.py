@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from vocabularies import GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
 
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.text import Text, common_prefix, read_text, read_tokenizer
+from mlx_spec.text import Text, read_text, read_tokenizer
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.parent.name)
@@ -19,17 +19,6 @@ def test_end_tokens_are_the_union_of_all_files(folder: Path) -> None:
     names = ("<eos>", "<turn|>", "<|tool_response>")
     assert text.eos == {text.token_id(name) for name in names}
     assert text.chats and text.thinks
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 5, 3]) == common_prefix([1], (1, 2)) == 1
-    assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
-
-
-def test_unknown_ids_have_no_text() -> None:
-    text = TEXTS["byte_level"]
-    assert text.decode([*text.encode("a"), 100_000]) == "a"
-    assert text.token_bytes(100_000) == b""
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -52,25 +41,9 @@ def test_bytes_of_a_token_may_be_half_a_character(name: str) -> None:
         pieces[-1].decode()
 
 
-@pytest.mark.parametrize(
-    ("name", "token", "expected"),
-    [
-        ("byte_level", "Ġ", b" "),
-        ("byte_level", "Ċ", b"\n"),
-        ("byte_level", "é", b"\xe9"),
-        ("byte_level", "<think>", b"<think>"),
-        ("sentencepiece", "▁", b" "),
-        ("sentencepiece", "<0xF0>", b"\xf0"),
-        ("sentencepiece", "</s>", b"</s>"),
-        ("sentencepiece", "a", b"a"),
-    ],
-)
-def test_bytes_are_not_those_of_the_vocabulary_s_spelling(name: str, token: str, expected: bytes) -> None:
-    text = TEXTS[name]
-    assert text.token_bytes(text.vocabulary()[token]) == expected
-
-
-def test_other_vocabularies_are_read_by_their_decoder() -> None:
+def test_other_vocabularies_are_read_by_their_decoder_and_unknown_ids_have_no_text() -> None:
+    text = TEXTS["byte_level"]
+    assert text.decode([*text.encode("a"), 100_000]) == "a" and text.token_bytes(100_000) == b""
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     assert Text(tokenizer, None, ()).token_bytes(1) == b"play"
