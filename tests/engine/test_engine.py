@@ -39,7 +39,7 @@ def said(kind: str, length: int, kv_bits: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 40])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
 def test_plain_decoding_is_that_of_mlx_lm(kind: str, length: int) -> None:
     ours, theirs = said(kind, length), mlx_lm_greedy(MODELS[kind], tiny.prompt(length), COUNT)
     assert ours == theirs, first_difference(ours, theirs)

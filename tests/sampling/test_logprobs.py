@@ -89,18 +89,6 @@ def test_they_equal_those_of_one_forward_pass(kind: str, name: str, policy: str)
     check(found, reference(model, sampling, prompt, tokens), tokens)
 
 
-@pytest.mark.parametrize("name", ["greedy", "penalties", "seeded"])
-def test_speculation_does_not_change_them(name: str) -> None:
-    model, sampling, prompt = MODELS["sliding"], SAMPLINGS[name], tiny.prompt(13)
-    done, off = recorded(model, Scripted([]), FixedPolicy(0), sampling, prompt)
-    done, on = recorded(model, Scripted(prompt + emitted(done), 2), FixedPolicy(4), sampling, prompt)
-    assert sum(r.accepted for r in done) > 10
-    for a, b in zip(off, on, strict=True):
-        assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-5
-        assert [x.token for x in a.top] == [x.token for x in b.top]
-        assert [x.logprob for x in a.top] == pytest.approx([x.logprob for x in b.top], abs=1e-5)
-
-
 def test_temperature_and_filters_do_not_count() -> None:
     hot, prompt = SAMPLINGS["seeded"], tiny.prompt(13)
     done, found = recorded(MODELS["full"], Scripted([]), FixedPolicy(0), hot, prompt)
