@@ -183,7 +183,7 @@ class Models:
         with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
             if name not in self._facts and _is_local(served):
                 self._facts[name] = {}
-                config, text = read_config(_checkpoints(served)[0]), self.text(name)
+                config, text = read_config(checkpoint_folders(served)[0]), self.text(name)
                 length = integer(text_config(config), "max_position_embeddings")
                 tools = find_tool_format(text) is not None
                 self._facts[name] = {"context_length": length, "thinks": text.thinks, "tools": tools}
