@@ -8,6 +8,7 @@ most. A file gets its name when it is complete and never changes, so servers can
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -44,7 +45,7 @@ MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should
 STALE_S = 3600  # age of a temporary file whose writer must have died
 CLOSE_S = 10  # for writing what grew, when a model is unloaded; a write that began is completed
 PROBE_TOKENS = 160  # more than any drafter leaves unprocessed
-BLOCK = 1 << 26  # bytes read at a time for a checksum; a multiple of 8
+BLOCK = 1 << 20  # bytes read at a time for a checksum, so that they stay in the processor's cache
 NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-[0-9a-f]{16}\.safetensors")  # key, tokens, checksum
 DAMAGE = (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, SpecError)  # of a file
 
@@ -96,11 +97,13 @@ class CacheFolder:
     def wait(self) -> None:
         """Wait for the file that is being written."""
         if self._writing is not None:
-            self._writing.result()
+            self._writing.exception()
 
     def names(self) -> set[str]:
-        """Return the names of all files."""
-        return {name for name in os.listdir(self.path) if NAME.fullmatch(name)}
+        """Return the names of all files; none if the folder is gone."""
+        with contextlib.suppress(OSError):
+            return {name for name in os.listdir(self.path) if NAME.fullmatch(name)}
+        return set()
 
     def write(self, start: str, state: State, metadata: Mapping[str, str], replaces: Sequence[str]) -> None:
         """Write a file whose name begins with `start`, in the background; then remove those it replaces."""
@@ -137,7 +140,7 @@ class CacheFolder:
                 raise
             for name in replaces:
                 (self.path / name).unlink(missing_ok=True)
-        except (OSError, SpecError) as error:
+        except Exception as error:  # most likely the disk is full
             self._failed = True
             LOG.warning("nothing more is written to %s until the next start: %s", self.path, one_line(error))
 
@@ -178,6 +181,7 @@ class PrefixFiles:
         self._digest = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         self._slots = _slots(_probe(pair).arrays)
         self._index: dict[str, _Entry | None] = {}  # None for a file that is ignored
+        self._entries()
 
     def restore(
         self, prompt: Sequence[int], known: int, open: Callable[[], SequenceParts]
@@ -301,9 +305,9 @@ def _contiguous(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _checksum(path: Path) -> int:
     """Return the sum of a file's 64-bit words: as fast as reading it, which a hash is not. Raises OSError."""
-    total = 0
+    total, block = 0, np.zeros(BLOCK, np.uint8)
     with path.open("rb") as stream:
-        while (block := np.fromfile(stream, np.uint8, BLOCK)).size:
-            words = block[: block.size // 8 * 8]
-            total += int(words.view(np.uint64).sum()) + int(block[words.size :].sum())
+        while size := stream.readinto(block.data):
+            words = size // 8
+            total += int(block.view(np.uint64)[:words].sum()) + int(block[8 * words : size].sum())
     return total % 2**64
