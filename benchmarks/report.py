@@ -5,7 +5,7 @@ In RESULTS.md a block is
     <!-- table: NAME [RECORD] -->
     <!-- end -->
 
-NAME is decode, kinds, round_costs, blas or families. RECORD is a file of results/ without its ending; without
+NAME is decode, kinds, round_costs, blas, families or restart. RECORD is a file of results/ without its ending; without
 it, the newest record of that benchmark is shown. `--check` writes nothing and fails if anything would change.
 """
 
@@ -181,6 +181,16 @@ def families(results: Results) -> str:
     return f"{markdown(head, rows)}\n\n{notes} the figures compare families with each other, not checkpoints."
 
 
+def restart(results: Results) -> str:
+    rows = [
+        [name, f"{arm['seconds']:.2f}", f"{100 * arm['of first']:.2f} %", arm["cached"]]
+        for name, arm in results["arms"].items()
+    ]
+    notes = f"{results['prompt tokens']} tokens, {results['megabytes']} MB; answers and draft tokens are "
+    notes += "the same" if results["same"] else "NOT the same"
+    return f"{markdown(['', 'seconds', 'of first', 'cached tokens'], rows)}\n\n{notes}."
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
@@ -201,6 +211,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {  # by name: the benc
     "round_costs": ("round_costs", round_costs),
     "blas": ("blas", blas),
     "families": ("families", families),
+    "restart": ("restart", restart),
 }
 
 

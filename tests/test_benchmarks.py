@@ -31,6 +31,7 @@ STARTED = (
     "server_checks",
     "server_overhead",
     "pictures",
+    "restart",
 )  # slower, or in need of more
 
 
