@@ -5,8 +5,9 @@ In RESULTS.md a block is
     <!-- table: NAME [RECORD] -->
     <!-- end -->
 
-NAME is decode, kinds, round_costs, blas, families or restart. RECORD is a file of results/ without its ending; without
-it, the newest record of that benchmark is shown. `--check` writes nothing and fails if anything would change.
+NAME is decode, kinds, round_costs, blas, families or restart. RECORD is a file of results/ without its
+ending; without it, the newest record of that benchmark is shown. `--check` writes nothing and fails if
+anything would change.
 """
 
 from __future__ import annotations

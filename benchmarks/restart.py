@@ -1,10 +1,10 @@
 """What does a long prompt cost after a restart with `--cache-folder`, against reading it?
 
-A series starts a server on an empty folder and then two more on the same one. Each gets a short request, to be
-warm, and then a document of `--tokens` tokens with a question, for an answer of one token: the seconds of that
-request are compared. "First" reads the prompt, "in memory" is the same request again, "restart" the same on
-the second server, "restart, another question" a prompt with another end on the third. Afterwards all answer
-at length; drafts are of a fixed length, so that texts and draft tokens must be those of the first server.
+A series starts a server on an empty folder and then two more on the same one. Each gets a short request, to
+be warm, and then a document of `--tokens` tokens with a question, for an answer of one token: the seconds of
+that request are compared. "First" reads the prompt, "in memory" is the same request again, "restart" the same
+on the second server, "restart, another question" a prompt with another end on the third. Afterwards all
+answer at length; drafts are of a fixed length, so that texts and draft tokens must be the first server's.
 """
 
 from __future__ import annotations

@@ -115,14 +115,17 @@ class Options:
         ),
     ] = None
     cache_folder_gb: Annotated[
-        float, limit_option(value="GB", help="the most it holds", callback=above_zero)
-    ] = Settings.cache_folder_bytes / GB
+        float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
+    ] = None
 
     def settings(self) -> Settings:
         """Return the settings of the server. Raises BadOptions."""
         key = _key(self.api_key, self.api_key_file)
         if key is None and not is_loopback(self.host):
             raise BadOptions(f"--host {self.host} is open to other machines: give it an --api-key, too")
+        if self.cache_folder_gb is not None and self.cache_folder is None:
+            raise BadOptions("--cache-folder-gb goes with --cache-folder: name the folder, too")
+        size = Settings.cache_folder_bytes if self.cache_folder_gb is None else self.cache_folder_gb * GB
         for origin in self.cors_origin or []:
             _check_origin(origin)
         models = self._models()
@@ -138,7 +141,7 @@ class Options:
             idle_seconds=self.idle,
             conversations=self.conversations,
             cache_folder=None if self.cache_folder is None else self.cache_folder.expanduser(),
-            cache_folder_bytes=round(self.cache_folder_gb * GB),
+            cache_folder_bytes=round(size),
             limits=Limits(waiting=self.max_waiting, running=self.max_running),
             allow_extra_parameters=self.allow_extra_parameters,
             log_file=self.log_file,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from mlx_spec.apps.server.arguments import parse
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings
@@ -30,6 +31,8 @@ def test_options():
     assert parse(["--model", "c=d"]).models == (ServedModel("demo", "demo"), ServedModel("c", "d"))
     assert parse(["--model", "demo=d"]).models == (ServedModel("demo", "d"),)
     assert parse(["--allow-extra-parameters"]).allow_extra_parameters
+    found = parse(["--cache-folder", "~/c", "--cache-folder-gb", "0.5"])
+    assert (found.cache_folder, found.cache_folder_bytes) == (Path.home() / "c", GB // 2)
 
 
 def test_key_from_a_file(tmp_path):
