@@ -111,7 +111,8 @@ WRONG = {
     "menubar": "--port x; --install-login-item --remove-login-item; --host 0.0.0.0",
     "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; surplus",
     "serve": "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
-    "--port 65536; --cache-folder-gb 3; --model x; --model x=a --model x=b; --model x=a --drafter b; --alias a=b; --pin b; "
+    "--port 65536; --cache-folder-gb 3; --model x; --model x=a --model x=b; --model x=a --drafter b; "
+    "--alias a=b; --pin b; "
     "--alias demo=demo; --memory 0; --idle nan; --max-running 0; --api-key-file /nonexistent; "
     "--cors-origin localhost; --cors-origin http://a/b; --nonsense",
     "tune": "--context 1; --export a --import b",
