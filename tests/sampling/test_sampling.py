@@ -164,6 +164,24 @@ def test_greedy_obeys_penalties_and_bias() -> None:
         assert sampling.sampler(prompt_length, 3).draw(block, [0, 1], NONE)[0].tolist() == [best]
 
 
+@pytest.mark.parametrize("least", [0, 7, 8, 9, 11, 12, 30])
+def test_late_tokens_are_banned_before_min_tokens(least: int) -> None:
+    """HISTORY holds generated tokens, too. Rows of a draft are what they are one by one."""
+    block, guesses = logits(5), [4, 1, 0, 7]
+    sampling = Sampling(1.0, logit_bias={4: 2.0}, min_tokens=least, late_tokens=frozenset({4, 9, V + 5}))
+    free = processor_of(dataclasses.replace(sampling, min_tokens=0))
+    for rows in range(1, 6):
+        scores = processor_of(sampling).scores(block[-rows:], HISTORY, mx.array(guesses))
+        for j in range(5 - rows, 5):
+            path = HISTORY + guesses[:j]
+            alone = processor_of(sampling).scores(block[j : j + 1], path, NONE)[0]
+            assert mx.array_equal(scores[j - 5 + rows], alone)
+            is_early = len(path) - len(PROMPT) < least
+            assert [alone[t].item() == -math.inf for t in (4, 9, 10)] == [is_early, is_early, False]
+            kept = mx.array([t for t in range(V) if t not in (4, 9)])
+            assert mx.array_equal(alone[kept], free.scores(block[j : j + 1], path, NONE)[0][kept])
+
+
 def drawn(sampler: Seeded | Unseeded, row: mx.array, count: int) -> np.ndarray:
     """Draw tokens [count] at consecutive positions from logits [V]."""
     filler = mx.zeros((count - 1,), dtype=mx.int32)

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,21 @@ def test_tools(server: Serving, client: Any) -> None:
     history = [*ZIP, {"role": "assistant", "tool_calls": [call.model_dump()]}, answer]
     again = client.chat.completions.create(messages=history, tools=[WEATHER], max_tokens=8, **EXACT)
     assert again.choices[0].finish_reason in ("stop", "length")
+
+
+def test_constraints_of_vllm_and_sglang(client: Any) -> None:
+    """Outlines, for `Literal["yes", "no"]`, sends the first two; its answer was any text."""
+    schema = {"properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}
+    for extra, form in [
+        ({"structured_outputs": {"regex": "(yes|no)"}}, "yes|no"),
+        ({"regex": "(yes|no)"}, "yes|no"),
+        ({"guided_choice": ["yes", "no"], "min_tokens": 1}, "yes|no"),
+        ({"guided_json": {"type": "object", **schema}}, r'\{"n": [1-9]\}'),
+        ({"grammar": 'start: "a" | "b"'}, "a|b"),
+    ]:
+        body = {**EXACT, "messages": [{"role": "user", "content": "Is the sky blue?"}], "max_tokens": 20}
+        found = client.chat.completions.create(**body, extra_body=extra).choices[0].message.content
+        assert re.fullmatch(form, found), (extra, found)
 
 
 def test_prediction(client: Any) -> None:
