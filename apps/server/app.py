@@ -31,6 +31,7 @@ from .errors import unknown_model
 from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import ModelCard, check_exists
+from .responses import stored
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
 from .settings import CANNOT_LISTEN, Settings
 
@@ -42,7 +43,6 @@ HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by t
 APIS = {
     "/v1/chat/completions": openai_chat.API,
     "/v1/completions": openai_completions.API,
-    "/v1/responses": openai_responses.API,
     "/v1/messages": anthropic_messages.API,
 }
 
@@ -70,13 +70,15 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     )
     metrics = Metrics(engine.status)
     counted = CountedEngine(engine, metrics)
-    for path, api in APIS.items():
+    store = stored.ResponseStore(settings.store)
+    for path, api in {**APIS, "/v1/responses": openai_responses.make_api(store)}.items():
         endpoint = partial(answer, engine=counted, settings=settings, api=api)
         app.add_route(path, endpoint, methods=["POST"])
     count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
     ollama_models.add_routes(app, engine, counted, settings)
+    stored.add_routes(app, store)
     app.include_router(page.router())
     add_error_handlers(app)
     app.add_middleware(LastResort)

@@ -118,6 +118,11 @@ class Options:
         float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
     ] = None
 
+    store: Annotated[
+        Path | None,
+        limit_option(value="FOLDER", help="keep stored responses here, too", default="in memory only"),
+    ] = None
+
     def settings(self) -> Settings:
         """Return the settings of the server. Raises BadOptions."""
         key = _key(self.api_key, self.api_key_file)
@@ -145,6 +150,7 @@ class Options:
             limits=Limits(waiting=self.max_waiting, running=self.max_running),
             allow_extra_parameters=self.allow_extra_parameters,
             log_file=self.log_file,
+            store=self.store,
         )
 
     def _models(self) -> tuple[ServedModel, ...]:

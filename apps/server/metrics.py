@@ -26,7 +26,8 @@ FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)  # seconds
 COUNT_INTERVAL_S = 0.25  # between two counts of a request that runs; counting every round would cost time
 NO_RESPONSE = 499  # status of a request whose client hung up before the response
-ONE_MODEL, OTHER = "/v1/models/{name}", "other"  # labels of paths; "other" are those that do not exist
+OTHER = "other"  # label of paths that do not exist
+LABELS = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginnings
 
 
 class Metrics:
@@ -288,4 +289,4 @@ class RequestCounter:
     def _label(self, path: str) -> str:
         if path in self._paths:
             return path
-        return ONE_MODEL if path.startswith("/v1/models/") else OTHER
+        return next((label for start, label in LABELS.items() if path.startswith(start)), OTHER)

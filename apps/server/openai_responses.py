@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API. Nothing is kept between requests."""
+"""`/v1/responses`: OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import binascii
 import json
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -28,18 +29,32 @@ from .events import (
 )
 from .http import Api, Json, named_event
 from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
-from .parsing import ContentPart, Fields, Parts
-from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolUse
+from .parsing import ContentPart, Fields
+from .request import Chat, GenerationRequest, OutputFormat
+from .responses.stored import ItemField, ResponseStore
+from .responses.tools import (
+    ToolChoiceField,
+    ToolField,
+    functions,
+    joined_name,
+    notes_on,
+    parse_tools,
+    tools_json,
+)
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-STATEFUL = (  # refused, except for null and false
-    "background context_management conversation moderation previous_response_id prompt store".split()
-)
+REFUSED = {  # except for null and false
+    "background": "an answer comes whole or as a stream",
+    "context_management": "send as much as the context holds",
+    "conversation": "continue a response by previous_response_id",
+    "moderation": "no text leaves this machine",
+    "prompt": "send the prompt itself",
+}
+NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
-KEEPALIVE = ": keep-alive\n\n"
 
 
 # --- the body
@@ -56,39 +71,6 @@ def _known_item(item: Any) -> Any:
     return {"type": kind} if isinstance(kind, str) and kind not in ITEM_TYPES else item
 
 
-class ItemField(Fields):
-    """A message, a tool call, its result, or thinking of an earlier answer."""
-
-    type: str | None = None  # None: a message
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Parts | None = None
-    call_id: str | None = Field(default=None, min_length=1)
-    name: str | None = Field(default=None, min_length=1)
-    arguments: str | None = None
-    output: Parts | None = None
-    summary: list[ContentPart] | None = None
-    encrypted_content: str | None = None
-
-
-class ToolField(Fields):
-    """A function that the client runs; another `type` names a tool of OpenAI's servers."""
-
-    type: str
-    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolChoiceField(Fields):
-    """The choice between text and tools."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[ToolField] | None = None
-
-
 class TextFormat(Fields):
     """The form of the answer."""
 
@@ -103,7 +85,7 @@ class TextConfig(Fields):
     """The form and length of the answer."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Fields):
@@ -130,8 +112,11 @@ class ResponsesBody(SharedFields):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     truncation: str | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
 
-    # Only sent back.
+    # Without effect; most are sent back.
+    client_metadata: dict[str, Any] | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -142,7 +127,7 @@ class ResponsesBody(SharedFields):
 # --- from the body to a request
 
 
-def parse(body: ResponsesBody, model: str) -> GenerationRequest:
+def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     _check_supported(body)
     effort = body.reasoning.effort if body.reasoning else None
@@ -150,8 +135,8 @@ def parse(body: ResponsesBody, model: str) -> GenerationRequest:
     return GenerationRequest(
         model=model,
         prompt=Chat(
-            messages=_parse_messages(body),
-            tools=_parse_tools(body),
+            messages=_parse_messages(body, store.previous(body.previous_response_id)),
+            tools=parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
             thinking=effort not in parsing.NO_THINKING,
             variables={} if effort is None else {"reasoning_effort": effort},
         ),
@@ -166,17 +151,14 @@ def parse(body: ResponsesBody, model: str) -> GenerationRequest:
 
 
 def _check_supported(body: ResponsesBody) -> None:
-    for name in STATEFUL:
+    for name, way_out in REFUSED.items():
         if (body.model_extra or {}).get(name) not in (None, False):
-            message = f"{name} is not supported: nothing is kept between requests, send all of the input"
-            raise unsupported(message, name)
+            raise unsupported(f"{name} is not supported here: {way_out}", name)
     for i, name in enumerate(body.include or ()):
         if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
     parsing.check_accepted("truncation", body.truncation, "disabled")
-    verbosity = body.text.verbosity if body.text else None
-    parsing.check_accepted("text.verbosity", verbosity, "medium")
     if body.stream_options and not body.stream:
         raise invalid("stream_options: only for a stream", "stream_options")
     if body.stream_options and body.stream_options.get("include_obfuscation"):
@@ -198,35 +180,12 @@ def _parse_format(text: TextConfig | None) -> OutputFormat | None:
     return OutputFormat("json_schema", json.dumps(schema), field)
 
 
-def _parse_tools(body: ResponsesBody) -> ToolUse | None:
-    tools = [_parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or ())]
-    choice = body.tool_choice or ToolChoiceField(type="auto")
-    named, mode = None, choice.type
-    if choice.type == "allowed_tools":
-        allowed = [tool.name or "" for tool in choice.tools or ()]
-        for name in allowed:  # each must be one of the tools
-            parsing.make_tool_use(tools, "required", name, None)
-        tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
-    elif choice.type == "function":
-        named = choice.name or ""
-    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
-        raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
-    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, body.parallel_tool_calls)
-
-
-def _parse_tool(tool: ToolField, field: str) -> Tool:
-    if tool.type != "function":
-        raise unsupported(f"{field}: {tool.type!r} is not supported here, only 'function'", field)
-    name = parsing.required(tool.name, f"{field}.name")
-    return Tool(name, tool.description, tool.parameters or {}, bool(tool.strict))
-
-
-def _parse_messages(body: ResponsesBody) -> tuple[Json, ...]:
+def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
     turns: list[Json] = []
     if body.instructions is not None:
         turns.append({"role": "system", "content": body.instructions})
     names: dict[str, str] = {}  # of the called functions, by the ids of the calls
-    for i, item in enumerate(body.input):
+    for i, item in enumerate((*past, *body.input), start=-len(past)):
         turns.append(_parse_item(item, f"input.{i}", names))
     return parsing.merge_turns(turns)
 
@@ -240,7 +199,7 @@ def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
             return {"role": "system" if role == "developer" else role, "content": text}
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
-            names[id] = name = parsing.required(item.name, f"{field}.name")
+            names[id] = name = joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
             given = parsing.required(item.arguments, f"{field}.arguments")
             call = parsing.call_turn(id, name, parsing.parse_arguments(given))
             return parsing.assistant_turn(None, calls=[call])
@@ -282,7 +241,13 @@ def decode_thinking(field: str | None) -> str:
 class ResponseWriter:
     """Writes an answer as a response that grows item by item."""
 
-    def __init__(self, body: ResponsesBody, request: GenerationRequest) -> None:
+    def __init__(self, body: ResponsesBody, request: GenerationRequest, store: ResponseStore) -> None:
+        self._store = None if body.store is False else store
+        self._input = (*store.previous(body.previous_response_id), *body.input)
+        spaces = (
+            (tool.name, space.name) for _, tool, space in functions(body.tools or ()) if space is not None
+        )
+        self._spaces = {joined_name(space, name or ""): (space, name) for name, space in spaces}
         self._response = _new_response(body, request)
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
@@ -294,8 +259,6 @@ class ResponseWriter:
         """Yield the text of a stream for an event, or for silence."""
         for content in self._read(event):
             yield named_event(content["type"], {**content, "sequence_number": next(self._numbers)})
-        if event is None:
-            yield KEEPALIVE
 
     def whole(self, events: Iterable[Event]) -> Json:
         """Return a response without a stream."""
@@ -306,9 +269,10 @@ class ResponseWriter:
 
     def _read(self, event: Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, without their numbers."""
-        if not self._started:
+        if not self._started or event is None:  # agents give up a stream without events: comments are none
+            names = ("in_progress",) if self._started else ("created", "in_progress")
             self._started = True
-            for name in ("created", "in_progress"):
+            for name in names:
                 yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
         match event:
             case TextDelta(kind="thinking", text=text) if text:
@@ -364,13 +328,15 @@ class ResponseWriter:
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._close_item("completed")
-        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        space, called = self._spaces.get(call.name, (None, call.name))
+        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call.id, "name": called}
+        head |= {} if space is None else {"namespace": space}
         place = {"item_id": head["id"], "output_index": len(self._response["output"])}
         name = "response.function_call_arguments"
         yield self._item_event("added", {**head, "arguments": ""}, "in_progress")
         if call.arguments:
             yield {"type": f"{name}.delta", **place, "delta": call.arguments}
-        yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
+        yield {"type": f"{name}.done", **place, "name": called, "arguments": call.arguments}
         yield self._end_item({**head, "arguments": call.arguments}, "completed")
 
     def _item_event(self, name: str, content: Json, status: str) -> Json:
@@ -387,6 +353,8 @@ class ResponseWriter:
         self._response |= {"status": status, "usage": _usage_json(event.usage)}
         self._response |= {"completed_at": int(time.time())} if status == "completed" else {}
         self._response["timings"] = timings_json(event.timings)
+        if self._store is not None:  # before the client knows that it can be continued
+            self._store.save(self._response, self._input)
         return {"type": f"response.{status}", "response": self._response}
 
     def _fail(self, failure: Failure) -> Iterator[Json]:
@@ -429,8 +397,11 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     reasoning = body.reasoning or ReasoningConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
-    tools = [tool.model_dump() for tool in body.tools or ()]
+    notes = notes_on(body.tools or ())
+    if body.text is not None and body.text.verbosity in ("low", "high"):
+        notes.append(NO_VERBOSITY)
     return {
+        **({"mlx_spec": {"notes": notes}} if notes else {}),
         "id": f"resp_{uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
@@ -446,20 +417,20 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": body.store is not False,
         "background": False,
         "temperature": request.sampling.temperature,
         "text": {
             "format": format.model_dump(by_alias=True, exclude_none=True) if format else {"type": "text"},
-            "verbosity": "medium",
+            "verbosity": (body.text.verbosity if body.text else None) or "medium",
         },
         "tool_choice": choice["type"] if len(choice) == 1 else choice,
-        "tools": [t | {"parameters": t["parameters"] or {}, "strict": bool(t["strict"])} for t in tools],
+        "tools": tools_json(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
@@ -484,4 +455,6 @@ def _error_code(failure: Failure) -> str:
     return "invalid_prompt" if failure.status < 500 else "server_error"
 
 
-API = Api(ResponsesBody, parse, ResponseWriter)
+def make_api(store: ResponseStore) -> Api:
+    """Return the protocol with the responses that its requests can refer to."""
+    return Api(ResponsesBody, partial(parse, store=store), partial(ResponseWriter, store=store))

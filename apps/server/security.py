@@ -178,7 +178,7 @@ def _is_open(scope: Scope) -> bool:
 
 def _preflight(headers: Headers) -> dict[str, str]:
     names = headers.get("access-control-request-headers", "")
-    found = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
+    found = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
     found |= {"access-control-allow-headers": names} if names and HEADER_NAMES.fullmatch(names) else {}
     if headers.get("access-control-request-private-network") == "true":
         found["access-control-allow-private-network"] = "true"

@@ -58,6 +58,7 @@ class Settings:
     limits: Limits = Limits()
     allow_extra_parameters: bool = False  # unknown parameters are logged, not refused
     log_file: Path | None = None
+    store: Path | None = None  # folder of stored responses; None: in memory only
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ from endpoint import (
     said,
 )
 
-from mlx_spec.apps.server.events import ChoiceEnded, TextDelta
+from mlx_spec.apps.server import parameters
+from mlx_spec.apps.server.events import ChoiceEnded, TextDelta, ToolCall
 from mlx_spec.apps.server.openai_responses import decode_thinking, encode_thinking
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.sampling import Sampling
@@ -33,6 +35,7 @@ PATH = RESPONSES
 BODY = BODIES[PATH]
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
 CUT = (*TURN[:9], TextDelta(0, "answer", "more"), ChoiceEnded(0, "length"), CLOSED)
+CALLED = ["weather", "mcp__sky__now"]
 NEW = "id item_id created_at completed_at sequence_number timings parsed parsed_arguments".split()
 
 
@@ -66,7 +69,7 @@ def test_a_whole_answer(place: Place, stub: Stub):
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (5, 4, 9)
     assert usage.input_tokens_details.cached_tokens == 2
     assert usage.output_tokens_details.reasoning_tokens == 1
-    assert body["timings"]["accepted_at"] == [1, 1] and body["store"] is False
+    assert body["timings"]["accepted_at"] == [1, 1] and body["store"] is True
 
 
 def test_a_stream(place: Place, stub: Stub):
@@ -244,6 +247,71 @@ def test_tools(place: Place, choice: Any, use: dict[str, Any]):
     assert not place.request(tools=[WEATHER], parallel_tool_calls=False).prompt.tools.parallel
 
 
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__sky",
+    "description": "The sky.",
+    "tools": [
+        WEATHER,
+        {**WEATHER, "name": "now", "description": "The time."},
+        {"type": "custom", "name": "c"},
+    ],
+}
+CODEX = {  # what Codex CLI 0.169 sends beside its input
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "client_metadata": {"turn_id": "t"},
+    "text": {"verbosity": "low"},
+    "tools": [WEATHER, SPACE, {"type": "web_search", "external_web_access": False}],
+}
+
+
+def test_namespaces_are_opened_and_hosted_tools_left_out(
+    place: Place, stub: Stub, caplog: Any, monkeypatch: Any
+):
+    """A call in a stream has the two fields that Codex reads: without `namespace` it finds no tool."""
+    caplog.set_level(logging.WARNING, "mlx_spec.server")
+    monkeypatch.setattr(parameters, "_logged", set())
+    place.post(**CODEX)
+    stub.events = (READ, *(ToolCall(0, i, f"c{i}", name, "{}") for i, name in enumerate(CALLED)), *TURN[-2:])
+    found = place.frames(**CODEX)
+    parsed = stub.requests[-1].prompt.tools
+    assert [(tool.name, tool.description) for tool in parsed.tools] == [
+        ("weather", None),
+        ("mcp__sky__weather", "The sky."),
+        ("mcp__sky__now", "The time."),
+    ]
+    done = [content["item"] for name, content in found if name == "response.output_item.done"]
+    assert [(item["name"], item.get("namespace")) for item in done] == [
+        ("weather", None),
+        ("now", "mcp__sky"),
+    ]
+    for _, content in found:
+        EVENT.validate_python(content, strict=True)
+    last = found[-1][1]["response"]
+    assert [tool["type"] for tool in last["tools"]] == ["function", "namespace"]
+    assert [tool["name"] for tool in last["tools"][1]["tools"]] == ["weather", "now"]
+    assert [note.split()[1] for note in last["mlx_spec"]["notes"]] == ["'custom'", "'web_search'", "has"]
+    assert sum("'web_search'" in line for line in caplog.messages) == 1
+    results = [{"type": "function_call_output", "call_id": f"c{i}", "output": "x"} for i in (0, 1)]
+    turns = place.request(input=[{"role": "user", "content": "x"}, *done, *results]).prompt.messages
+    assert [call["function"]["name"] for call in turns[1]["tool_calls"]] == CALLED
+    assert "mlx_spec" not in place.post()[1]
+
+
+def test_a_function_of_a_namespace_can_be_chosen(place: Place):
+    one = {"type": "function", "name": "now", "namespace": "mcp__sky"}
+    assert place.request(tools=[SPACE], tool_choice=one).prompt.tools.named == "mcp__sky__now"
+    allowed = {"type": "allowed_tools", "tools": [one]}
+    assert [t.name for t in place.request(tools=[SPACE], tool_choice=allowed).prompt.tools.tools] == CALLED[
+        1:
+    ]
+
+
 def item(**fields: Any) -> dict[str, Any]:
     return {"input": [fields]}
 
@@ -255,14 +323,13 @@ def call(arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "param", "word"),
     [
-        ({"store": True}, "store", "store"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is kept"),
-        ({"conversation": {"id": "c"}}, "conversation", "conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "never stored"),
+        ({"conversation": {"id": "c"}}, "conversation", "previous_response_id"),
         ({"background": True}, "background", "background"),
         ({"prompt": {"id": "p"}}, "prompt", "prompt"),
         ({"truncation": "auto"}, "truncation", "'auto'"),
         ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "'low'"),
+        ({"text": {"verbosity": "tiny"}}, "text.verbosity", "'low'"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "'grammar'"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "required"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "required"),
@@ -275,7 +342,10 @@ def call(arguments: str) -> dict[str, Any]:
         (item(role="user", content=[{"type": "input_text"}]), "input.0.content.0.text", "required"),
         (item(type="item_reference", id="x"), "input.0", "'item_reference'"),
         (item(type="function_call_output", call_id="x", output="y"), "input.0.call_id", "'x'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search'"),
+        ({"tools": [{"type": "web_serch"}]}, "tools.0", "'web_serch'"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools.0.tools", "required"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]}, "tools.0.tools.0", "'x'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "'weather'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "'mcp'"),

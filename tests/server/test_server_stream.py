@@ -250,7 +250,12 @@ def test_only_the_stream_ends_lines():
 
 @pytest.mark.parametrize(
     ("path", "sign"),
-    [(CHAT, ": keepalive"), (TEXT, ": keepalive"), (MESSAGES, "event: ping"), (RESPONSES, ": keep-alive")],
+    [
+        (CHAT, ": keepalive"),
+        (TEXT, ": keepalive"),
+        (MESSAGES, "event: ping"),
+        (RESPONSES, "event: response.in_progress"),
+    ],
 )
 @pytest.mark.parametrize("waiting", [(0.06,), (0.02, ROUND) * 4], ids=["silence", "rounds of a long call"])
 def test_silence_is_filled(path, sign, waiting):

@@ -1,0 +1,1 @@
+"""Parts of `/v1/responses`: its tools, and the responses that are stored."""

@@ -1,0 +1,232 @@
+"""Responses that clients refer to later, by `previous_response_id` and the routes under `/v1/responses/ID`.
+
+They are kept in memory; with `--store FOLDER` each is a JSON file in a folder, too. An id that a client sends
+is only looked up in memory: it never becomes a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from pydantic import Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_spec.errors import InvalidValue
+
+from ..errors import MAX_NAME_CHARS, Failure, invalid, unsupported
+from ..http import Json
+from ..log import LOG
+from ..parsing import ContentPart, Fields, Parts
+
+MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
+MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights
+MAX_GONE = 10_000  # ids that are gone, kept so that an error can say why; 1 MB of memory
+MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of a page, as in OpenAI's API
+FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
+UNFINISHED = ".unfinished"  # ends the names of files that are being written
+ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # others: messages
+
+
+class ItemField(Fields):
+    """A message, a tool call, its result, or thinking of an earlier answer."""
+
+    type: str | None = None  # None: a message
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts | None = None
+    call_id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    namespace: str | None = None
+    arguments: str | None = None
+    output: Parts | None = None
+    summary: list[ContentPart] | None = None
+    encrypted_content: str | None = None
+
+    def identified(self) -> ItemField:
+        """Return the item with an id: its own or a new one."""
+        prefix = ID_PREFIXES.get(self.type or "", "msg")
+        return self if self.id else self.model_copy(update={"id": f"{prefix}_{uuid4().hex}"})
+
+    def json_item(self) -> Json:
+        """Return the item as OpenAI lists it."""
+        item: Json = {"type": "message", "status": "completed", **self.model_dump(exclude_none=True)}
+        own = "output_text" if self.role == "assistant" else "input_text"
+        for key in {"content", "output"} & item.keys():
+            for part in item[key]:
+                part["type"] = own if part["type"] == "text" else part["type"]
+                part |= {"annotations": []} if part["type"] == "output_text" else {}
+        return item
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response, and the conversation that it answered: all earlier turns, but no instructions."""
+
+    response: Json
+    input: tuple[ItemField, ...]
+
+    @property
+    def conversation(self) -> tuple[ItemField, ...]:
+        """Return the items that the next turn continues. Raises ValidationError for damaged ones."""
+        return *self.input, *map(ItemField.model_validate, self.response["output"])
+
+
+class ResponseStore:
+    """The responses that were stored last. Only the event loop may use this class."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._stored: dict[str, StoredResponse] = {}  # the oldest first
+        self._sizes: dict[str, int] = {}  # bytes of each as JSON
+        self._gone: dict[str, str] = {}  # ids, and what became of them
+        if folder is not None:
+            self._read_folder(folder)
+
+    def save(self, response: Json, items: Sequence[ItemField]) -> None:
+        """Keep a response and the items that it answered; the oldest responses make room."""
+        stored = StoredResponse(response, tuple(item.identified() for item in items))
+        dumped = [item.model_dump(exclude_none=True) for item in stored.input]
+        text = json.dumps({"response": response, "input": dumped}, ensure_ascii=False).encode()
+        if self._folder is not None:
+            try:
+                _write(self._folder, f"{response['id']}.json", text)
+            except OSError as error:
+                LOG.warning("a response is kept in memory only: %s", error.strerror)
+        self._add(response["id"], stored, len(text))
+
+    def find(self, id: str) -> StoredResponse:
+        """Return a response. Raises Failure (404)."""
+        if id not in self._stored:
+            raise Failure(404, f"Response with id {self._missing(id)}")
+        return self._stored[id]
+
+    def previous(self, id: str | None) -> tuple[ItemField, ...]:
+        """Return the conversation that a request continues. Raises Failure (400)."""
+        if id is None:
+            return ()
+        if id not in self._stored:
+            message, field = f"Previous response with id {self._missing(id)}", "previous_response_id"
+            raise invalid(message, field, "previous_response_not_found")
+        return self._stored[id].conversation
+
+    def delete(self, id: str) -> None:
+        """Forget a response, which may be the past of others: they keep it. Raises Failure (404)."""
+        self.find(id)
+        self._drop(id, "it was deleted")
+
+    def _missing(self, id: str) -> str:
+        unknown = "it was never stored by this server, or before its start without --store"
+        return f"{id[:MAX_NAME_CHARS]!r} not found: {self._gone.get(id, unknown)}"
+
+    def _add(self, id: str, stored: StoredResponse, size: int) -> None:
+        self._stored[id], self._sizes[id] = stored, size
+        while len(self._stored) > MAX_RESPONSES or sum(self._sizes.values()) > MAX_BYTES:
+            limits = f"{MAX_RESPONSES} responses and {MAX_BYTES // 2**20} MiB are kept"
+            self._drop(next(iter(self._stored)), f"it made room for newer ones, {limits}")
+
+    def _drop(self, id: str, why: str) -> None:
+        del self._stored[id], self._sizes[id]
+        self._gone[id] = why
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / f"{id}.json").unlink(missing_ok=True)
+
+    def _read_folder(self, folder: Path) -> None:
+        """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for unfinished in folder.glob(f"resp_*{UNFINISHED}"):
+                unfinished.unlink()
+            files = [file for file in folder.iterdir() if FILE.fullmatch(file.name) and file.is_file()]
+            files.sort(key=lambda file: file.stat().st_mtime_ns)
+            probe, name = tempfile.mkstemp(dir=folder)
+            os.close(probe)
+            os.unlink(name)
+        except OSError as error:
+            raise InvalidValue(f"--store {folder} cannot be used: {error.strerror}") from error
+        for file in files:
+            try:
+                data = file.read_bytes()
+                content: dict[str, Any] = json.loads(data)
+                items = tuple(map(ItemField.model_validate, content["input"]))
+                stored = StoredResponse(content["response"], items)
+                if f"{stored.response['id']}.json" != file.name or not stored.conversation:
+                    raise ValueError
+            except (OSError, ValueError, ValidationError, LookupError, TypeError, RecursionError):
+                LOG.warning("a damaged file of --store is ignored: %s", file.name)
+                continue
+            self._add(file.stem, stored, len(data))
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    """Write a file that only its owner can read, whole or not at all. Raises OSError."""
+    handle, unfinished = tempfile.mkstemp(dir=folder, prefix="resp_", suffix=UNFINISHED)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(unfinished, folder / name)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+# --- routes
+
+
+def add_routes(app: Starlette, store: ResponseStore) -> None:
+    """Add the routes that read and delete stored responses."""
+
+    async def read(http_request: Request) -> Response:
+        if http_request.query_params.get("stream", "false") != "false":
+            raise unsupported("stream: a stored response is read whole", "stream")
+        return JSONResponse(store.find(http_request.path_params["id"]).response)
+
+    async def delete(http_request: Request) -> Response:
+        id = http_request.path_params["id"]
+        store.delete(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(http_request: Request) -> Response:
+        items = store.find(http_request.path_params["id"]).input
+        return JSONResponse(_page([item.json_item() for item in items], dict(http_request.query_params)))
+
+    app.add_route("/v1/responses/{id}", read, methods=["GET"])
+    app.add_route("/v1/responses/{id}", delete, methods=["DELETE"])
+    app.add_route("/v1/responses/{id}/input_items", input_items, methods=["GET"])
+
+
+def _page(items: list[Json], given: dict[str, str]) -> Json:
+    """Return a page of items as OpenAI has it. Raises Failure (400)."""
+    order, after = given.get("order", "desc"), given.get("after")
+    limit = given.get("limit", str(DEFAULT_PAGE))
+    if order not in ("asc", "desc"):
+        raise invalid(f"order: {order[:MAX_NAME_CHARS]!r} is neither 'asc' nor 'desc'", "order")
+    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
+        raise invalid(f"limit: {limit[:MAX_NAME_CHARS]!r} is no number from 1 to {MAX_PAGE}", "limit")
+    items = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise invalid(f"after: {after[:MAX_NAME_CHARS]!r} is none of the items", "after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + len(page) < len(items),
+    }

@@ -1,0 +1,211 @@
+"""Stored responses: chains, the routes that read and delete them, the bounds, and files on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endpoint import DEMO, READ, RESPONSES, TURN, Endpoint, Stub, error_of, frames, said, stubbed
+from served import working
+
+from mlx_spec.apps.server.errors import internal_error
+from mlx_spec.apps.server.events import Failed
+from mlx_spec.apps.server.responses import stored
+from mlx_spec.apps.server.settings import Settings
+from mlx_spec.errors import InvalidValue
+
+openai = pytest.importorskip("openai")
+from openai.types.responses import Response, ResponseItem  # noqa: E402
+from pydantic import TypeAdapter  # noqa: E402
+
+ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+UNKNOWN = "resp_" + "0" * 32
+
+
+@pytest.fixture
+def stub() -> Stub:
+    return Stub(said("Hi"))
+
+
+@pytest.fixture
+def endpoint(stub: Stub) -> Endpoint:
+    return stubbed(stub)
+
+
+def ask(endpoint: Endpoint, text: Any, previous: str | None = None, **body: Any) -> Any:
+    reply = endpoint.post(RESPONSES, input=text, previous_response_id=previous, **body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def last_of(stream: Any) -> Any:
+    """The response at the end of a stream."""
+    return frames(stream.text)[-1][1]["response"]
+
+
+def get(endpoint: Endpoint, id: str, status: int = 200, rest: str = "") -> Any:
+    reply = endpoint.client.get(f"{RESPONSES}/{id}{rest}")
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def missing(endpoint: Endpoint, id: str) -> str:
+    """The reason why a response is not there; both routes give the same one."""
+    read = error_of(endpoint.client.get(f"{RESPONSES}/{id}"), 404)
+    error = error_of(endpoint.post(RESPONSES, input="x", previous_response_id=id), 400)
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    reasons = [one["message"].partition(" not found: ")[2] for one in (read, error)]
+    assert reasons[0] == reasons[1] != ""
+    return reasons[0]
+
+
+# --- chains
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chain_is_the_conversation_that_a_client_would_send(endpoint: Endpoint, stub: Stub, stream: bool):
+    """Thinking, text and calls come back as they were; instructions are those of each request alone."""
+    stub.events = TURN
+    if stream:
+        first = last_of(endpoint.post(RESPONSES, input="Rain?", instructions="Old.", stream=True))
+    else:
+        first = ask(endpoint, "Rain?", instructions="Old.")
+    results = [{"type": "function_call_output", "call_id": f"call_{i}", "output": "dry"} for i in (1, 2)]
+    stub.events = said("Dry.")
+    second = ask(endpoint, results, first["id"])
+    third = ask(endpoint, "Sure?", second["id"], instructions="New.")
+    chained = stub.requests[-1].prompt
+    question = {"role": "user", "content": "Rain?"}
+    again = [question, *first["output"], *results, *second["output"], {"role": "user", "content": "Sure?"}]
+    ask(endpoint, again, instructions="New.")
+    assert chained == stub.requests[-1].prompt and chained.messages[0]["content"] == "New."
+    assert (first["previous_response_id"], third["previous_response_id"]) == (None, second["id"])
+    assert get(endpoint, first["id"]) == first
+
+
+def test_only_the_new_tokens_of_the_next_turn_are_read():
+    with working() as engine:
+        endpoint = Endpoint(stubbed(engine).client, None)
+        exact = {"max_output_tokens": 12, "temperature": 0}
+        first = ask(endpoint, "What does zip do?", **exact)
+        usage = ask(endpoint, "Why?", first["id"], **exact)["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["total_tokens"] - 1  # the token drawn last has not been read
+        assert 0 < usage["input_tokens"] - cached < first["usage"]["input_tokens"]
+
+
+def test_what_is_not_stored_cannot_be_continued(endpoint: Endpoint, stub: Stub):
+    assert "never stored" in missing(endpoint, ask(endpoint, "x", store=False)["id"])
+    stub.events = (READ, Failed(internal_error()))
+    text = endpoint.post(RESPONSES, input="x", stream=True).text
+    assert "never stored" in missing(
+        endpoint, json.loads(text.strip().rpartition("data: ")[2])["response"]["id"]
+    )
+    assert "never stored" in missing(endpoint, UNKNOWN)
+
+
+# --- routes
+
+
+def test_input_items_come_in_pages(endpoint: Endpoint, stub: Stub):
+    first = ask(endpoint, [{"role": "user", "content": text} for text in "ab"])
+    second = ask(endpoint, [{"role": "user", "content": [{"type": "input_text", "text": "c"}]}], first["id"])
+    whole = get(endpoint, second["id"], rest="/input_items?order=asc")
+    for item in whole["data"]:
+        ITEM.validate_python(item, strict=True)
+    texts = [item["content"][0]["text"] for item in whole["data"]]
+    assert (whole["object"], whole["has_more"], texts) == ("list", False, ["a", "b", "Hi", "c"])
+    assert (whole["first_id"], whole["last_id"]) == (whole["data"][0]["id"], whole["data"][-1]["id"])
+    page = get(endpoint, second["id"], rest="/input_items?limit=2")
+    assert page["data"] == whole["data"][:1:-1] and page["has_more"]
+    rest = get(endpoint, second["id"], rest=f"/input_items?after={page['last_id']}&limit=2")
+    assert rest["data"] == whole["data"][1::-1] and not rest["has_more"]
+    for query, param in [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("order=x", "order"),
+        ("after=x", "after"),
+    ]:
+        assert get(endpoint, second["id"], 400, f"/input_items?{query}")["error"]["param"] == param
+
+
+def test_the_client_reads_lists_and_deletes(endpoint: Endpoint):
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=endpoint.client)
+    first = client.responses.create(model="demo", input="x")
+    second = client.responses.create(model="demo", input="y", previous_response_id=first.id)
+    assert Response.model_validate(get(endpoint, first.id), strict=True).output_text == "Hi"
+    assert client.responses.retrieve(first.id).output_text == "Hi"
+    assert len(client.responses.input_items.list(second.id, order="asc").data) == 3
+    client.responses.delete(first.id)
+    assert missing(endpoint, first.id) == "it was deleted"
+    assert (
+        client.responses.create(model="demo", input="z", previous_response_id=second.id).output_text == "Hi"
+    )
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(first.id)
+    assert get(endpoint, second.id, 400, "?stream=true")["error"]["param"] == "stream"
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 2), ("MAX_BYTES", 3000)])
+def test_the_oldest_make_room(tmp_path: Path, stub: Stub, monkeypatch: Any, limit: str, value: int):
+    monkeypatch.setattr(stored, limit, value)
+    endpoint = stubbed(stub, Settings(DEMO, store=tmp_path))
+    ids = [ask(endpoint, "x" * 100)["id"] for _ in range(4)]
+    assert "made room" in missing(endpoint, ids[0])
+    assert get(endpoint, ids[3])["id"] == ids[3]
+    kept = {file.stem for file in tmp_path.iterdir()}
+    assert ids[3] in kept and ids[0] not in kept and len(kept) <= 2
+
+
+# --- files
+
+
+def test_responses_outlive_the_server(tmp_path: Path, stub: Stub, caplog: Any):
+    folder, stub.events = tmp_path / "new" / "store", TURN
+    first = ask(stubbed(stub, Settings(DEMO, store=folder)), "Rain?")
+    file = folder / f"{first['id']}.json"
+    assert [file] == list(folder.iterdir()) and stat.S_IMODE(file.stat().st_mode) == 0o600
+    damaged = [b"", b"{}", b"[" * 9999, b'{"response": {"id": 3}, "input": []}', file.read_bytes()]
+    damaged.append(json.dumps({"response": {**first, "output": [3]}, "input": []}).encode())
+    for i, data in enumerate(damaged):
+        (folder / f"resp_{i:032x}.json").write_bytes(data)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "resp_x.unfinished").write_text("half")
+    caplog.set_level(logging.WARNING, "mlx_spec.server")
+    endpoint = stubbed(stub, Settings(DEMO, store=folder))
+    assert len([line for line in caplog.messages if "damaged" in line]) == len(damaged)
+    assert get(endpoint, first["id"]) == first
+    results = [{"type": "function_call_output", "call_id": f"call_{i}", "output": "dry"} for i in (1, 2)]
+    ask(endpoint, results, first["id"], store=False)
+    assert [turn["role"] for turn in stub.requests[-1].prompt.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+    ]
+    assert endpoint.client.delete(f"{RESPONSES}/{first['id']}").json()["deleted"] and not file.exists()
+    assert (folder / "notes.txt").exists() and not (folder / "resp_x.unfinished").exists()
+
+
+@pytest.mark.parametrize("id", ["..%2F..%2Fx", "../x", "resp_" + "A" * 32, "resp_%00", "x" * 5000])
+def test_an_id_of_a_request_is_no_path(tmp_path: Path, stub: Stub, id: str):
+    (tmp_path / "x.json").write_text(json.dumps({"response": {"id": "x", "output": []}, "input": []}))
+    endpoint = stubbed(stub, Settings(DEMO, store=tmp_path / "store"))
+    for method in ("GET", "DELETE"):
+        error_of(endpoint.client.request(method, f"{RESPONSES}/{id}"), 404)
+    assert (tmp_path / "x.json").exists()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, stub: Stub, caplog: Any):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValue, match=r"--store .*file cannot be used"):
+        stubbed(stub, Settings(DEMO, store=tmp_path / "file"))
+    endpoint = stubbed(stub, Settings(DEMO, store=tmp_path / "store"))
+    (tmp_path / "store").rmdir()
+    caplog.set_level(logging.WARNING, "mlx_spec.server")
+    assert get(endpoint, ask(endpoint, "x")["id"])["status"] == "completed"
+    assert "kept in memory only" in caplog.text
