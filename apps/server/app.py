@@ -29,6 +29,7 @@ from . import anthropic_messages, log, ollama_models, openai_chat, openai_comple
 from .engine_thread import EngineThread
 from .errors import unknown_model
 from .http import LastResort, add_error_handlers, answer
+from .infill import llama
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import ModelCard, check_exists
 from .responses import stored
@@ -44,6 +45,7 @@ APIS = {
     "/v1/chat/completions": openai_chat.API,
     "/v1/completions": openai_completions.API,
     "/v1/messages": anthropic_messages.API,
+    "/infill": llama.API,
 }
 
 

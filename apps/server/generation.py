@@ -38,8 +38,9 @@ from .events import (
     Timings,
     Usage,
 )
+from .infill.layouts import fill_in_ends, fill_in_prompt
 from .models import GrammarCache, LoadedModel
-from .request import Chat, GenerationRequest, OutputFormat, RawPrompts, ToolUse
+from .request import Chat, FillIn, GenerationRequest, OutputFormat, RawPrompts, ToolUse
 from .settings import Limits
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
@@ -58,6 +59,7 @@ class PreparedRequest:
     sampling: Sampling
     dialect: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
     prediction: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
 
 
 def prepare(
@@ -71,6 +73,10 @@ def prepare(
     prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(text)
+    fills_in = isinstance(request.prompt, RawPrompts) and any(
+        isinstance(prompt, FillIn) for prompt in request.prompt.prompts
+    )
+    ends = (*request.stop_tokens, *(fill_in_ends(text) if fills_in else ()))
     banned = text.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
         banned |= {dialect.open}
@@ -78,23 +84,26 @@ def prepare(
     sampling = replace(
         request.sampling,
         logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
-        late_tokens=text.eos | frozenset(request.stop_tokens),
+        late_tokens=text.eos | frozenset(ends),
     )
     format = _output_format(request, dialect, use)
     if format is not None:
         sampling = replace(sampling, grammar=_compile(format, request, grammars, limits))
     reads_calls = use is not None and use.choice != "none"
-    return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction)
+    return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
 
 
 def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
     """Return the tokens of each prompt; raise what `prepare` raises."""
     if isinstance(request.prompt, Chat):
         return (chat_prompt(request.prompt, text, request.model),)
-    return tuple(
-        text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in request.prompt.prompts
-    )
+    return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
+
+
+def _raw_tokens(prompt: str | tuple[int, ...] | FillIn, text: Text, model: str) -> list[int]:
+    if isinstance(prompt, FillIn):
+        return fill_in_prompt(prompt, text, model)
+    return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
 
 
 def _output_format(
@@ -197,7 +206,7 @@ class RunningRequest:
             prompt,
             sampling=sampling,
             max_tokens=NO_LIMIT if limit is None else max(limit, 1),
-            stop=self._request.stop_tokens,
+            stop=prepared.ends,
             top_logprobs=self._request.top_logprobs,
             prediction=prepared.prediction,
         )
@@ -229,7 +238,7 @@ class RunningRequest:
             calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
         chat_prompt = prompt if isinstance(request.prompt, Chat) else None
         answer = AnswerStream(
-            self._pair.text, chat_prompt, stop=request.stop, ends=request.stop_tokens, calls=markers
+            self._pair.text, chat_prompt, stop=request.stop, ends=prepared.ends, calls=markers
         )
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()

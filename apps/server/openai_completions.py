@@ -24,7 +24,7 @@ from .openai_common import (
     parse_stop,
 )
 from .parameters import parse_sampling, parse_stop_tokens
-from .request import GenerationRequest, RawPrompts
+from .request import FillIn, GenerationRequest, RawPrompts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
 PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those"
@@ -43,14 +43,12 @@ class TextBody(CompletionBody):
 def parse(body: TextBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     check_options(body)
-    if body.suffix:
-        raise unsupported("suffix: text can only be continued here, not filled in", "suffix")
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
     max_tokens = parse_max_tokens(body, 0 if body.echo else 1)
     return GenerationRequest(
         model=model,
-        prompt=RawPrompts(_parse_prompts(body.prompt), echo=bool(body.echo)),
+        prompt=RawPrompts(_with_suffix(body, _parse_prompts(body.prompt)), echo=bool(body.echo)),
         sampling=parse_sampling(body),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         stop=parse_stop(body),
@@ -62,6 +60,20 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
         prediction=parse_prediction(body),
         prompt_param="prompt",
     )
+
+
+def _with_suffix(
+    body: TextBody, prompts: tuple[str | tuple[int, ...], ...]
+) -> tuple[str | tuple[int, ...] | FillIn, ...]:
+    """Return the prompts; with a suffix, each is the text before a gap."""
+    if not body.suffix:
+        return prompts
+    if body.echo:
+        raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise unsupported("suffix: only with a prompt that is text", "suffix")
+    return tuple(FillIn(text, body.suffix) for text in texts)
 
 
 def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:

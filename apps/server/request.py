@@ -50,10 +50,21 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class FillIn:
+    """A gap in a text: the answer is its middle."""
+
+    prefix: str
+    suffix: str
+    extra: tuple[tuple[str, str], ...] = ()  # name and text of other files
+    middle: str = ""  # its beginning, if that is given
+    param: str = "suffix"  # the field of the body that asks for it, for error messages
+
+
+@dataclass(frozen=True)
 class RawPrompts:
     """Texts or tokens to continue. Each gets n choices; choice i continues prompt i // n."""
 
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[str | tuple[int, ...] | FillIn, ...]
     echo: bool = False  # each choice begins with its prompt and its logprobs: nan for the first token
 
 
