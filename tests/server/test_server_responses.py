@@ -277,7 +277,8 @@ def test_namespaces_are_opened_and_hosted_tools_left_out(
     caplog.set_level(logging.WARNING, "mlx_spec.server")
     monkeypatch.setattr(parameters, "_logged", set())
     place.post(**CODEX)
-    stub.events = (READ, *(ToolCall(0, i, f"c{i}", name, "{}") for i, name in enumerate(CALLED)), *TURN[-2:])
+    calls = [ToolCall(0, i, f"c{i}", name, "{}") for i, name in enumerate(CALLED)]
+    stub.events = (TURN[0], *calls, *TURN[-2:])
     found = place.frames(**CODEX)
     parsed = stub.requests[-1].prompt.tools
     assert [(tool.name, tool.description) for tool in parsed.tools] == [
