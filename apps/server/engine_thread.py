@@ -62,6 +62,7 @@ class Status:
     state: State  # failed: the first model could not be loaded
     waiting: int = 0  # requests
     running: int = 0
+    loading: str | None = None  # a model
     models: tuple[ModelStatus, ...] = ()  # those that are loaded
     memory: MemoryUse = MemoryUse()
     budget: int = 0  # bytes for weights and caches
@@ -191,6 +192,7 @@ class EngineThread:
                 state=self._state,
                 waiting=self._pending(),
                 running=len(self._running),
+                loading=self._models.loading,
                 problem=self._problem,
             )
 

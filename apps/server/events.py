@@ -30,6 +30,15 @@ class PromptRead:
 
 
 @dataclass(frozen=True)
+class PromptProgress:
+    """A part of the prompt has been read. Sent only to requests with `progress`, before `PromptRead`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    read_tokens: int  # cached ones included
+
+
+@dataclass(frozen=True)
 class SourceSpan:
     """A piece of text that one or a few tokens made, and where they came from."""
 
@@ -115,7 +124,7 @@ class Failed:
     failure: Failure
 
 
-Event = PromptRead | TextDelta | ToolCall | RoundDone | ChoiceEnded | Finished | Failed
+Event = PromptProgress | PromptRead | TextDelta | ToolCall | RoundDone | ChoiceEnded | Finished | Failed
 
 
 # --- as JSON
@@ -153,10 +162,15 @@ def timings_json(timings: Timings) -> dict[str, Any]:
     }
 
 
-def statistics_json(index: int, statistics: Statistics) -> dict[str, Any]:
-    """Return the measurements of a choice so far, under the names of `timings`."""
-    values = timings_json(Timings(statistics, None, 0.0, 0.0))
-    return {"index": index, **{name: value for name, value in values.items() if name not in UNKNOWN_EARLY}}
+def statistics_json(event: RoundDone) -> dict[str, Any]:
+    """Return the measurements of a choice so far, under the names of `timings`; positions also by drafter."""
+    values = timings_json(Timings(event.statistics, None, 0.0, 0.0))
+    by_drafter = {
+        event.drafters[i]: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
+        for i, positions in event.statistics.by_drafter.items()
+    }
+    known = {name: value for name, value in values.items() if name not in UNKNOWN_EARLY}
+    return {"index": event.index, **known, "by_drafter": by_drafter}
 
 
 def logprob_json(token: TokenLogprob) -> dict[str, Any]:

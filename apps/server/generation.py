@@ -31,6 +31,7 @@ from .events import (
     Event,
     Finished,
     FinishReason,
+    PromptProgress,
     PromptRead,
     RoundDone,
     SourceSpan,
@@ -183,7 +184,7 @@ class RunningRequest:
             sequence.rewind_to_prefix(())  # every token of the prompt gets a score
             scoring = self._score_prompt(sequence, prompt, scores)
         choice = self._new_choice(prepared, index, sequence, prompt, rounds)
-        yield from choice.generation.prefill(scoring)
+        yield from self._prefill(choice, sequence, prompt, scoring)
         self._model.prefix_cache.shrink()
         if choice.is_first:
             statistics = choice.statistics
@@ -210,6 +211,23 @@ class RunningRequest:
             top_logprobs=self._request.top_logprobs,
             prediction=prepared.prediction,
         )
+
+    def _prefill(
+        self,
+        choice: ChoiceStream,
+        sequence: CachedSequence,
+        prompt: list[int],
+        scoring: Iterable[None] | None,
+    ) -> Steps:
+        """Process the prompt in steps, and report them if the request wants it."""
+        target, cached = sequence.parts.target, sequence.parts.target.size
+        reports = self._request.progress and cached < len(prompt) - 1
+        if reports:
+            self._send(PromptProgress(len(prompt), cached, cached))
+        for _ in choice.generation.prefill(scoring):
+            if reports:
+                self._send(PromptProgress(len(prompt), cached, target.size))
+            yield
 
     def _score_prompt(
         self, sequence: CachedSequence, prompt: list[int], scores: list[TokenLogprob]

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
-from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, RoundDone
+from .events import ChoiceEnded, Event, Failed, Finished, PromptProgress, PromptRead, RoundDone
 from .log import LOG
 from .metrics import CountedEngine
 from .parameters import check_unknown
@@ -37,7 +37,7 @@ EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
 LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
-STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptRead, RoundDone, ChoiceEnded}  # end an engine step
+STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptProgress, PromptRead, RoundDone, ChoiceEnded}
 
 T = TypeVar("T")
 Json = dict[str, Any]

@@ -62,7 +62,7 @@ class Metrics:
         )
         self.registry.register(_StatusCollector(status))
         self._status = status
-        self._latest: tuple[str, Statistics] | None = None  # model and statistics of the latest round
+        self._latest: dict[str, Statistics] = {}  # of the latest round of each model; the last one ran last
 
     def count_prompt(self, model: str, event: PromptRead) -> None:
         """Count a prompt that was processed."""
@@ -109,7 +109,7 @@ class Metrics:
     def json(self) -> dict[str, Any]:
         """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
 
-        Metrics by position are lists, added up over the drafters. Buckets of histograms are left out.
+        Metrics by position are lists by drafter. Buckets of histograms are left out.
         """
         models: dict[str, dict[str, Any]] = {}
         for sample in (sample for family in self.registry.collect() for sample in family.samples):
@@ -120,23 +120,28 @@ class Metrics:
             if not labels:
                 found[name] = sample.value
             elif "position" in labels:
-                by_position = found.setdefault(name, [])
+                by_position = found.setdefault(name, {}).setdefault(labels["drafter"], [])
                 position = int(labels["position"])
                 by_position += [0.0] * (position + 1 - len(by_position))
                 by_position[position] += sample.value
             elif "kind" in labels:
                 found[f"{labels['kind']}_bytes"] = sample.value
+        latest = dict(self._latest)  # the engine thread changes it
+        for model, statistics in latest.items():
+            models.setdefault(model, {})["last"] = _last_json(model, statistics)
         status = self._status()
         return {
             "models": models,
+            "loading": status.loading,
             "queue": {"waiting": status.waiting, "running": status.running},
             "memory_bytes": status.memory.active,
             "memory_budget_bytes": status.budget,
-            "last": None if self._latest is None else _last_json(*self._latest),
+            "last": _last_json(*list(latest.items())[-1]) if latest else None,
         }
 
     def _show_latest(self, model: str, statistics: Statistics) -> None:
-        self._latest = model, statistics
+        self._latest.pop(model, None)
+        self._latest[model] = statistics
         if statistics.gain is not None:
             self.gain.labels(model).set(statistics.gain)
         for reason in Reason:

@@ -133,6 +133,7 @@ class Models:
         }
         self._loaded: dict[str, LoadedModel] = {}
         self._facts: dict[str, dict[str, Any]] = {}  # of cards, from the files of models
+        self.loading: str | None = None  # the model that is being loaded
         self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
         self._folder = None
@@ -265,6 +266,7 @@ class Models:
 
     def _load(self, served: ServedModel) -> None:
         started = time.perf_counter()
+        self.loading = served.name
         try:
             pair = self._loader(served)
             _warm_up(pair)
@@ -272,6 +274,8 @@ class Models:
         except BaseException:
             _free_memory()
             raise
+        finally:
+            self.loading = None
         name, text = served.name, pair.text
         count, budget = self._settings.conversations, partial(self._cache_budget, name)
         prefix_cache = PrefixCache(pair.open, count, budget, files)

@@ -21,6 +21,7 @@ from .openai_common import (
     parse_max_tokens,
     parse_n,
     parse_prediction,
+    parse_progress,
     parse_stop,
 )
 from .parameters import parse_sampling, parse_stop_tokens
@@ -137,6 +138,7 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
         top_logprobs=_parse_logprobs(body),
         format=parse_format(body),
         prediction=parse_prediction(body),
+        progress=parse_progress(body),
     )
 
 

@@ -20,6 +20,7 @@ from .events import (
     Event,
     Failed,
     Finished,
+    PromptProgress,
     RoundDone,
     TextDelta,
     Usage,
@@ -128,6 +129,11 @@ def parse_stop(body: CompletionBody) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop))
 
 
+def parse_progress(body: CompletionBody) -> bool:
+    """Return True if the stream reports how much of the prompt has been read."""
+    return body.stream_options is not None and bool(body.stream_options.include_draft)
+
+
 def parse_n(body: CompletionBody) -> int:
     """Return the number of choices for each prompt. Raises Failure (400)."""
     n = 1 if body.n is None else body.n
@@ -229,6 +235,10 @@ class ChunkWriter(ABC):
                 yield KEEPALIVE
             case TextDelta():
                 yield from self._add_text(event)
+            case PromptProgress():
+                read = {"cached_n": event.cached_tokens, "read_n": event.read_tokens}
+                prompt = {"prompt": {"prompt_n": event.prompt_tokens, **read}}
+                yield data_event({**self._chunk([]), "mlx_spec": prompt})
             case RoundDone():
                 yield from self._end_round(event)
             case ChoiceEnded():
@@ -264,7 +274,7 @@ class ChunkWriter(ABC):
         if not self._with_draft:
             yield from self._flush()
             return
-        round_json = {"statistics": statistics_json(event.index, event.statistics)}
+        round_json = {"statistics": statistics_json(event)}
         if self._pending is None or not (self._pending.text or self._pending.logprobs):
             yield from self._release_last()
             yield data_event({**self._chunk([]), "mlx_spec": round_json})

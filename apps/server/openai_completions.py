@@ -21,6 +21,7 @@ from .openai_common import (
     parse_max_tokens,
     parse_n,
     parse_prediction,
+    parse_progress,
     parse_stop,
 )
 from .parameters import parse_sampling, parse_stop_tokens
@@ -58,6 +59,7 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
         top_logprobs=body.logprobs,
         format=parse_format(body),
         prediction=parse_prediction(body),
+        progress=parse_progress(body),
         prompt_param="prompt",
     )
 

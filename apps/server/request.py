@@ -92,5 +92,6 @@ class GenerationRequest:
     top_logprobs: int | None = None  # alternatives of each token; None: no logprobs
     format: OutputFormat | None = None
     prediction: str | None = None  # text that the answer is expected to contain
+    progress: bool = False  # report how much of the prompt has been read
     prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages
     keep_alive: float | None = None  # seconds without use after which to unload; None: as the settings say

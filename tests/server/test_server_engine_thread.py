@@ -32,7 +32,15 @@ from test_session import make_pair
 
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.events import ChoiceEnded, Failed, PromptRead, RoundDone, TextDelta, ToolCall
+from mlx_spec.apps.server.events import (
+    ChoiceEnded,
+    Failed,
+    PromptProgress,
+    PromptRead,
+    RoundDone,
+    TextDelta,
+    ToolCall,
+)
 from mlx_spec.apps.server.generation import ChoiceStream
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
@@ -212,6 +220,17 @@ def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, 
     closed(events)
     assert not any(isinstance(e, RoundDone) for e in tuple(long.events.queue))
     assert closed(long.all()).usage.prompt_tokens > 16 * 30
+
+
+def test_how_much_of_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
+    monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", 16)
+    quiet = answer(engine, chat("Once more " + LONG, max_tokens=1))
+    assert not any(isinstance(event, PromptProgress) for event in quiet)
+    events = answer(engine, chat("Now again " + LONG, max_tokens=1, progress=True))
+    found = [event for event in events if isinstance(event, PromptProgress)]
+    assert events[: len(found)] == found and isinstance(events[len(found)], PromptRead)
+    total, cached = found[0].prompt_tokens, found[0].cached_tokens
+    assert [event.read_tokens for event in found] == [*range(cached, total - 1, 16), total - 1]
 
 
 def test_concurrent_requests_do_not_mix(engine: EngineThread, plain: EngineThread) -> None:

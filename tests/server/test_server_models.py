@@ -230,8 +230,9 @@ def test_others_are_admitted_while_one_loads() -> None:
         two = begin(engine, chat(QUESTION, model="two", max_tokens=3))
         loading.wait(served.TIMEOUT_S)
         one = begin(engine, chat(QUESTION, model="one"))
-        assert engine.status().waiting == 2
+        assert engine.status().waiting == 2 and engine.status().loading == "two"
         go.set()
         closed(two.all())
+        assert engine.status().loading is None
         with working(settings(ONE)) as fresh:
             assert body(one.all()) == body(answer(fresh, chat(QUESTION, model="one")))

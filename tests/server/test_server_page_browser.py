@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from endpoint import CLOSED, DEMO, ROUND, Stub, listening
+from endpoint import ANSWER, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening
 
-from mlx_spec.apps.server.events import ChoiceEnded, Event, PromptRead, SourceSpan, TextDelta
+from mlx_spec.apps.server.events import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -21,6 +21,7 @@ from serving import CHAT, Serving, serving
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
+GOLDEN = Path(__file__).parents[1] / "golden" / "e2b" / "target"
 QUESTION = "What does os.path.join do?"
 READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
 DONE = "document.querySelectorAll('.turn.assistant[aria-busy=false]').length"
@@ -38,7 +39,8 @@ ENDLESS = f"""window.fetched ??= window.fetch; window.fetch = (path, options) =>
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving("--num-draft-tokens", "4") as started:  # drafts in every round, whatever it costs here
+    models = ("--model", "demo=demo", "--model", f"tiny={GOLDEN}")
+    with serving(*models, "--num-draft-tokens", "4") as started:  # drafts in every round, whatever it costs
         yield started
 
 
@@ -52,13 +54,6 @@ def browser() -> Iterator[Browser]:
 def tab(browser: Browser) -> Iterator[Tab]:
     with browser.tab() as opened:
         yield opened
-
-
-def recorded(
-    events: tuple[Event, ...], *, pause: float = 0.0, api_key: str | None = None
-) -> AbstractContextManager[str]:
-    """The address of our application before an engine that plays these events."""
-    return listening(Stub(events, pause=pause), Settings(DEMO, api_key=api_key))
 
 
 def text(tab: Tab, selector: str) -> str:
@@ -77,7 +72,10 @@ def ask(tab: Tab, question: str = QUESTION) -> None:
 def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     tab.open(server.url)
     tab.until(READY)
-    assert text(tab, "#endpoint") == f"{server.url}/v1" and text(tab, "#model-name") == "demo"
+    assert (
+        text(tab, "#endpoint") == f"{server.url}/v1"
+        and tab.value("document.querySelector('#model').value") == "demo"
+    )
     assert text(tab, "#speed") == "–" and "not measured yet" in text(tab, "#speed-note")
     tab.value(RECORD)
     ask(tab)
@@ -92,9 +90,9 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     assert "gemma4_assistant, token 1 of its draft" in tab.value("document.querySelector('.run.k1').title")
     tab.until("Number(document.querySelector('#speed').textContent) > 0")
     assert text(tab, "#speed-note") == "this answer" and text(tab, "#per-round") != "not measured yet"
-    for chart in ("speed", "length", "acceptance"):
-        tab.until(f"document.querySelector('#{chart}-chart svg[role=img]')")
-    assert tab.value("document.querySelectorAll('#acceptance-chart .bar-front').length") >= 1
+    for chart in ("speed-chart", "length-chart", "acceptance"):
+        tab.until(f"document.querySelector('#{chart} svg[role=img]')")
+    assert text(tab, "#acceptance .aside") == "gemma4_assistant"
     first = text(tab, "#speed-chart svg") + tab.value(
         "document.querySelector('#length-chart .line').outerHTML"
     )
@@ -156,15 +154,15 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     tab.write("do?")
     assert tab.value("document.querySelector('#message').value") == "What does zip\ndo?"
     tab.press("Enter")
-    tab.until("document.querySelector('.facts')?.textContent.includes('cut at the most tokens')")
-    assert text(tab, ".facts").startswith("3 tokens")
+    tab.until("document.querySelector('.facts')?.textContent.includes('cut at the longest answer')")
+    assert text(tab, ".facts").startswith("demo · 3 tokens")
     tab.click("#highlight")
     paint = "getComputedStyle(document.querySelector('.answer .run')).boxShadow"
     assert tab.value(paint) == "none", "no mark of any kind when nobody wants them"
 
 
 def test_the_page_tells_how_to_use_the_server_elsewhere(tab):
-    with recorded(()) as url:
+    with listening(Stub(()), Settings(DEMO)) as url:
         tab.open(url)
         tab.until(READY)
         assert text(tab, "#endpoint") == f"{url}/v1"
@@ -172,7 +170,7 @@ def test_the_page_tells_how_to_use_the_server_elsewhere(tab):
 
 
 def test_a_key_is_asked_for_and_kept_in_memory(tab):
-    with recorded((), api_key="secret") as url:
+    with listening(Stub(ANSWER), Settings(DEMO, api_key="secret")) as url:
         tab.open(url)
         tab.until("!document.querySelector('#key-form').hidden")
         tab.click("#key")
@@ -183,24 +181,29 @@ def test_a_key_is_asked_for_and_kept_in_memory(tab):
         tab.press("Enter")
         tab.until("document.querySelector('#key-form').hidden && document.querySelector('#model').value")
         assert tab.value("document.querySelector('#key').value") == ""
-        assert tab.value("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        ask(tab)
+        kept = tab.value("JSON.stringify({...localStorage, ...sessionStorage}) + document.cookie")
+        assert "Hello you" in kept and "secret" not in kept
 
 
 HOSTILE = (
     '<img src=x onerror="window.hit=1"> **bold and `code`** *so*\n\n'
-    "- one\n- two\n\n```html\n<b>&amp;</b>\n```\nend"
+    "- one\n- two\n\n```html\n<b>&amp;</b>\n```\nend\n\n```python\n{}\n```\n"
 )
+PROGRAM = "if x:\n    return '<b>&amp; # \\'' + \"open  # a 'comment' of 12\nclass_1 = 0x1F"
 
 
 def test_text_is_shown_and_never_run(tab):
     sources = (None, "gemma4_assistant", "lookup", "grammar", "prediction")
-    parts = [HOSTILE[i : i + 3] for i in range(0, len(HOSTILE), 3)]
+    said = HOSTILE.replace("{}", PROGRAM)
+    parts = [said[i : i + 3] for i in range(0, len(said), 3)]
     pieces = (
         TextDelta(0, "answer", part, (), (SourceSpan(part, sources[i % 5], i % 5),))
         for i, part in enumerate(parts)
     )
     rounds = (event for piece in pieces for event in (piece, ROUND))
-    with recorded((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002) as url:
+    stub = Stub((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002)
+    with listening(stub, Settings(DEMO)) as url:
         tab.open(url)
         tab.until(READY)
         ask(tab)
@@ -216,3 +219,93 @@ def test_text_is_shown_and_never_run(tab):
             assert tab.value(f"document.querySelectorAll('.answer .run.{name}').length"), name
         for name in ("gemma4_assistant", "lookup", "grammar", "prediction"):
             assert name in text(tab, "#legend")
+        marks = (
+            "[...document.querySelectorAll('.code:last-of-type .KIND')].map((n) => n.textContent).join('')"
+        )
+        coloured = {"keyword": "ifreturn", "string": "'<b>&amp; # \\''", "number": "0x1F"}
+        for kind, expected in {**coloured, "comment": "# a 'comment' of 12"}.items():
+            assert tab.value(marks.replace("KIND", kind)) == expected
+        assert text(tab, ".code:last-of-type code") == PROGRAM
+        tab.value("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        for button, expected in ((".code:last-of-type button", PROGRAM), (".actions button", said)):
+            tab.click(button)
+            assert tab.value("window.copied") == expected
+
+
+# --- what happens before an answer, and after it
+
+
+def test_loading_and_reading_are_shown(tab):
+    stub = Stub(ANSWER)
+    with listening(stub, Settings(DEMO)) as url:
+        tab.open(url)
+        tab.until(READY)
+        ask(tab)
+        assert text(tab, "#speed") == "20.0"
+        stub.state = replace(stub.state, loading="smol")
+        stub.events = (1.5, PromptProgress(1512, 0, 0), 0.5, PromptProgress(1512, 0, 1024), 0.5, *ANSWER)
+        tab.write("Again")
+        tab.press("Enter")
+        tab.until("document.querySelector('.phase')?.textContent === 'loading smol …'")
+        assert text(tab, "#state") == "loading smol"
+        assert tab.value("document.querySelector('#state').dataset.state") == "wait"
+        tab.until(
+            "document.querySelector('#speed').textContent === '–'"
+        )  # the old answer's is not this one's
+        stub.state = replace(stub.state, loading=None)
+        tab.until("document.querySelector('.phase')?.textContent === 'reading 1,512 tokens'")
+        tab.until("document.querySelector('progress')?.value > 0.6")
+        assert text(tab, "#state") in ("reading", "loading smol")
+        tab.until(f"{DONE} === 2 && !document.querySelector('.phase')")
+        tab.until(READY)
+
+
+def test_figures_are_those_of_the_chosen_model(server, tab):
+    tab.open(server.url)
+    tab.until(READY)
+    ask(tab)
+    choose = "(() => {{ const box = document.querySelector('#model'); box.value = '{}';"
+    choose += "box.dispatchEvent(new Event('change')) }})()"
+    tab.value(choose.format("tiny"))
+    tab.until("document.querySelector('#reason').textContent === 'tiny has not answered yet.'")
+    assert text(tab, "#speed") == "–" and not tab.value("document.querySelector('#acceptance svg')")
+    tab.value("document.querySelector('#max-tokens').value = 24")
+    ask(tab)
+    assert text(tab, ".turn:last-child .facts").startswith("tiny · 24 tokens")
+    assert "gemma4_assistant" not in text(tab, "#acceptance")
+    tab.value(choose.format("demo"))
+    tab.until("document.querySelector('#acceptance').textContent.includes('gemma4_assistant')")
+    assert text(tab, ".facts").split(" · ")[2] == text(tab, "#speed") + " tokens/s"
+
+
+def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
+    stub = Stub((READ, TextDelta(0, "answer", "Hal"), ROUND, SHUTDOWN))
+    with listening(stub, Settings(DEMO)) as url:
+        tab.open(url, 390, 844)
+        tab.until(READY)
+        ask(tab)
+        assert text(tab, ".turn .problem") == "shutting down" and text(tab, ".turn > .answer") == "Hal"
+        stub.events = ANSWER
+        tab.click(".again")  # Retry
+        tab.until("document.querySelector('.turn > .answer').textContent.includes('Hello you')")
+        tab.until("!document.querySelector('#send').hidden")
+        assert not tab.value("document.querySelector('.turn .problem')")
+        assert tab.value("document.documentElement.scrollWidth") == 390
+        tab.click("#show-figures")
+        before = tab.value("document.querySelector('#log').innerHTML")
+        assert "lookup" in before and "Hm." in before
+        reload(tab)
+        assert tab.value("document.querySelector('#log').innerHTML") == before
+        assert tab.value("document.querySelector('#figures').hidden")
+        ask(tab, "and?")
+        sent = stub.requests[-1].prompt.messages
+        assert [one["content"] for one in sent] == [QUESTION, "Hello you", "and?"]
+        tab.click("#restart")
+        reload(tab)
+        assert tab.value("document.querySelectorAll('.turn').length") == 0
+
+
+def reload(tab: Tab) -> None:
+    tab.value("window.isOld = true")
+    tab.call("Page.reload")
+    tab.until(f"!window.isOld && document.querySelector('#state') && {READY}")

@@ -33,6 +33,7 @@ from endpoint import (
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
 from mlx_spec.apps.server.events import (
     Event,
+    PromptProgress,
     PromptRead,
     TextDelta,
     Timings,
@@ -182,6 +183,18 @@ def test_sources_are_shown_on_request():
     assert spans == [first, {"text": "lo", "source": None, "position": 0}]
     statistics = [c["mlx_spec"]["statistics"] for c in found if "statistics" in c.get("mlx_spec", {})]
     assert [(one["index"], one["accepted_at"]) for one in statistics] == [(0, [1, 1]), (0, [1, 1])]
+    assert statistics[0]["by_drafter"] == {"lookup": {"drafted_at": [2, 2, 2], "accepted_at": [1, 1]}}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_progress_is_shown_on_request(path):
+    stub = Stub((PromptProgress(12, 2, 7), *said("Hi")))
+    given = {"path": path, **BODIES[path]}
+    found = stubbed(stub).chunks(**given, stream_options={"include_draft": True})
+    assert found[0]["mlx_spec"] == {"prompt": {"prompt_n": 12, "cached_n": 2, "read_n": 7}}
+    assert found[0]["choices"] == [] and stub.requests[0].progress
+    stubbed(stub).chunks(**given)
+    assert not stub.requests[1].progress
 
 
 def test_a_call_comes_in_one_chunk():

@@ -18,7 +18,7 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
-MODULES = ("chat.js", "figures.js", "markdown.js", "dom.js")
+MODULES = ("chat.js", "exchange.js", "figures.js", "markdown.js", "code.js", "server.js", "dom.js")
 FILES = (INDEX, "style.css", "icon.svg", *MODULES)
 PREFIX = "/page/"
 HEADERS = {

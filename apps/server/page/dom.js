@@ -22,6 +22,47 @@ export function announce(text) {
   byId("announce").textContent = text;
 }
 
+const SAID_MS = 1500; // that a button says what it did
+
+// Returns a button that copies what `text` returns.
+export function copyButton(text, label = "Copy") {
+  const button = element("button", { type: "button", class: "small", "aria-label": label }, "Copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Copy by hand"; // there is no clipboard outside localhost and https
+    }
+    announce(button.textContent);
+    setTimeout(() => { button.textContent = "Copy"; }, SAID_MS);
+  });
+  return button;
+}
+
+// --- what outlives a reload: in "sessionStorage" for this tab, in "localStorage" for this browser
+
+export function recall(storage, key) {
+  try {
+    return JSON.parse(window[storage].getItem(key));
+  } catch {
+    return null; // it is blocked, or holds something else
+  }
+}
+
+// Returns false if there is no space.
+export function keep(storage, key, value) {
+  try {
+    if (value === null) window[storage].removeItem(key);
+    else window[storage].setItem(key, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+// --- numbers
+
 export const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export function decimal(value, digits = 1) {

@@ -1,11 +1,13 @@
-// Live figures: from the answer that streams here, and from /metrics.json for the answers of all clients.
+// Live figures by model: from the answer that streams here, and from /metrics.json for those of other clients.
 import { byId, bytes, decimal, duration, element, known, percent, plural, shape, speed } from "./dom.js";
 
 const MAX_POINTS = 240; // of a chart
 const SPEED_ROUNDS = 6; // rounds that a point of the speed is an average of
 const MAX_ROUNDS = 120; // in the chart of draft lengths
+const MAX_POSITIONS = 12; // bars that have space for their numbers
 const LEFT = 36; // px, for the numbers of the axis
 const BELOW = 16; // px, for the numbers below bars
+const BARS = new Set(["lookup", "grammar", "prediction"]); // drafters with a colour of their own
 const NOTHING = "not measured yet";
 
 // Reasons of the server in words; others are shown as they come.
@@ -22,29 +24,23 @@ const REASONS = {
   probing: "Probing: a few tokens are drafted to see whether it pays again.",
 };
 
-export class Figures {
+// The figures of one model: of the answer that streams here, or of the last one of another client.
+class ModelFigures {
   constructor() {
-    this.now = { speed: null, gain: null, reason: null, isOn: null, perRound: null, firstToken: null, whose: null };
+    this.now = {}; // speed, gain, reason, isOn, perRound, firstToken, accepted: of one answer; `whose` it is
     this.speeds = []; // {x: seconds of generating, y: tokens/s}
     this.lengths = []; // draft tokens, a round each
-    this.memory = []; // {x: seconds, y: bytes}
-    this.budget = null; // bytes
-    this.drafted = []; // draft tokens by position, of the whole server
-    this.accepted = []; // those of them that were accepted
+    this.drafters = {}; // name -> {drafted, accepted}: tokens by position, of all answers
+    this.numbers = null; // the last ones of the server
     this.statistics = null; // the last ones of the answer that streams here
     this.rounds = []; // the last of them: {tokens, seconds}
-    this.roundCount = 0; // of that answer
-    this.metrics = null; // the last ones of the server
     this.generatingSeconds = 0;
     this.isStreaming = false;
-    this.isScheduled = false;
   }
 
-  // --- the answer that streams here
-
   begin() {
-    Object.assign(this, { isStreaming: true, statistics: null, rounds: [], roundCount: 0, sentAt: performance.now() });
-    this.now.whose = "this answer";
+    Object.assign(this, { isStreaming: true, statistics: null, rounds: [], sentAt: performance.now() });
+    this.now = { whose: "this answer" };
   }
 
   take(chunk) {
@@ -59,11 +55,9 @@ export class Figures {
   end(timings) {
     this.isStreaming = false;
     this.skipsNext = true; // the next metrics hold this answer
-    if (timings) {
-      this.#takeTimings(timings);
-      this.now.firstToken = timings.ttft_ms ?? this.now.firstToken;
-    }
-    this.drawSoon();
+    if (!timings) return;
+    this.#takeTimings(timings);
+    this.now.firstToken = timings.ttft_ms ?? this.now.firstToken;
   }
 
   // `statistics` are those of the answer so far: the round is their difference to the ones before.
@@ -71,75 +65,116 @@ export class Figures {
     const before = this.statistics ?? { draft_n: 0, predicted_n: 0, predicted_ms: 0 };
     const tokens = statistics.predicted_n - before.predicted_n;
     const seconds = (statistics.predicted_ms - before.predicted_ms) / 1000;
-    addGrowth(this.drafted, statistics.drafted_at, before.drafted_at);
-    addGrowth(this.accepted, statistics.accepted_at, before.accepted_at);
+    for (const [name, { drafted_at: drafted, accepted_at: accepted }] of Object.entries(statistics.by_drafter)) {
+      const totals = this.drafters[name] ??= { drafted: [], accepted: [] };
+      addGrowth(totals.drafted, drafted, before.by_drafter?.[name]?.drafted_at);
+      addGrowth(totals.accepted, accepted, before.by_drafter?.[name]?.accepted_at);
+    }
     this.statistics = statistics;
-    this.roundCount += 1;
     if (tokens > 0 && seconds > 0) {
-      keep(this.rounds, { tokens, seconds }, SPEED_ROUNDS);
+      push(this.rounds, { tokens, seconds }, SPEED_ROUNDS);
       const sum = (key) => this.rounds.reduce((total, round) => total + round[key], 0);
       this.#addSpeed(sum("tokens") / sum("seconds"), seconds);
     }
-    keep(this.lengths, statistics.draft_n - before.draft_n);
+    push(this.lengths, statistics.draft_n - before.draft_n);
     this.#takeTimings(statistics);
-    this.drawSoon();
   }
 
   #takeTimings(timings) {
-    this.now.speed = timings.predicted_per_second ?? this.now.speed;
-    this.now.gain = timings.gain ?? null;
-    this.now.reason = timings.reason ?? this.now.reason;
-    if (timings.speculation) this.now.isOn = timings.speculation === "on";
-    if (this.roundCount && known(timings.predicted_n)) this.now.perRound = timings.predicted_n / this.roundCount;
+    this.#takeLast(timings);
+    this.now.perRound = timings.draft_rounds ? 1 + timings.draft_n_accepted / timings.draft_rounds : null;
+    this.now.accepted = timings.draft_n ? timings.draft_n_accepted / timings.draft_n : null;
+  }
+
+  // Takes figures that belong to one answer.
+  #takeLast({ predicted_per_second: speed, gain, reason, speculation }) {
+    Object.assign(this.now, { speed: speed ?? null, gain: gain ?? null });
+    if (reason) Object.assign(this.now, { reason, isOn: speculation === "on" });
   }
 
   #addSpeed(value, seconds) {
     this.generatingSeconds += seconds;
-    keep(this.speeds, { x: this.generatingSeconds, y: value });
+    push(this.speeds, { x: this.generatingSeconds, y: value });
   }
 
-  // --- all answers of the server
-
-  // Takes /metrics.json. An answer that streams here is followed by itself.
-  look(metrics, seconds) {
-    if (known(metrics.memory_bytes)) keep(this.memory, { x: seconds, y: metrics.memory_bytes });
-    this.budget = metrics.memory_budget_bytes ?? null;
-    const before = this.metrics;
-    this.metrics = metrics;
-    if (!this.isStreaming) {
-      this.drafted = sumPositions(metrics, "spec_decode_num_draft_tokens_per_pos_total");
-      this.accepted = sumPositions(metrics, "spec_decode_num_accepted_tokens_per_pos_total");
-      if (!before) this.#takePast(metrics);
-      else if (!this.skipsNext) this.#takeOthers(before, metrics);
-      this.skipsNext = false;
+  // Takes what /metrics.json has of this model. An answer that streams here is followed by itself.
+  look(numbers) {
+    const before = this.numbers;
+    this.numbers = numbers;
+    if (this.isStreaming) return;
+    const drafted = numbers.spec_decode_num_draft_tokens_per_pos_total ?? {};
+    const accepted = numbers.spec_decode_num_accepted_tokens_per_pos_total ?? {};
+    this.drafters = {};
+    for (const name of Object.keys(drafted)) {
+      this.drafters[name] = { drafted: [...drafted[name]], accepted: [...accepted[name] ?? []] };
     }
-    this.drawSoon();
+    if (before && !this.skipsNext) this.#takeOthers(before, numbers);
+    else if (!before && numbers.last && !this.now.whose) { // from before this page was opened: no point of a chart
+      this.#takeLast(numbers.last);
+      this.now.whose = "the last answer";
+    }
+    this.skipsNext = false;
   }
 
-  // Takes what was counted before this page was opened. It is no point of a chart.
-  #takePast(metrics) {
-    this.#takeOthers({ models: {} }, metrics);
-    if (this.now.whose) this.now.whose = "all answers so far";
-    Object.assign(this, { speeds: [], lengths: [], generatingSeconds: 0 });
-  }
-
-  #takeOthers(before, metrics) {
-    const growth = (name) => sumOf(metrics, name) - sumOf(before, name);
+  #takeOthers(before, numbers) {
+    const growth = (name) => (numbers[name] ?? 0) - (before[name] ?? 0);
     const tokens = growth("generation_tokens_total");
     const seconds = growth("generation_seconds_total");
     if (tokens <= 0 || seconds <= 0) return;
-    this.now.speed = tokens / seconds;
-    this.#addSpeed(this.now.speed, seconds);
-    const { gain, reason, speculation } = metrics.last ?? {};
-    this.now.gain = gain ?? null;
-    if (reason) Object.assign(this.now, { reason, isOn: speculation === "on" });
-    const drafts = growth("spec_decode_num_drafts_total");
-    if (drafts > 0) keep(this.lengths, growth("spec_decode_num_draft_tokens_total") / drafts);
-    const first = growth("time_to_first_token_seconds_count");
-    if (first > 0) this.now.firstToken = (growth("time_to_first_token_seconds_sum") / first) * 1000;
-    this.now.perRound = drafts > 0 ? 1 + growth("spec_decode_num_accepted_tokens_total") / drafts : null;
-    const answers = growth("time_per_output_token_seconds_count"); // that have ended; others still run
-    this.now.whose = answers <= 1 ? "another client's answer" : `${answers} answers of other clients`;
+    this.#addSpeed(tokens / seconds, seconds);
+    const [drafts, drafted] = [growth("spec_decode_num_drafts_total"), growth("spec_decode_num_draft_tokens_total")];
+    const accepted = growth("spec_decode_num_accepted_tokens_total");
+    if (drafts > 0) push(this.lengths, drafted / drafts);
+    const answers = growth("time_to_first_token_seconds_count"); // that have ended; others still run
+    this.now = {
+      whose: answers <= 1 ? "another client's answer" : `the last of ${answers} answers of other clients`,
+      firstToken: answers > 0 ? (growth("time_to_first_token_seconds_sum") / answers) * 1000 : null,
+      perRound: drafts > 0 ? 1 + accepted / drafts : null,
+      accepted: drafted > 0 ? accepted / drafted : null,
+    };
+    this.#takeLast(numbers.last ?? {});
+  }
+}
+
+export class Figures {
+  constructor() {
+    this.models = {}; // ModelFigures by name
+    this.chosen = "";
+    this.memory = []; // {x: seconds, y: bytes}
+    this.budget = null; // bytes
+    this.isScheduled = false;
+  }
+
+  #of(model) {
+    return this.models[model] ??= new ModelFigures();
+  }
+
+  choose(model) {
+    this.chosen = model;
+    this.drawSoon();
+  }
+
+  begin(model) {
+    this.#of(model).begin();
+    this.drawSoon();
+  }
+
+  take(model, chunk) {
+    this.#of(model).take(chunk);
+    this.drawSoon();
+  }
+
+  end(model, timings) {
+    this.#of(model).end(timings);
+    this.drawSoon();
+  }
+
+  // Takes /metrics.json.
+  look(metrics, seconds) {
+    if (known(metrics.memory_bytes)) push(this.memory, { x: seconds, y: metrics.memory_bytes });
+    this.budget = metrics.memory_budget_bytes ?? null;
+    for (const [name, numbers] of Object.entries(metrics.models)) this.#of(name).look(numbers);
+    this.drawSoon();
   }
 
   // --- drawing
@@ -159,40 +194,39 @@ export class Figures {
   }
 
   #draw() {
-    const { now } = this;
+    const model = this.#of(this.chosen);
+    const { now } = model;
     const plain = known(now.speed) && known(now.gain) ? now.speed / now.gain : null;
     byId("speed").textContent = speed(now.speed);
-    byId("speed-note").textContent = known(now.speed) ? now.whose ?? "" : NOTHING;
+    byId("speed-note").textContent = now.whose ?? NOTHING;
     byId("gain").textContent = decimal(now.gain, 2);
     byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : NOTHING;
-    if (now.reason) {
-      const isOn = now.isOn ?? true;
-      byId("reason").textContent = REASONS[now.reason] ?? `Speculation is ${isOn ? "on" : "off"}: ${now.reason}.`;
-      byId("reason").dataset.on = String(isOn);
-    }
-    this.#drawCharts(plain);
-    const total = (counts) => counts.reduce((sum, count) => sum + count, 0);
+    const isOn = now.isOn ?? true;
+    byId("reason").textContent = now.reason
+      ? REASONS[now.reason] ?? `Speculation is ${isOn ? "on" : "off"}: ${now.reason}.`
+      : model.isStreaming ? "No token of this answer yet." : `${this.chosen || "The model"} has not answered yet.`;
+    byId("reason").dataset.on = now.reason ? String(isOn) : "unknown";
+    this.#drawCharts(model, plain);
     showTile("per-round", known(now.perRound) ? decimal(now.perRound, 1) : null);
     showTile("first-token", known(now.firstToken) ? duration(now.firstToken) : null);
-    showTile("accepted", total(this.drafted) ? percent(total(this.accepted) / total(this.drafted)) : null);
+    showTile("accepted", known(now.accepted) ? percent(now.accepted) : null);
   }
 
-  #drawCharts(plain) {
-    const hasSpeeds = this.speeds.length > 1;
+  #drawCharts({ speeds, lengths: allLengths, drafters }, plain) {
+    const hasSpeeds = speeds.length > 1;
     byId("plain-key").hidden = !plain || !hasSpeeds;
     if (!hasSpeeds) {
       drawEmpty(byId("speed-chart"), NOTHING);
     } else {
       const against = plain ? `, plain decoding ${speed(plain)}` : "";
-      const label = `${speed(this.speeds.at(-1).y)} tokens per second now${against}`;
+      const label = `${speed(speeds.at(-1).y)} tokens per second now${against}`;
       const format = (value) => speed(value).replace(/\.0$/, "");
-      drawLine(byId("speed-chart"), { points: this.speeds, reference: plain, format, label });
+      drawLine(byId("speed-chart"), { points: speeds, reference: plain, format, label });
     }
-    const lengths = this.lengths.slice(-MAX_ROUNDS);
+    const lengths = allLengths.slice(-MAX_ROUNDS);
     if (!lengths.length) drawEmpty(byId("length-chart"), NOTHING);
     else drawSteps(byId("length-chart"), lengths, `draft length of the last round: ${lengths.at(-1)}`);
-    if (this.drafted.some((count) => count > 0)) drawBars(byId("acceptance-chart"), this.drafted, this.accepted);
-    else drawEmpty(byId("acceptance-chart"), lengths.length ? "nothing was drafted" : NOTHING);
+    this.#drawAcceptance(drafters, lengths.length ? "nothing was drafted" : NOTHING);
     if (this.memory.length < 2) {
       drawEmpty(byId("memory-chart"), NOTHING);
       return;
@@ -202,25 +236,29 @@ export class Figures {
     const format = (value) => (value ? bytes(value).replace(" ", "") : "0");
     drawLine(byId("memory-chart"), { points: this.memory, format, label: `${used} in use` });
   }
+
+  // A chart for each drafter: what one has accepted says nothing about another.
+  #drawAcceptance(drafters, otherwise) {
+    const drafting = Object.entries(drafters).filter(([, { drafted }]) => drafted.some((count) => count > 0));
+    const hosts = drafting.map(() => element("div", { class: "chart" }));
+    const names = drafting.map(([name]) => element("p", { class: "aside" }, name));
+    byId("acceptance").replaceChildren(...hosts.flatMap((host, i) => [names[i], host]));
+    const slots = Math.min(Math.max(4, ...drafting.map(([, { drafted }]) => drafted.length)), MAX_POSITIONS);
+    drafting.forEach(([name, { drafted, accepted }], i) => drawBars(hosts[i], { name, drafted, accepted, slots }));
+    if (drafting.length) return;
+    const empty = element("div", { class: "chart" });
+    drawEmpty(empty, otherwise);
+    byId("acceptance").append(empty);
+  }
 }
 
-function keep(list, value, most = MAX_POINTS) {
+function push(list, value, most = MAX_POINTS) {
   list.push(value);
   if (list.length > most) list.shift();
 }
 
 function addGrowth(totals, counts = [], before = []) {
   counts.forEach((count, i) => { totals[i] = (totals[i] ?? 0) + count - (before[i] ?? 0); });
-}
-
-function sumOf(metrics, name) {
-  return Object.values(metrics.models).reduce((total, model) => total + (model[name] ?? 0), 0);
-}
-
-function sumPositions(metrics, name) {
-  const totals = [];
-  for (const model of Object.values(metrics.models)) addGrowth(totals, model[name]);
-  return totals;
 }
 
 function showTile(id, text) {
@@ -294,21 +332,22 @@ function drawSteps(host, values, label) {
 }
 
 // A bar for each position: the share of its draft tokens that were accepted.
-function drawBars(host, drafted, accepted) {
-  const shares = drafted.map((count, i) => (count ? (accepted[i] ?? 0) / count : 0));
-  const drawn = chart(host, shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", "));
+function drawBars(host, { name, drafted, accepted, slots }) {
+  const shares = drafted.slice(0, MAX_POSITIONS).map((count, i) => (count ? (accepted[i] ?? 0) / count : 0));
+  const drawn = chart(host, `${name}: ${shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", ")}`);
   if (!drawn) return;
   const { svg, width, height } = drawn;
   const foot = height - BELOW;
-  const slot = (width + 6) / Math.max(shares.length, 4);
+  const slot = (width + 6) / slots;
   const wide = Math.min(slot - 6, 56);
   shares.forEach((share, i) => {
     const x = slot * i;
     const tall = (foot - 14) * share;
     const title = `${accepted[i] ?? 0} of ${plural(drafted[i], "draft token")} at position ${i + 1}`;
+    const colour = `bar-front ${BARS.has(name) ? name : ""}`;
     svg.append(
       shape("rect", { class: "bar-back", x, y: 14, width: wide, height: foot - 14, rx: 4 }),
-      shape("rect", { class: "bar-front", x, y: foot - tall, width: wide, height: tall, rx: 4 }, shape("title", {}, title)),
+      shape("rect", { class: colour, x, y: foot - tall, width: wide, height: tall, rx: 4 }, shape("title", {}, title)),
       shape("text", { x: x + wide / 2, y: 9, "text-anchor": "middle" }, String(Math.round(share * 100))),
       shape("text", { x: x + wide / 2, y: height - 3, "text-anchor": "middle" }, String(i + 1)),
     );

@@ -1,6 +1,7 @@
 // Light Markdown over text whose tokens have origins: the model itself, or a drafter. No library keeps origins.
 // Text only ever becomes text nodes.
-import { element } from "./dom.js";
+import { highlights } from "./code.js";
+import { copyButton, element } from "./dom.js";
 
 const SHADES = 8; // classes k1 to k8 of the style sheet
 const SOURCES = {
@@ -10,6 +11,7 @@ const SOURCES = {
 };
 const FENCE = /^\s*```\s*([\w+#.-]*)/;
 const HEAD = /^#{1,6}\s+/;
+const INDENTED = /^ {4}\s*\S/;
 const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+/;
 const INLINE = /`([^`\n]+)`|\*\*([^\n]+?)\*\*|(?<![\w*])\*([^\s*][^*\n]*?)\*(?![\w*])/g;
 
@@ -18,15 +20,24 @@ export class Rendered {
   constructor(host) {
     this.host = host;
     this.text = "";
-    this.runs = []; // {start, source, position, first}, in order
+    this.runs = []; // {start, source, position}, in order; neighbours of the model itself are one
     this.settled = { offset: 0, nodes: 0 };
   }
 
   append(text, source, position) {
     const before = this.runs.at(-1);
-    const first = position === 1 || !before || (!position && !before.position);
-    this.runs.push({ start: this.text.length, source, position, first });
+    if (source || !before || before.source) this.runs.push({ start: this.text.length, source, position });
     this.text += text;
+  }
+
+  // As it is kept for a reload.
+  toJSON() {
+    return { text: this.text, runs: this.runs.map(({ start, source, position }) => [start, source, position]) };
+  }
+
+  restore({ text, runs }) {
+    runs.forEach(([start, source, position], i) => this.append(text.slice(start, runs[i + 1]?.[0]), source, position));
+    this.draw();
   }
 
   draw() {
@@ -41,9 +52,11 @@ export class Rendered {
 
   #block(block) {
     if (block.kind === "code") {
-      const code = this.#paint(element("code"), block.from, block.to);
-      const name = block.language ? [element("span", { class: "language" }, block.language)] : [];
-      return element("pre", {}, ...name, code);
+      const text = this.text.slice(block.from, block.to);
+      const code = this.#paint(element("code"), block.from, block.to, highlights(text, block.language));
+      const head = element("div", { class: "code-head" }, element("span", { class: "language" }, block.language));
+      head.append(copyButton(() => text, "Copy code"));
+      return element("div", { class: "code" }, head, element("pre", { tabindex: "0" }, code));
     }
     if (block.kind === "list") {
       const items = block.items.map((item) => this.#inline(element("li"), item.from, item.to));
@@ -71,15 +84,17 @@ export class Rendered {
     return this.#paint(parent, at, to);
   }
 
-  // Appends the text from one place to another, a span for each origin.
-  #paint(parent, from, to) {
+  // Appends the text from one place to another, a span for each origin; `marks` colour parts of it.
+  #paint(parent, from, to, marks = []) {
     for (let i = this.#runAt(from); i < this.runs.length && this.runs[i].start < to; i += 1) {
       const run = this.runs[i];
       const end = this.runs[i + 1]?.start ?? this.text.length;
-      const text = this.text.slice(Math.max(run.start, from), Math.min(end, to));
-      if (!text) continue;
-      const name = originClass(run) + (run.first && run.start >= from ? " first" : "");
-      parent.append(element("span", { class: name, title: originText(run) }, text));
+      const [low, high] = [Math.max(run.start, from), Math.min(end, to)];
+      if (low >= high) continue;
+      const begins = run.position === 1 && run.start >= from; // a round of several tokens
+      const name = originClass(run) + (begins ? " first" : "");
+      const parts = coloured(this.text.slice(low, high), marks, low - from);
+      parent.append(element("span", { class: name, title: originText(run) }, ...parts));
     }
     return parent;
   }
@@ -93,6 +108,20 @@ export class Rendered {
     }
     return low;
   }
+}
+
+// Returns the text as strings and coloured spans; it stands at `offset` of what the marks were made for.
+function coloured(text, marks, offset) {
+  const parts = [];
+  let at = 0;
+  for (const { start, end, kind } of marks) {
+    const [low, high] = [Math.max(start - offset, at), Math.min(end - offset, text.length)];
+    if (low >= high) continue;
+    parts.push(text.slice(at, low), element("span", { class: kind }, text.slice(low, high)));
+    at = high;
+  }
+  parts.push(text.slice(at));
+  return parts.filter((part) => part);
 }
 
 // Returns the blocks of the text from an offset on: {kind, start, from, to}, and more by kind.
@@ -120,10 +149,14 @@ function blocks(text, offset) {
       item(found, line, start, end);
     } else if (last && !last.closed && last.kind === "list") {
       last.items.at(-1).to = end;
-    } else if (last && !last.closed && last.kind === "text") {
+    } else if (last && !last.closed && (last.kind === "text" || last.isBare)) {
       last.to = end;
     } else {
       found.push({ kind: "text", start, from: start, to: end });
+    }
+    const open = found.at(-1); // small models leave out the fences of code
+    if (open?.kind === "text" && open.start < start && INDENTED.test(line)) {
+      Object.assign(open, { kind: "code", language: "", isBare: true });
     }
   }
   return found;
@@ -166,15 +199,16 @@ function originText(run) {
   return `drafted: ${SOURCES[run.source] ?? run.source}${place}`;
 }
 
-// Draws the entries for `sources`; the model's own text and its drafter are always explained.
+// Draws the entries for `sources`, those of the text so far.
 export function drawLegend(host, sources) {
   const drafters = [...sources].filter((source) => source && !(source in SOURCES));
   const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);
+  const hasDrafts = [...sources].some((source) => source);
   host.replaceChildren(
-    legendEntry(["target"], "the model itself"),
-    legendEntry(shades, `drafted${drafters.length ? ` by ${drafters.join(", ")}` : ""}, 1st to ${SHADES}th token`),
+    ...(sources.size ? [legendEntry(["target"], "the model itself")] : []),
+    ...(hasDrafts ? [legendEntry(["edge"], "a round of several tokens")] : []),
+    ...(drafters.length ? [legendEntry(shades, `1st to ${SHADES}th token of ${drafters.join(", ")}`)] : []),
     ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], source)),
-    legendEntry(["edge"], "a round begins"),
   );
 }
 
