@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
@@ -81,6 +83,7 @@ class LineEditor:
 
     def read(self) -> str:
         """Return a message. Raises EOFError, KeyboardInterrupt, and InvalidValue if it is not text."""
+        store_typeahead(self._input, _unsent(self._typed()))
         # From `pre_run` on the editor handles Ctrl-C; a press before that had no line to clear.
         text = self._session.prompt(pre_run=self._interrupts.clear)
         self._take_interrupts()
@@ -88,13 +91,17 @@ class LineEditor:
 
     def _take_interrupts(self) -> None:
         """Find a Ctrl-C that was typed behind the message: it stops the answer. Keep the other keys."""
-        with hidden_typing():
-            unread = self._input.read_keys()
-        keys = [*get_typeahead(self._input), *unread]
+        keys = self._typed()
         others = [key for key in keys if key.key is not Keys.ControlC]
         store_typeahead(self._input, others)
         if len(others) < len(keys):
             self._interrupts.pressed = True
+
+    def _typed(self) -> list[KeyPress]:
+        """Take the keys that nobody has read."""
+        with hidden_typing():
+            unread = self._input.read_keys()
+        return [*get_typeahead(self._input), *unread]
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()
@@ -179,21 +186,35 @@ def unquoted(text: str) -> str:
     return text
 
 
+def _unsent(keys: Sequence[KeyPress]) -> list[KeyPress]:
+    """Return keys that were typed unseen, without sending them: Enter begins a line, and none at the end."""
+    enter = (Keys.ControlM, Keys.ControlJ)
+    end = max((i for i, key in enumerate(keys, 1) if key.key not in enter), default=0)
+    return [KeyPress(Keys.BracketedPaste, "\n") if key.key in enter else key for key in keys[:end]]
+
+
 @contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Do not echo keys, and leave them to the next prompt. Ctrl-C works as ever."""
+    """Do not echo keys, and leave them to the next prompt. Ctrl-C and Ctrl-Z work as ever."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()
     before, hidden = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
     # Without ICANON the kernel does not cut lines that are longer than its buffer.
-    hidden[LOCAL_MODES] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(terminal, termios.TCSANOW, hidden)
+    hidden[LOCAL_MODES] = hidden[LOCAL_MODES] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+
+    def hide(*_: object) -> None:
+        with suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(terminal, termios.TCSANOW, hidden)
+
+    hide()
+    resumed = signal.signal(signal.SIGCONT, hide)  # the shell had the terminal in between
     try:
         yield
     finally:
-        with suppress(termios.error):  # the terminal may be gone
+        signal.signal(signal.SIGCONT, resumed)
+        with suppress(termios.error):
             termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 

@@ -17,13 +17,13 @@ from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 from rich.theme import Theme
 
+from .terminal import UNSURE_WIDTH
+
 CODE_THEME = "ansi_dark"  # the terminal's own colours, so that its background may be dark or light
 THEME = Theme({"markdown.code": "cyan"})
 PLAIN_BLOCKS = {"paragraph_open", "paragraph_close", "inline"}
 PLAIN_SPANS = {"text", "softbreak", "hardbreak"}
 TRAILING_SPACES = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
-# Terminals disagree about the width of joined emoji; that of a tab depends on its column.
-UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
 
 class _LeftHeading(Heading):

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
+
+from rich.cells import cell_len
 
 from mlx_spec.errors import InvalidValue, SpecError
 
@@ -24,6 +28,11 @@ DIM, PLAIN = "2", "0"
 DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
 COPIED, FORCED = "38;5;172", "38;5;170"
 BORDER = "│"  # between two rounds
+FENCES = ("```", "~~~")
+WIDE = "\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60"  # Chinese, Japanese and Korean: a word each
+WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
+# Terminals disagree about the width of joined emoji; that of a tab depends on its column.
+UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 SIGNAL_SECONDS = 0.1  # longest wait of a Ctrl-C that comes just before a blocking read
 
 
@@ -46,9 +55,11 @@ class Terminal:
         self.shows_thinking = _is_terminal(sys.stdout)  # a pipe gets the answer only
         self.is_watched = _is_terminal(sys.stderr)
         self.has_styles = _has_styles(sys.stdout)
+        self._moves = self.shows_thinking and not _is_dumb()
         self._dims_notes = _has_styles(sys.stderr)
         self._kind = ""  # of the last piece of this answer
         self._shown = ""  # all text of that kind
+        self._wrapping = Wrapping()
         self._size: os.terminal_size | None = None  # when that text began
         self._fresh_line = True
 
@@ -83,7 +94,7 @@ class Terminal:
         size = self._size
         if not self.has_styles or size is None or size != _size(sys.stdout):
             return
-        height = rows(self._shown.removesuffix("\n"), size.columns)
+        height = rows(self._wrapping.shown.removesuffix("\n"), size.columns)
         if height is None or height >= size.lines:
             return
         if (text := rendered(self._shown, size.columns)) is not None:
@@ -91,7 +102,7 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Show a line that is not part of the answer."""
-        self.styled([(text, DIM)])
+        self.styled([(_folded(text), DIM)])
 
     def styled(self, parts: Sequence[tuple[str, str]]) -> None:
         """Show a line of texts that have an SGR style each."""
@@ -108,7 +119,7 @@ class Terminal:
             self.drop()
         elif not self._fresh_line:
             self.end()
-        _print_error(f"mlx-spec: {' '.join(str(error).split())}")
+        _print_error(_folded(f"mlx-spec: {' '.join(str(error).split())}"))
 
     def ask(self, prompt: str) -> str:
         """Return a line of the user. Raises EOFError, and InvalidValue if it is not text."""
@@ -137,6 +148,7 @@ class Terminal:
         elif self._kind == "thinking":
             self._write("\n" if self.has_styles else "(answer)\n")
         self._kind, self._shown = kind, ""
+        self._wrapping = Wrapping()
         self._size = _size(sys.stdout) if kind == "answer" else None
 
     def _write(self, text: str, style: str = "") -> None:
@@ -144,7 +156,8 @@ class Terminal:
             text = text.translate(CONTROLS)
         if not text:
             return
-        self._put(f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and self.has_styles else text)
+        columns = size.columns if self._moves and (size := _size(sys.stdout)) else 0
+        self._put(self._wrapping.add(text, style if self.has_styles else "", columns))
         self._shown += text
         self._fresh_line = text.endswith("\n")
 
@@ -158,6 +171,72 @@ class Terminal:
             raise ReaderLeft(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
         except OSError as error:
             raise OutputClosed(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
+
+
+class Wrapping:
+    """Breaks the lines of an answer between words while they are written, except in fenced code.
+
+    A word is shown at once; if it reaches the edge, its beginning moves to the next line.
+    """
+
+    def __init__(self) -> None:
+        self.shown = ""  # the text with the line breaks that were added
+        self._line = ""  # without them
+        self._column = 0
+        self._word: list[tuple[str, str]] = []  # its pieces and their styles
+        self._in_code = False
+
+    def add(self, text: str, style: str, columns: int) -> str:
+        """Return what to write for more text; 0 columns: their number is not known."""
+        return "".join(self._part(part, style, columns) for part in WORDS.findall(text))
+
+    def _part(self, part: str, style: str, columns: int) -> str:
+        if part == "\n":
+            self._in_code ^= self._line.lstrip().startswith(FENCES)
+            self.shown += part
+            self._line, self._column, self._word = "", 0, []
+            return part
+        self._line += part
+        if not columns or self._in_code or UNSURE_WIDTH.search(self._line):
+            self.shown += part
+            return _in_style(part, style)
+        if part.isspace():
+            part = part[: columns - self._column]
+            self._word = []
+        elif cell_len(part) == 2 * len(part):
+            self._word = []
+        return self._fit(part, style, columns)
+
+    def _fit(self, part: str, style: str, columns: int) -> str:
+        moved, width = "".join(piece for piece, _ in self._word), cell_len(part)
+        begun = cell_len(moved)
+        codes = ""
+        if self._column + width > columns and self._column > begun and begun + width <= columns:
+            codes = f"\x1b[{self._column - begun + 1}G\x1b[K" if begun else ""
+            codes += "\n" + "".join(_in_style(*piece) for piece in self._word)
+            self.shown = self.shown[: len(self.shown) - len(moved)] + "\n" + moved
+            self._column = begun
+        self.shown += part
+        self._column = (self._column + width - 1) % columns + 1 if self._column + width else 0
+        self._word = [*self._word, (part, style)] if part and not part.isspace() else []
+        return codes + _in_style(part, style)
+
+
+def _in_style(text: str, style: str) -> str:
+    return f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and text else text
+
+
+def _folded(text: str) -> str:
+    """Return a message whose lines end between words, if it is shown on a terminal."""
+    size = _size(sys.stderr) if _is_terminal(sys.stderr) else None
+    if size is None or size.columns < 1:
+        return text
+    return "\n".join(
+        textwrap.fill(line, size.columns, break_long_words=False, break_on_hyphens=False)
+        if len(line) > size.columns
+        else line
+        for line in text.split("\n")
+    )
 
 
 def origin_name(drafters: Sequence[str], index: int | None) -> str | None:
@@ -210,7 +289,12 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _has_styles(stream: TextIO | None) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and not _is_dumb()
+
+
+def _is_dumb() -> bool:
+    """Return True if the terminal can only append text."""
+    return os.environ.get("TERM") == "dumb"
 
 
 def _size(stream: TextIO | None) -> os.terminal_size | None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len, chop_cells
 from screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
@@ -29,6 +30,7 @@ from mlx_spec.apps.chat.settings import (
 )
 from mlx_spec.apps.chat.terminal import (
     Terminal,
+    Wrapping,
 )
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.session import Positions, Session, Statistics
@@ -281,7 +283,7 @@ def test_rows():
     ("pieces", "columns", "again"),
     [
         (["**bo", "ld** text"], 80, "\x1b[1A\x1b[J\x1b[1mbold\x1b[0m text\r\n"),
-        (["**bold** text"], 8, "\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"),
+        (["**bold**\ntext"], 8, "\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"),
         (["nothing to change"], 80, ""),
         (["**bold**" + "\n" * 30], 80, ""),  # higher than the screen
     ],
@@ -310,6 +312,75 @@ def _read(screen: io.FileIO, count: int) -> str:
         assert select.select([screen], [], [], LIMIT)[0], seen
         seen += screen.read(65536)
     return seen.decode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["one two three four"], ["one two", "three four"]),
+        (["one two th", "ree", " four"], ["one two", "three four"]),  # its beginning moves to the next line
+        (["one two t", "h", "r"], ["one two", "thr"]),  # from the last column
+        (["0123456789", " next"], ["0123456789", "next"]),
+        (["see https://", "example.org/a"], ["see", "https://ex", "ample.org/", "a"]),  # no line has space
+        (["a 漢字漢", "字漢字 b"], ["a 漢字漢字", "漢字 b"]),
+        (
+            ["```\nlong line of code\n```\none two three"],
+            ["```", "long line", "of code", "```", "one two", "three"],
+        ),
+        (["a\tb of uncertain width"], ["a       b", "of uncerta", "in width"]),
+    ],
+)
+def test_lines_end_between_words(pieces, shown):
+    """Played on a terminal of ten columns; what it wraps by itself stays one line of copied text."""
+    wrapping, screen = Wrapping(), Screen(10)
+    for piece in pieces:
+        screen.write(wrapping.add(piece, "", 10))
+    assert [line.rstrip() for line in screen.lines] == shown
+    assert rows(wrapping.shown, 10) in (None, len(shown))
+
+
+class Screen:
+    """As much of a terminal as the wrapping of lines needs."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.column = columns, 0
+        self.lines = [""]
+
+    def write(self, text: str) -> None:
+        for move, character in re.findall("\x1b\\[(\\d+)G\x1b\\[K|(.|\n)", text):
+            if move:
+                self.column = int(move) - 1
+                self.lines[-1] = self._first_cells(self.column)
+            elif character == "\n":
+                self._new_line()
+            elif character == "\t":
+                self._show(" " * (8 - self.column % 8))
+            else:
+                if self.column + cell_len(character) > self.columns:
+                    self._new_line()
+                self._show(character)
+
+    def _show(self, text: str) -> None:
+        self.lines[-1] += text
+        self.column += cell_len(text)
+
+    def _new_line(self) -> None:
+        self.lines.append("")
+        self.column = 0
+
+    def _first_cells(self, count: int) -> str:
+        return chop_cells(self.lines[-1], count)[0] if count else ""
+
+
+def test_messages_end_between_words(monkeypatch):
+    end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    with open(terminal, "w") as stderr, open(end, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setenv("NO_COLOR", "1")
+        Terminal().note("a message of several words")
+        expected = "a message of several\r\nwords\r\n"
+        assert _read(screen, len(expected)) == expected
 
 
 # --- origins

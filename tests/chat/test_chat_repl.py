@@ -273,7 +273,7 @@ def _wait_after_interrupt(screen: Screen, trace: Path, turn: int, status: str) -
 
 
 def test_keys_while_an_answer_streams(endless, tmp_path):
-    """They are not seen within it, and wait for the prompt. Afterwards the terminal is as it was."""
+    """They are not seen within it, and wait in the next line. Afterwards the terminal is as it was."""
     trace = tmp_path / "rounds.jsonl"
     with Screen(*endless, "--max-tokens=1000000", f"--trace={trace}", home=tmp_path) as screen:
         screen.wait_for(READY)
@@ -285,16 +285,33 @@ def test_keys_while_an_answer_streams(endless, tmp_path):
         screen.process.send_signal(signal.SIGCONT)
         screen.wait_for(STATUS + ".* · cut at")
         assert "/show" not in screen.text.rpartition("hello")[2].partition(" · cut at")[0]
-        screen.wait_for("turns: 1, ")  # it was kept for the prompt
-        screen.wait_for(READY)
+        screen.wait_for("/show")
+        time.sleep(0.1)
+        assert "turns: 1, " not in screen.text, "nothing is sent that was typed unseen"
+        assert "turns: 1, " in screen.say("")
         screen.say("/set max_tokens 1000000")
         screen.type("hello\r")
         _wait_until(lambda: '"turn": 2' in trace.read_text())
         assert not screen.echoes
+        screen.process.send_signal(signal.SIGSTOP)  # as after Ctrl-Z; the shell wants to see its keys
+        screen.echoes = True
+        screen.process.send_signal(signal.SIGCONT)
+        _wait_until(lambda: not screen.echoes)
+        screen.type("one\rtwo\r\x03")
+        screen.wait_for("interrupted")
+        screen.wait_for(READY)
+        screen.wait_for("… two")
+        screen.type("\r")
+        _wait_until(lambda: '"turn": 3' in trace.read_text())
         screen.type("\x03")
         screen.wait_for("interrupted")
         screen.wait_for(READY)
-        screen.type("\x04")
+        screen.say(f"/save {tmp_path / 'talk'}")
+        messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+        assert messages[-2]["content"] == "one\ntwo"
+        screen.type("hello\r")
+        _wait_until(lambda: '"turn": 4' in trace.read_text())
+        screen.type("\x04\x03")  # Ctrl-D leaves once the answer has ended
         assert screen.leave() == 0 and screen.echoes
         assert "Traceback" not in screen.text
 

@@ -81,6 +81,12 @@ class Screen:
         assert isinstance(local, int)
         return bool(local & termios.ECHO)
 
+    @echoes.setter
+    def echoes(self, on: bool) -> None:
+        modes = termios.tcgetattr(self._end)
+        modes[3] = modes[3] | termios.ECHO if on else modes[3] & ~termios.ECHO
+        termios.tcsetattr(self._end, termios.TCSANOW, modes)
+
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
