@@ -85,7 +85,7 @@ function setSwitch(name, on) {
 function drawSwitches() {
   byId("highlight").checked = switches.tints;
   log.classList.toggle("origins", switches.tints);
-  byId("legend").hidden = !switches.tints || !sources.size;
+  byId("legend").hidden = !switches.tints || ![...sources].some((source) => source);
   byId("figures").hidden = !switches.figures;
   byId("show-figures").setAttribute("aria-expanded", String(switches.figures));
   figures.drawSoon();
@@ -272,9 +272,10 @@ async function look() {
     figures.drawRequests(health);
     if (!needsKey) {
       if (!isListed) await listModels();
+      const askedAt = performance.now();
       const metrics = await getJson("/metrics.json");
       Object.assign(server, { loading: metrics.loading, waiting: metrics.queue.waiting });
-      figures.look(metrics, performance.now() / 1000);
+      figures.look(metrics, askedAt);
     }
   } catch (error) {
     if (error instanceof Refused && error.status === 401) askForKey();

@@ -24,9 +24,13 @@ export class Exchange {
   // Says what happens before the first text; `share` of it is done, if that is known.
   showPhase(text, share = null) {
     if (this.answer.text || this.thinking) return;
-    const bar = share === null ? [] : [element("progress", { max: "1", value: String(share), "aria-label": text })];
-    this.status.replaceChildren(...(text ? [element("span", {}, text)] : []), ...bar);
-    this.body.hidden = Boolean(text);
+    if (this.status.textContent !== text) {
+      const bar = share === null ? [] : [element("progress", { max: "1", value: "0", "aria-label": text })];
+      this.status.replaceChildren(text, ...bar);
+      this.body.hidden = Boolean(text);
+    }
+    const bar = this.status.querySelector("progress");
+    if (bar && share !== null) bar.value = share;
   }
 
   // Takes the text of a chunk by origin; text without origins is the model's own.

@@ -5,6 +5,7 @@ const MAX_POINTS = 240; // of a chart
 const SPEED_ROUNDS = 6; // rounds that a point of the speed is an average of
 const MAX_ROUNDS = 120; // in the chart of draft lengths
 const MAX_POSITIONS = 12; // bars that have space for their numbers
+const CANCEL_MS = 1000; // after which the server has counted an answer that was stopped
 const LEFT = 36; // px, for the numbers of the axis
 const BELOW = 16; // px, for the numbers below bars
 const BARS = new Set(["lookup", "grammar", "prediction"]); // drafters with a colour of their own
@@ -36,6 +37,8 @@ class ModelFigures {
     this.rounds = []; // the last of them: {tokens, seconds}
     this.generatingSeconds = 0;
     this.isStreaming = false;
+    this.endedAt = 0; // performance.now(), of that answer
+    this.isCounted = true; // it is in `numbers`
   }
 
   begin() {
@@ -54,7 +57,8 @@ class ModelFigures {
 
   end(timings) {
     this.isStreaming = false;
-    this.skipsNext = true; // the next metrics hold this answer
+    this.isCounted = false;
+    this.endedAt = performance.now() + (timings ? 0 : CANCEL_MS);
     if (!timings) return;
     this.#takeTimings(timings);
     this.now.firstToken = timings.ttft_ms ?? this.now.firstToken;
@@ -98,7 +102,8 @@ class ModelFigures {
   }
 
   // Takes what /metrics.json has of this model. An answer that streams here is followed by itself.
-  look(numbers) {
+  look(numbers, askedAt) {
+    if (askedAt < this.endedAt) return; // the end of that answer may be missing
     const before = this.numbers;
     this.numbers = numbers;
     if (this.isStreaming) return;
@@ -108,12 +113,12 @@ class ModelFigures {
     for (const name of Object.keys(drafted)) {
       this.drafters[name] = { drafted: [...drafted[name]], accepted: [...accepted[name] ?? []] };
     }
-    if (before && !this.skipsNext) this.#takeOthers(before, numbers);
+    if (before && this.isCounted) this.#takeOthers(before, numbers);
     else if (!before && numbers.last && !this.now.whose) { // from before this page was opened: no point of a chart
       this.#takeLast(numbers.last);
       this.now.whose = "the last answer";
     }
-    this.skipsNext = false;
+    this.isCounted = true;
   }
 
   #takeOthers(before, numbers) {
@@ -140,9 +145,10 @@ export class Figures {
   constructor() {
     this.models = {}; // ModelFigures by name
     this.chosen = "";
-    this.memory = []; // {x: seconds, y: bytes}
+    this.memory = []; // {x: milliseconds, y: bytes}
     this.budget = null; // bytes
     this.isScheduled = false;
+    this.hasLooked = false;
   }
 
   #of(model) {
@@ -169,11 +175,15 @@ export class Figures {
     this.drawSoon();
   }
 
-  // Takes /metrics.json.
-  look(metrics, seconds) {
-    if (known(metrics.memory_bytes)) push(this.memory, { x: seconds, y: metrics.memory_bytes });
+  // Takes /metrics.json, which was asked for at `askedAt`, in performance.now().
+  look(metrics, askedAt) {
+    if (known(metrics.memory_bytes)) push(this.memory, { x: askedAt, y: metrics.memory_bytes });
     this.budget = metrics.memory_budget_bytes ?? null;
-    for (const [name, numbers] of Object.entries(metrics.models)) this.#of(name).look(numbers);
+    for (const [name, numbers] of Object.entries(metrics.models)) {
+      if (this.hasLooked) this.#of(name).numbers ??= {}; // all that it has done is new
+      this.#of(name).look(numbers, askedAt);
+    }
+    this.hasLooked = true;
     this.drawSoon();
   }
 

@@ -86,6 +86,7 @@ export class Rendered {
 
   // Appends the text from one place to another, a span for each origin; `marks` colour parts of it.
   #paint(parent, from, to, marks = []) {
+    let passed = 0; // marks
     for (let i = this.#runAt(from); i < this.runs.length && this.runs[i].start < to; i += 1) {
       const run = this.runs[i];
       const end = this.runs[i + 1]?.start ?? this.text.length;
@@ -93,7 +94,8 @@ export class Rendered {
       if (low >= high) continue;
       const begins = run.position === 1 && run.start >= from; // a round of several tokens
       const name = originClass(run) + (begins ? " first" : "");
-      const parts = coloured(this.text.slice(low, high), marks, low - from);
+      while (marks[passed]?.end <= low - from) passed += 1;
+      const parts = coloured(this.text.slice(low, high), marks, passed, low - from);
       parent.append(element("span", { class: name, title: originText(run) }, ...parts));
     }
     return parent;
@@ -110,13 +112,13 @@ export class Rendered {
   }
 }
 
-// Returns the text as strings and coloured spans; it stands at `offset` of what the marks were made for.
-function coloured(text, marks, offset) {
+// Returns the text as strings and coloured spans; it stands at `offset` of what the marks, from one on, are for.
+function coloured(text, marks, first, offset) {
   const parts = [];
   let at = 0;
-  for (const { start, end, kind } of marks) {
+  for (let i = first; i < marks.length && marks[i].start - offset < text.length; i += 1) {
+    const { start, end, kind } = marks[i];
     const [low, high] = [Math.max(start - offset, at), Math.min(end - offset, text.length)];
-    if (low >= high) continue;
     parts.push(text.slice(at, low), element("span", { class: kind }, text.slice(low, high)));
     at = high;
   }
@@ -203,10 +205,9 @@ function originText(run) {
 export function drawLegend(host, sources) {
   const drafters = [...sources].filter((source) => source && !(source in SOURCES));
   const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);
-  const hasDrafts = [...sources].some((source) => source);
   host.replaceChildren(
-    ...(sources.size ? [legendEntry(["target"], "the model itself")] : []),
-    ...(hasDrafts ? [legendEntry(["edge"], "a round of several tokens")] : []),
+    legendEntry(["target"], "the model itself"),
+    legendEntry(["edge"], "a round of several tokens"),
     ...(drafters.length ? [legendEntry(shades, `1st to ${SHADES}th token of ${drafters.join(", ")}`)] : []),
     ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], source)),
   );
