@@ -120,7 +120,7 @@ def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         "ANTHROPIC_AUTH_TOKEN": endpoint.key or NO_KEY,
         "ANTHROPIC_API_KEY": "",  # else it asks which of the two to use
         **dict.fromkeys([*roles, *tiers], endpoint.model),
-        "API_TIMEOUT_MS": str(PATIENCE_MS),
+        **dict.fromkeys(["API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"], str(PATIENCE_MS)),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every request, and no prefix could be reused
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

@@ -91,6 +91,7 @@ def test_claude(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables, words = printed(capsys, "claude", "--url", url, "--api-key", KEY)
     assert words == ["claude"] and variables["ANTHROPIC_BASE_URL"] == url
     assert variables["ANTHROPIC_AUTH_TOKEN"] == "YOUR-KEY" and variables["ANTHROPIC_API_KEY"] == ""
+    assert variables["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == str(launch.PATIENCE_MS)
     models = {value for name, value in variables.items() if name.endswith("_MODEL")}
     assert models == {"long"} and variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "65536"
 
