@@ -195,17 +195,10 @@ def _run(options: Options) -> int:
         environment = os.environ | variables
         if not own:
             os.execve(program, [program, *words], environment)
-        return _wait(subprocess.Popen([program, *words], env=environment))
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Return the status of an agent. A Ctrl-C is for the agent, which may want to go on."""
-    before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    try:
-        status = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return status if status >= 0 else 128 - status
+        # A Ctrl-C is for the agent, which may want to go on. Unlike SIG_IGN, a handler is not inherited.
+        signal.signal(signal.SIGINT, lambda _number, _frame: None)
+        status = subprocess.Popen([program, *words], env=environment).wait()
+        return status if status >= 0 else 128 - status
 
 
 def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
@@ -250,6 +243,8 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
     address = candidates(Address(Settings.host, 0))[0]
     drafter = () if options.drafter is None else ("--drafter", options.drafter)
     command = ("serve", "--target", target, *drafter, "--port", str(address.port))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as stream:
@@ -260,8 +255,6 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
                 stderr=stream,
                 process_group=0,  # a Ctrl-C meant for the agent must not reach it
             )
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _leave)
         try:
             print(f"mlx-spec: loading {target} ...", file=sys.stderr, flush=True)
             _wait_ready(address, process, log)
