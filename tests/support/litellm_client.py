@@ -16,16 +16,19 @@ def main() -> None:
     url, model = sys.argv[1:]
     question = [{"role": "user", "content": "What does zip do?"}]
     ask: dict[str, Any] = {"messages": question, "max_tokens": 40, "temperature": 0, "num_retries": 0}
-    ask |= {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
-    found = litellm.completion(**ask)
-    pieces = litellm.completion(**ask, stream=True)
-    streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    ask["api_key"] = "none"
+    texts = []
+    for dialect, base in (("openai", f"{url}/v1"), ("ollama_chat", url)):
+        ask |= {"model": f"{dialect}/{model}", "api_base": base}
+        texts.append(litellm.completion(**ask).choices[0].message.content)
+        pieces = litellm.completion(**ask, stream=True)
+        texts.append("".join(piece.choices[0].delta.content or "" for piece in pieces))
     try:
-        litellm.completion(**ask | {"model": "openai/none"})
+        litellm.completion(**ask | {"model": "openai/none", "api_base": f"{url}/v1"})
         refused = None
     except litellm.NotFoundError as error:
         refused = error.status_code
-    print(json.dumps({"whole": found.choices[0].message.content, "streamed": streamed, "refused": refused}))
+    print(json.dumps({"texts": texts, "refused": refused}))
 
 
 if __name__ == "__main__":
