@@ -74,24 +74,24 @@ class Features:
 
 
 @dataclass(frozen=True)
-class State:
+class CacheState:
     """The content of caches in a form that a file can hold: arrays and numbers by name."""
 
     arrays: dict[str, mx.array] = field(default_factory=dict)
     numbers: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def join(cls, parts: Mapping[str, State]) -> State:
+    def join(cls, parts: Mapping[str, CacheState]) -> CacheState:
         """Return one state of several, with the name of its part before each name."""
         return cls(
             {f"{part}.{name}": array for part, s in parts.items() for name, array in s.arrays.items()},
             {f"{part}.{name}": given for part, s in parts.items() for name, given in s.numbers.items()},
         )
 
-    def part(self, name: str) -> State:
+    def part(self, name: str) -> CacheState:
         """Return a part of a joined state; an empty one if there is none of that name."""
         start = f"{name}."
-        return State(
+        return CacheState(
             {key.removeprefix(start): a for key, a in self.arrays.items() if key.startswith(start)},
             {key.removeprefix(start): n for key, n in self.numbers.items() if key.startswith(start)},
         )
@@ -257,11 +257,11 @@ class Drafter(Protocol):
         """Return how many of the first `size` positions it has not processed and cannot process by itself."""
         ...
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
         ...
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
         ...
 

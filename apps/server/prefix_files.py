@@ -29,12 +29,12 @@ from mlx_spec import __version__
 from mlx_spec.convert.write import check_space, safetensors_header
 from mlx_spec.device import device_name
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.checkpoint import WEIGHTS, header_bytes
+from mlx_spec.hub.checkpoint import WEIGHTS
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.model.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.pair import CALIBRATION_TEXT, Pair
 from mlx_spec.policy.saved_costs import fingerprint
-from mlx_spec.types import State
+from mlx_spec.types import CacheState
 
 from .log import LOG
 
@@ -105,7 +105,9 @@ class CacheFolder:
             return {name for name in os.listdir(self.path) if NAME.fullmatch(name)}
         return set()
 
-    def write(self, start: str, state: State, metadata: Mapping[str, str], replaces: Sequence[str]) -> None:
+    def write(
+        self, start: str, state: CacheState, metadata: Mapping[str, str], replaces: Sequence[str]
+    ) -> None:
         """Write a file whose name begins with `start`, in the background; then remove those it replaces."""
         header = safetensors_header(state.arrays, metadata)
         size = len(header) + sum(array.nbytes for array in state.arrays.values())
@@ -234,19 +236,21 @@ class PrefixFiles:
         self._index = {name: entry for name, entry in self._index.items() if name in names}
         for name in names - self._index.keys():
             try:
-                header = json.loads(header_bytes(self._folder.path / name))
-                content = self._content(header["__metadata__"])
+                content = self._open(name)[1]
                 reach = [(int(first), int(last)) for first, last in content["reach"]]
                 self._index[name] = _Entry(np.array(content["tokens"], dtype=np.int64), reach)
             except DAMAGE as error:
                 self._ignore(name, error)
         return [(name, entry) for name, entry in self._index.items() if entry is not None]
 
-    def _content(self, metadata: Mapping[str, str]) -> dict[str, Any]:
+    def _open(self, name: str) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """Return the arrays of a file, not read yet, and its metadata."""
+        found = mx.load(str(self._folder.path / name), return_metadata=True)
+        arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], found)
         content: dict[str, Any] = json.loads(metadata["mlx_spec"])
         if content["key"] != self._key:
             raise ValueError("it belongs to another model")
-        return content
+        return arrays, content
 
     def _read(self, name: str, prompt: Sequence[int], sequence: CachedSequence) -> CachedSequence:
         """Read a file into a new sequence, cut back to a prompt. Raises one of DAMAGE."""
@@ -254,13 +258,11 @@ class PrefixFiles:
         os.utime(path)  # used last
         if f"-{_checksum(path):016x}." not in name:
             raise ValueError("its content was changed")
-        loaded = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(path), return_metadata=True))
-        arrays, metadata = loaded
+        arrays, content = self._open(name)
         if _slots(arrays) != self._slots:
             raise ValueError("its arrays are not those of this model")
-        content = self._content(metadata)
-        sequence.restore(content["tokens"], State(arrays, content["numbers"]))
-        del arrays, loaded
+        sequence.restore(content["tokens"], CacheState(arrays, content["numbers"]))
+        del arrays
         kept = sequence.rewind_to_prefix(prompt)
         for array in sequence.state().arrays.values():
             mx.eval(array)  # one at a time: what is read is copied into a buffer with room for more
@@ -273,7 +275,7 @@ class PrefixFiles:
             LOG.warning("%s is ignored: %s", self._folder.path / name, one_line(error))
 
 
-def _probe(pair: Pair) -> State:
+def _probe(pair: Pair) -> CacheState:
     """Return the state of a scratch sequence. Raises SpecError."""
     tokens = (pair.text.encode(CALIBRATION_TEXT) or [0]) * PROBE_TOKENS
     sequence = CachedSequence(pair.open())

@@ -19,7 +19,7 @@ from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conve
 from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.caches import write_rows
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, State, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
 
@@ -102,18 +102,18 @@ class ConditionedDrafter(SequenceDrafter):
         """Return the bytes of its caches."""
         return sum(array.nbytes for cache in self._caches for array in cache.arrays())
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return all rows, those that wait as the features that they are."""
         written = len(self._positions) - self._num_waiting
         parts = {
-            str(i): State({str(j): a[..., :written, :] for j, a in enumerate(cache.arrays())})
+            str(i): CacheState({str(j): a[..., :written, :] for j, a in enumerate(cache.arrays())})
             for i, cache in enumerate(self._caches)
         }
-        waiting = State({"rows": mx.concatenate(self._waiting)} if self._waiting else {})
-        places = State(numbers={"positions": self._positions, "tokens": self._tokens})
-        return State.join({**parts, "waiting": waiting, "all": places})
+        waiting = CacheState({"rows": mx.concatenate(self._waiting)} if self._waiting else {})
+        places = CacheState(numbers={"positions": self._positions, "tokens": self._tokens})
+        return CacheState.join({**parts, "waiting": waiting, "all": places})
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: CacheState) -> None:
         """Take over the rows of another sequence's drafter."""
         for i, cache in enumerate(self._caches):
             rows = state.part(str(i)).arrays

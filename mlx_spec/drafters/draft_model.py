@@ -17,7 +17,7 @@ from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import common_prefix
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, State, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt
 MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
@@ -60,13 +60,13 @@ class DraftModel(SequenceDrafter):
         """Return the bytes of its caches."""
         return self._model.nbytes
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return the committed rows; drop the others."""
         self._settle(self._written, len(self._written) - self._uncommitted)
-        written = State(numbers={"tokens": self._written})
-        return State.join({"model": self._model.state(), "written": written})
+        written = CacheState(numbers={"tokens": self._written})
+        return CacheState.join({"model": self._model.state(), "written": written})
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: CacheState) -> None:
         """Take over the rows of another sequence's drafter."""
         self._model.restore(state.part("model"))
         self._written = list(state.part("written").numbers["tokens"])

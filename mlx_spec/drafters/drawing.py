@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.types import Draft, Sampler, State
+from mlx_spec.types import CacheState, Draft, Sampler
 
 
 class SequenceDrafter:
@@ -22,13 +22,13 @@ class SequenceDrafter:
         """Return how many of the first `size` positions it has not processed and cannot process by itself."""
         return 0
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
         if self.nbytes:
             raise InvalidValue(f"the drafter {type(self).__name__} cannot save its caches")
-        return State()
+        return CacheState()
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
 
 

@@ -29,7 +29,7 @@ from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text, common_prefix
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, State, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_STEPS = 48  # the drafter's tokens in one draft
 MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
@@ -195,11 +195,11 @@ class Retokenized(SequenceDrafter):
         """Return the bytes of its caches."""
         return self._model.nbytes
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return the rows of its model; the text is translated again."""
         return self._model.state()
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: CacheState) -> None:
         """Take over the rows of another sequence's drafter."""
         self._model.restore(state)
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.types import KVRows, State
+from mlx_spec.types import CacheState, KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
 WINDOW_SLACK = 256  # rows that a sliding cache appends before it moves its window to the front of the buffer
@@ -100,11 +100,11 @@ class _AppendOnlyCache:
         """Return to a snapshot. Only appends may have followed it."""
         self.rewind(saved)
 
-    def state(self, saved: Any) -> State:
+    def state(self, saved: Any) -> CacheState:
         """Return the rows of a snapshot."""
-        return State({str(i): rows[..., :saved, :] for i, rows in enumerate(self.arrays())})
+        return CacheState({str(i): rows[..., :saved, :] for i, rows in enumerate(self.arrays())})
 
-    def load(self, state: State) -> Any:
+    def load(self, state: CacheState) -> Any:
         """Append the rows of `state` to this empty cache. Return their snapshot."""
         rows = [state.arrays[str(i)] for i in range(len(state.arrays))]
         self._append(rows[: len(rows) // 2], rows[len(rows) // 2 :])
@@ -253,16 +253,16 @@ class SlidingCache:
         self.offset, self._first, buffers = saved
         self._buffers = list(buffers)
 
-    def state(self, saved: Any) -> State:
+    def state(self, saved: Any) -> CacheState:
         """Return the rows of a snapshot; none for an earlier one in the buffers of this cache."""
         offset, first, buffers = saved
         place = {"place": [offset, first]}
         if offset < self.offset and buffers[0] is self._buffers[0]:
-            return State(numbers=place)
+            return CacheState(numbers=place)
         names = zip(("keys", "values"), buffers, strict=True)
-        return State({name: rows[..., : offset - first, :] for name, rows in names}, place)
+        return CacheState({name: rows[..., : offset - first, :] for name, rows in names}, place)
 
-    def load(self, state: State) -> Any:
+    def load(self, state: CacheState) -> Any:
         """Return the snapshot of a state; the newest one is restored first."""
         offset, first = state.numbers["place"]
         arrays = state.arrays
@@ -295,11 +295,11 @@ class RecurrentCache(ArraysCache):
         """Return to a snapshot."""
         self.cache = list(saved)
 
-    def state(self, saved: Any) -> State:
+    def state(self, saved: Any) -> CacheState:
         """Return the arrays of a snapshot."""
-        return State({str(i): array for i, array in enumerate(saved) if array is not None})
+        return CacheState({str(i): array for i, array in enumerate(saved) if array is not None})
 
-    def load(self, state: State) -> Any:
+    def load(self, state: CacheState) -> Any:
         """Return the snapshot of a state."""
         return [state.arrays.get(str(i)) for i in range(len(self.cache))]
 

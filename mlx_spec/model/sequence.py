@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import common_prefix
-from mlx_spec.types import Drafter, DraftLengthPolicy, State
+from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class CachedSequence:
         """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
         return reusable(self.parts.target.reach(), self.shared(prompt))
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return what all caches hold. Raises InvalidValue if a drafter cannot save its own."""
         drafters = {str(i): drafter.state() for i, drafter in enumerate(self.parts.drafters)}
-        return State.join({"target": self.parts.target.state(), **drafters})
+        return CacheState.join({"target": self.parts.target.state(), **drafters})
 
-    def restore(self, tokens: Sequence[int], state: State) -> None:
+    def restore(self, tokens: Sequence[int], state: CacheState) -> None:
         """Take over a state and its tokens; this sequence is new and has the same parts."""
         self.parts.target.restore(state.part("target"))
         for i, drafter in enumerate(self.parts.drafters):

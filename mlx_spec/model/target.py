@@ -29,7 +29,7 @@ from mlx_spec.model.tree_attention import (
     unwrap_ropes,
     wrap_ropes,
 )
-from mlx_spec.types import Features, FeatureSpec, KVRows, State
+from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
 # next turn often drops what a chat template appends to begin an answer
@@ -202,18 +202,18 @@ class LMTarget:
         """Return the ranges of sizes, both ends included, that `rewind` can return to."""
         return [(self._first_size(point), point.size) for point in self._points()]
 
-    def state(self) -> State:
+    def state(self) -> CacheState:
         """Return what caches and checkpoints hold, as layer@checkpoint. There must be no uncommitted rows."""
         points = self._points()
         replay = cast(list[int], self._replay.tolist())
-        parts = {"all": State(numbers={"sizes": [point.size for point in points], "replay": replay})}
+        parts = {"all": CacheState(numbers={"sizes": [point.size for point in points], "replay": replay})}
         for j, point in enumerate(points):
             for i, (cache, saved) in enumerate(zip(self._caches, point.snapshots, strict=True)):
                 if j == 0 or _moves_rows(cache):
                     parts[f"{i}@{j}"] = cache.state(saved)
-        return State.join(parts)
+        return CacheState.join(parts)
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: CacheState) -> None:
         """Take over the state of a target with the same model; this one is new."""
         numbers = state.part("all").numbers
         self._size, *sizes = numbers["sizes"]
