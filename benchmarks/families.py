@@ -102,7 +102,7 @@ def opened(name: str, folder: Path, settings: argparse.Namespace) -> Family:
     target, drafter = (path if path == "auto" else str(GOLDEN / path) for path in PAIRS[name])
     out = folder / name
     convert(
-        Request(target, drafter, out, "none", None, "none", "float32", False), StageProgress(io.StringIO())
+        Request(target, drafter, out, "none", None, "none", "float32", True), StageProgress(io.StringIO())
     )
     folders = Folders(out / "target", out / "drafter")
     pair, arms = ours(folders, settings.seed)

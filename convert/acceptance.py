@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.grammar import read_tokens
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import read_config, text_config
 from mlx_spec.hub.files import human_bytes
@@ -208,9 +209,9 @@ def _walk_one(
             drafter.observe(history, features)
     while len(path.tokens) < GENERATED and not eos.intersection(path.tokens[-1:]):
         for i, (drafter, sampler) in enumerate(zip(drafters, samplers, strict=True)):
-            path.drafts[i].append(_to_list(drafter.draft(history, K, sampler).tokens))
+            path.drafts[i].append(read_tokens(drafter.draft(history, K, sampler).tokens))
             path.differences[i] = max(path.differences[i], _distance(sampler, samplers[0]))
-        token = _to_list(target.verify(mx.array(history[-1:])).argmax(axis=-1))
+        token = read_tokens(target.verify(mx.array(history[-1:])).argmax(axis=-1))
         features = target.commit(1)
         history += token
         path.tokens.extend(token)
@@ -245,10 +246,6 @@ def _distance(sampler: _LoggingSampler, reference: _LoggingSampler) -> float:
         return 0.0
     a, b = (np.array(s.first.astype(mx.float32)) for s in (sampler, reference) if s.first is not None)
     return difference(a, b)
-
-
-def _to_list(array: mx.array) -> list[int]:
-    return [int(token) for token in np.array(array)]
 
 
 # --- losslessness

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument
 
-from mlx_spec.apps.command import ERROR, INTERRUPTED, flag, option, parse
+from mlx_spec.apps.command import INTERRUPTED, flag, option, program
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.files import human_bytes
@@ -27,7 +27,7 @@ class Options:
     """
 
     target: Annotated[str, Argument(metavar="TARGET", help="a folder or a repository on Hugging Face")]
-    out: Annotated[str, option("--out", "-o", value="OUT", help="the folder to create")]
+    out: Annotated[Path, option("--out", "-o", value="OUT", help="the folder to create")]
     drafter: Annotated[
         str,
         option(
@@ -51,28 +51,9 @@ class Options:
         Literal["bfloat16", "float16", "float32"] | None,
         option(help="type of the weights that are not quantized", default="as in the sources"),
     ] = None
-    no_self_test: Annotated[
-        bool, flag("--no-self-test", "write the pair without the test; it is recorded")
-    ] = False
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 0, 1 with one line on stderr, or 130 after Ctrl-C.
-
-    A bad command line raises SystemExit with status 2.
-    """
-    options = parse(Options, "convert", arguments)
-    try:
-        return _run(options)
-    except SpecError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = _explain(error, Path(options.out))
-    except KeyboardInterrupt:
-        print("\nmlx-spec: interrupted, nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    print(f"mlx-spec: {problem}", file=sys.stderr)
-    return ERROR
+    skip_test: Annotated[bool, flag("--no-self-test", "write the pair without the test; it is recorded")] = (
+        False
+    )
 
 
 def _run(options: Options) -> int:
@@ -80,23 +61,18 @@ def _run(options: Options) -> int:
     from mlx_spec.convert.convert import Request, convert
     from mlx_spec.hub.progress import StageProgress
 
-    request = Request(
-        options.target,
-        options.drafter,
-        Path(options.out),
-        options.quantization,
-        options.group_size,
-        options.drafter_bits,
-        options.dtype,
-        not options.no_self_test,
-    )
     progress = StageProgress(sys.stderr)
     try:
-        manifest = convert(request, progress)
+        manifest = convert(Request(**vars(options)), progress)
+    except OSError as error:
+        raise SpecError(_explain(error, options.out)) from error
+    except KeyboardInterrupt:
+        progress.end()
+        print("\nmlx-spec: interrupted, nothing was written", file=sys.stderr)
+        return INTERRUPTED
     finally:
         progress.end()
-    for line in _report(manifest, options.out):
-        print(line)
+    print("\n".join(_report(manifest, options.out)))
     return 0
 
 
@@ -107,7 +83,7 @@ def _explain(error: OSError, out: Path) -> str:
     return f"{error.filename or out}: {error.strerror or error}"
 
 
-def _report(manifest: Mapping[str, Any], out: str) -> list[str]:
+def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
     """Return lines that say what was made and what the self-test measured."""
     lines = [f"{out}: {_describe_part('target', manifest)}"]
     if manifest["drafter"]:
@@ -118,9 +94,7 @@ def _report(manifest: Mapping[str, Any], out: str) -> list[str]:
     ratio = found["perplexity"]["ratio"]
     lines.append(f"self-test: passed; perplexity {ratio:.4f} times the original's")
     acceptance = found.get("acceptance")
-    if isinstance(acceptance, str):
-        lines.append(f"acceptance: {acceptance}")
-    elif acceptance:
+    if acceptance:
         lines.append(_describe_acceptance(acceptance))
         lines.append(
             f"greedy text with the drafter is the target's own on {found['lossless']['prompts']} prompts"
@@ -143,3 +117,6 @@ def _describe_acceptance(found: Mapping[str, Any]) -> str:
     before = f"before: {found['first_before']:.1%}, {found['length_before']:.2f}"
     loss = f", loss {found['loss_percent']:.1f} %" if "loss_percent" in found else ""
     return f"{now} ({before}{loss})"
+
+
+main = program("convert", Options, _run)

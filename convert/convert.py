@@ -54,7 +54,7 @@ class Request:
     group_size: int | None
     drafter_bits: str  # or "none"
     dtype: str | None  # None as in the sources
-    self_test: bool
+    skip_test: bool
 
 
 def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
@@ -65,9 +65,9 @@ def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
     refuse_existing(request.out.expanduser())
     plan = _make_plan(request, progress)
     with new_folder(request.out) as folder:
-        target, drafter = _write(plan, folder, progress, allow_unknown=not request.self_test)
+        target, drafter = _write(plan, folder, progress, allow_unknown=request.skip_test)
         found: Mapping[str, Any] = NOT_RUN
-        if request.self_test:
+        if not request.skip_test:
             found = _self_test(plan, folder, progress)
         progress.end()
         return write_manifest(folder, target, drafter, request.dtype, found)
@@ -151,8 +151,7 @@ def _write(
     if drafter is None or plan.drafter is None:
         return written, None
     written_drafter = _write_part(plan, DRAFTER, plan.drafter, drafter, folder, progress)
-    if drafter.runnable:
-        open_drafter(folder / DRAFTER, drafter.config, plan.target.config)
+    open_drafter(folder / DRAFTER, drafter.config, plan.target.config)
     return written, written_drafter
 
 
@@ -172,7 +171,6 @@ def _write_part(
         "revision": source.revision,
         "source_sha256": plan.hashes.get(role),
         "family": part.family,
-        "runnable": part.runnable,
         "quantization": part.config.get("quantization"),
         "tensors": count,
         "left_out": dict(Counter(part.dropped.values())),
@@ -218,8 +216,6 @@ def _self_test(plan: ConversionPlan, folder: Path, progress: StageProgress) -> d
 def _write_references(subject: TestedConversion, source: Source, progress: StageProgress) -> None:
     """Write the drafters that the test compares with, for the time of the test."""
     conversion, family = subject.drafter_conversion, subject.family
-    if family is not None and not family.runnable:
-        return
     if conversion.quantization is not None:
         prepared = convert_drafter(source, family, subject.target.config, None, conversion.dtype)
         _write_folder(subject.unquantized_folder, None, prepared.config, prepared.tensors, progress)

@@ -79,7 +79,6 @@ def convert_drafter(
         converted.dropped,
         converted.notes,
         unquantized,
-        family.runnable,
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import INDEX, WEIGHTS, check_weights, read_published
-from mlx_spec.hub.files import AGAIN, one_line, sha256
+from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -61,15 +62,7 @@ class Source:
 
     def tensors(self) -> dict[str, mx.array]:
         """Return all tensors, unread. Raises BadCheckpoint."""
-        found: dict[str, mx.array] = {}
-        for file in self.files:
-            try:
-                loaded = mx.load(str(file))
-            except RuntimeError as error:
-                raise BadCheckpoint(f"{file} cannot be read ({one_line(error)}): {AGAIN}") from error
-            assert isinstance(loaded, dict)
-            found |= loaded
-        return found
+        return read_tensors(self.folder)
 
     def side_files(self) -> list[Path]:
         """Return the files to copy: tokenizer, chat template, generation settings."""

@@ -55,7 +55,6 @@ class ConvertedPart:
     dropped: Mapping[str, str] = field(default_factory=dict)  # source tensors left out, and why
     notes: tuple[str, ...] = ()
     unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
-    runnable: bool = True  # whether mlx_spec can run it
 
 
 def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> ConvertedPart:

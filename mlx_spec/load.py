@@ -7,7 +7,7 @@ inside functions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def load(
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
     offered = _offered(found, num_draft_tokens)
     policies = _policies(folder, offered, config, num_draft_tokens, kv_bits)
-    pair = Pair(info, text, _load_target(folder, config), [o.source for o in offered], policies, kv_bits)
+    pair = Pair(info, text, _load_target(folder, config), offered, policies, kv_bits)
     try:
         pair.open().target.prefill([0])  # refuses caches without exact rollback now, not in an answer
         pair.calibrate()
@@ -152,27 +152,19 @@ def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
         raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
 
 
-@dataclass(frozen=True)
-class _Drafter:
-    """A drafter and the folder of its checkpoint; None if it has none."""
-
-    source: DrafterSource
-    folder: Path | None
-
-
-def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> _Drafter | None:
+def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> DrafterSource | None:
     """Return the drafter of these names; None if there is to be none."""
-    from mlx_spec.drafters.model_free import LookupSource
+    from mlx_spec.drafters.model_free import lookup_source
 
     if names.drafter_path is None:
-        return _Drafter(LookupSource(), None) if names.drafter == LOOKUP else None
+        return lookup_source() if names.drafter == LOOKUP else None
     try:
         folder = find(names.drafter_path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     _refuse_unconverted(names, folder)
     own = repair_config(read_config(folder))
-    return _Drafter(_source(folder, own, target, config, text), folder)
+    return replace(_source(folder, own, target, config, text), folder=folder)
 
 
 def _refuse_unconverted(names: _Names, folder: Path) -> None:
@@ -210,24 +202,23 @@ def _source(
     return open_retokenized(folder, own, read_text(folder, own), text)
 
 
-def _offered(found: _Drafter | None, num_draft_tokens: int | None) -> list[_Drafter]:
+def _offered(found: DrafterSource | None, num_draft_tokens: int | None) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
-    from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
-    from mlx_spec.drafters.model_free import LookupSource
+    from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
         return []
     offered = [found]
     if num_draft_tokens is None and found.folder is not None:
-        if isinstance(found.source, MedusaSource):
-            offered.append(_Drafter(MedusaTreeSource(found.source), found.folder))
-        offered.append(_Drafter(LookupSource(), None))
+        if found.trees is not None:
+            offered.append(replace(found.trees, folder=found.folder))
+        offered.append(lookup_source())
     return offered
 
 
 def _policies(
     target: Path,
-    offered: list[_Drafter],
+    offered: list[DrafterSource],
     config: Mapping[str, Any],
     num_draft_tokens: int | None,
     kv_bits: int | None,
@@ -241,7 +232,7 @@ def _policies(
         return FixedPolicy(0, Reason.DISABLED)
     if num_draft_tokens is not None:
         return FixedPolicy(num_draft_tokens)
-    folders = {one.source.name: one.folder for one in offered}
+    folders = {source.name: source.folder for source in offered}
     prints = tuple(name if f is None else saved_costs.fingerprint(f) for name, f in folders.items())
     fingerprint = saved_costs.fingerprint(target)
     key = Key(device_name(), fingerprint, prints, _quantization(config), kv_bits, version("mlx"))

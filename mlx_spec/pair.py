@@ -10,13 +10,11 @@ import mlx.nn as nn
 
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.medusa import MedusaSource, MedusaTreeSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.policy.adaptive import Gains
 from mlx_spec.policy.calibrate import TIME_LIMIT, measure
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
@@ -96,13 +94,12 @@ class Pair:
         """Return the parts of a new sequence with empty caches."""
         target = LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
         drafters = tuple(source.make(target.parts) for source in self._drafters)
-        refuses = target.refuses_trees() is not None
-        gains: dict[int, Gains] = {}
-        for i, source in enumerate(self._drafters):
-            if isinstance(source, MedusaSource):
-                gains[i] = source.rates.chain_gains
-            if isinstance(source, MedusaTreeSource):
-                gains[i] = no_gains if refuses else source.heads.rates.tree_gains
+        refuses = any(s.drafts_trees for s in self._drafters) and target.refuses_trees() is not None
+        gains = {
+            i: no_gains if source.drafts_trees and refuses else source.gains
+            for i, source in enumerate(self._drafters)
+            if source.gains is not None
+        }
         return SequenceParts(target, drafters, self.policies.policy(gains=gains))
 
     def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:

@@ -149,7 +149,6 @@ def _assemble(
         hidden="layers",
         capture=drafter.capture,
         chain="post_norm" if drafter.top.get("norm_output") else "pre_norm",
-        fc_order=("embedding", "hidden"),
     )
     config = table.config_of(
         name,

@@ -21,9 +21,7 @@ from .table import Config, Converted, Family, Tensors, finished, spell
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 HEAD, ORDER = "lm_head.weight", "masked_embedding.token_ordering"
 # Chained steps read the post-projection's output. All of a round are at the position of its first token.
-CONVENTIONS = Conventions(
-    hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"), rope="target"
-)
+CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", rope="target")
 
 
 def convert(tensors: Tensors, config: Config, target_config: Config) -> Converted:

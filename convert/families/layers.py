@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .table import Config, PublishedTensors, Row, Sizes, same, size, under
+from .table import Config, PublishedTensors, Row, Sizes, same, size
 
 NORMS = (same("input_layernorm.weight", "hidden"), same("post_attention_layernorm.weight", "hidden"))
 QK_NORMS = (same("self_attn.q_norm.weight", "head"), same("self_attn.k_norm.weight", "head"))
@@ -95,23 +95,18 @@ def tables(sizes: Sizes) -> tuple[Row, ...]:
 
 def dense(inner: str = "inner", prefix: str = "mlp.") -> tuple[Row, ...]:
     """Return a gated MLP of `inner` units."""
-    return (
-        same(f"{prefix}gate_proj.weight", f"{inner} hidden"),
-        same(f"{prefix}up_proj.weight", f"{inner} hidden"),
-        same(f"{prefix}down_proj.weight", f"hidden {inner}"),
-    )
+    return _gated(prefix, prefix, inner)
 
 
-STACKED = under("switch_mlp.", "switch_mlp.", (
-    same("gate_proj.weight", "experts expert hidden"),
-    same("up_proj.weight", "experts expert hidden"),
-    same("down_proj.weight", "experts hidden expert"),
-))  # fmt: skip
-SEPARATE = (
-    Row("experts.{e}.gate_proj.weight", "switch_mlp.gate_proj.weight", "expert hidden"),
-    Row("experts.{e}.up_proj.weight", "switch_mlp.up_proj.weight", "expert hidden"),
-    Row("experts.{e}.down_proj.weight", "switch_mlp.down_proj.weight", "hidden expert"),
-)
+def _gated(source: str, ours: str, inner: str, experts: str = "") -> tuple[Row, ...]:
+    """Return the rows of a gated MLP below two prefixes; `experts` is the axis before its own, if any."""
+    up, down = f"{experts} {inner} hidden".strip(), f"{experts} hidden {inner}".strip()
+    forms = {"gate_proj": up, "up_proj": up, "down_proj": down}
+    return tuple(Row(f"{source}{part}.weight", f"{ours}{part}.weight", form) for part, form in forms.items())
+
+
+STACKED = _gated("switch_mlp.", "switch_mlp.", "expert", "experts")
+SEPARATE = _gated("experts.{e}.", "switch_mlp.", "expert")
 
 
 def split_halves(weight: mx.array, sizes: Sizes) -> tuple[mx.array, ...]:

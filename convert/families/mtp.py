@@ -39,7 +39,7 @@ SPELLINGS = (
     ("language_model.model.", "model."),
     ("language_model.", ""),
 )
-CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"))
+CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm")
 quantizable = table.all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 
 QWEN_TITLE, QWEN_KEY = "the Qwen MTP head", "mtp_num_hidden_layers"

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_spec.drafters.dflash import open_dflash
-from mlx_spec.drafters.draft_model import open_draft_model
+from mlx_spec.drafters.draft_model import open_draft_model, open_pard
+from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.eagle3 import open_eagle3, open_peagle
 from mlx_spec.drafters.gemma4 import open_assistant
 from mlx_spec.drafters.medusa import open_medusa
 from mlx_spec.drafters.mtp import open_mtp
-from mlx_spec.drafters.pard import open_pard
 from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import mlx_lm_module
-from mlx_spec.types import Drafter, FeatureSpec, TargetParts
 
 __all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter", "open_retokenized"]
-
-
-class DrafterSource(Protocol):
-    """The loaded weights of one drafter. Sequences share them; each gets a drafter of its own."""
-
-    @property
-    def name(self) -> str:
-        """Return the family, for the user."""
-        ...
-
-    @property
-    def needs(self) -> FeatureSpec:
-        """Return what its drafters read from the target."""
-        ...
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Return the number of token ids it knows, padding included; None if it knows any."""
-        ...
-
-    def make(self, parts: TargetParts) -> Drafter:
-        """Return the drafter of one sequence."""
-        ...
 
 
 Opener = Callable[[Path, Mapping[str, Any], Mapping[str, Any]], DrafterSource]

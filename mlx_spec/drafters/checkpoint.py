@@ -44,10 +44,7 @@ class Conventions:
     hidden: str  # what it reads: after or before the target's final norm, or the layers of `capture`
     capture: tuple[int, ...] = ()  # outputs of these layers, from 0 and never negative, in the order of fc
     chain: str = "none"  # what its own next step reads instead of the target's hidden state
-    fc_order: tuple[str, ...] = ()  # the columns of fc, from the left
     shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts its own token
-    position_offset: int = 0  # added to the positions of drafted rows
-    norm_offset: int = 0  # added to the norm weights
     rope: str = "target"  # whose rotary parameters it uses: "target" or "own"
 
     @classmethod
@@ -59,21 +56,11 @@ class Conventions:
                 f"{CONFIG} has no {KEY!r}, so its conventions are not known: run `mlx-spec convert` on it"
             )
         where = f"{KEY!r} in {CONFIG}"
-        return cls(
-            hidden=required(found, "hidden", str, where),
-            capture=_items(found, "capture", where),
-            chain=required(found, "chain", str, where),
-            fc_order=_items(found, "fc_order", where),
-            shift=required(found, "shift", int, where),
-            position_offset=required(found, "position_offset", int, where),
-            norm_offset=required(found, "norm_offset", int, where),
-            rope=required(found, "rope", str, where),
-        )
-
-    @property
-    def hidden_first(self) -> bool:
-        """Return True if fc reads the hidden state before the embedding."""
-        return self.fc_order[:1] == ("hidden",)
+        strings = {key: required(found, key, str, where) for key in ("hidden", "chain", "rope")}
+        capture = found.get("capture")
+        if not isinstance(capture, list | tuple):  # a tuple if the config was never written to a file
+            raise BadCheckpoint(f"{where} has 'capture' = {capture!r}, which is no list")
+        return cls(**strings, capture=tuple(capture), shift=required(found, "shift", int, where))
 
 
 @dataclass(frozen=True)
@@ -118,13 +105,6 @@ def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str)
     return value
 
 
-def _items(found: Mapping[str, Any], key: str, where: str) -> tuple[Any, ...]:
-    items = found.get(key)
-    if not isinstance(items, list | tuple):  # a tuple if the config was never written to a file
-        raise BadCheckpoint(f"{where} has {key!r} = {items!r}, which is no list")
-    return tuple(items)
-
-
 def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the drafter's layers. Raises BadCheckpoint for another activation."""
     layer: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
@@ -165,7 +145,10 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
     check_weights(folder)
     tensors: dict[str, mx.array] = {}
     for file in sorted(folder.glob(WEIGHTS)):
-        loaded = mx.load(str(file))
+        try:
+            loaded = mx.load(str(file))
+        except RuntimeError as error:  # such as for a type that MLX does not have
+            raise BadCheckpoint(f"{file} cannot be read ({one_line(error)}): {AGAIN}") from error
         assert isinstance(loaded, dict)
         tensors |= loaded
     return tensors
@@ -205,7 +188,6 @@ def load_converted(
             "and no 'draft_ids' that say which: convert it again"
         )
     load_weights(network, path)
-    shift_norms(network, conventions.norm_offset)
 
 
 def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:
@@ -229,14 +211,6 @@ def _form(array: mx.array) -> str:
 def _refuse(folder: Path, problem: str, names: Collection[str]) -> None:
     if names:
         raise BadCheckpoint(f"{folder} {problem} {shortened(sorted(names))}: {AGAIN}")
-
-
-def shift_norms(network: nn.Module, offset: int) -> None:
-    """Add `offset` to every norm weight of a loaded network, lazily."""
-    if offset:
-        weights: dict[str, mx.array] = dict(tree_flatten(network.parameters()))
-        norms = [(name, w + offset) for name, w in weights.items() if "norm" in name.rpartition(".")[0]]
-        network.update(tree_unflatten(norms))
 
 
 # --- embedding and LM head
@@ -263,8 +237,3 @@ def _widened(
         return mx.put_along_axis(empty, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 
     return to_full_vocabulary
-
-
-def join_inputs(embedded: mx.array, hidden: mx.array, *, hidden_first: bool) -> mx.array:
-    """Put an embedding and a hidden state side by side, in the order of the columns of fc."""
-    return mx.concatenate([hidden, embedded] if hidden_first else [embedded, hidden], axis=-1)

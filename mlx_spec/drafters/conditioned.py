@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import create_attention_mask
 
 from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conventions, own_parts
-from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
+from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.caches import write_rows
 from mlx_spec.types import CacheState, Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -99,7 +98,6 @@ class ConditionedDrafter(SequenceDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its caches."""
         return sum(array.nbytes for cache in self._caches for array in cache.arrays())
 
     def state(self) -> CacheState:
@@ -152,12 +150,12 @@ class ConditionedDrafter(SequenceDrafter):
         left = mx.concatenate(self._waiting)[count:]
         self._waiting = [left] if left.shape[0] else []
 
-    def _cut(self, position_offset: int = 0) -> None:
+    def _cut(self) -> None:
         """Drop what a draft left in the caches after the written rows."""
         written = len(self._positions) - self._num_waiting
         following = self._positions[written] if self._waiting else self._positions[-1] + 1
         for cache in self._caches:
-            cache.cut(written, following + position_offset)
+            cache.cut(written, following)
 
     def _forget(self, position: int, token: int) -> None:
         """Drop the rows from `position` on, and the one before if it read another token than `token`."""
@@ -198,13 +196,10 @@ class ChainDrafter(ConditionedDrafter):
     features.
     """
 
-    def __init__(
-        self, network: ChainNetwork, parts: TargetParts, needs: FeatureSpec, *, position_offset: int = 0
-    ) -> None:
+    def __init__(self, network: ChainNetwork, parts: TargetParts, needs: FeatureSpec) -> None:
         super().__init__(needs, len(network.layers))
         self._network = network
         self._parts = parts
-        self._position_offset = position_offset  # added to the positions of drafted rows
         self._newest: tuple[mx.array, mx.array] | None = None  # the network's output for the newest row
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
@@ -220,7 +215,7 @@ class ChainDrafter(ConditionedDrafter):
         self._write(self._num_waiting)
         assert self._newest is not None
         hidden, normed = self._newest
-        self._cut(self._position_offset)
+        self._cut()
         builder = DraftBuilder(history, sampler)
         for step in range(limit):
             token = builder.draw(self._parts.unembed(normed))
@@ -244,30 +239,25 @@ def check_conventions(conventions: Conventions, readable: tuple[str, ...]) -> No
             )
 
 
-# --- loaded drafters
+def network_source(
+    name: str,
+    network: nn.Module,
+    needs: FeatureSpec,
+    vocab_size: int,
+    build: Callable[[TargetParts], Drafter],
+) -> DrafterSource:
+    """Return the source of drafters with `network`, which may bring an embedding and an LM head."""
+
+    def make(parts: TargetParts) -> Drafter:
+        return build(own_parts(network, parts, vocab_size))
+
+    return DrafterSource(name, needs, vocab_size, make, network)
 
 
-@dataclass(frozen=True)
-class NetworkSource:
-    """One loaded network, shared by all sequences."""
-
-    name: str
-    network: nn.Module
-    needs: FeatureSpec
-    vocab_size: int
-    build: Callable[[TargetParts], Drafter]  # makes the drafter of one sequence
-
-    def make(self, parts: TargetParts) -> Drafter:
-        """Return the drafter of one sequence; its network may bring an embedding and an LM head."""
-        return self.build(own_parts(self.network, parts, self.vocab_size))
-
-
-def chain_source(
-    name: str, network: ChainNetwork, needs: FeatureSpec, vocab_size: int, position_offset: int = 0
-) -> NetworkSource:
+def chain_source(name: str, network: ChainNetwork, needs: FeatureSpec, vocab_size: int) -> DrafterSource:
     """Return the source of drafters that draft token by token with `network`."""
 
     def build(parts: TargetParts) -> ChainDrafter:
-        return ChainDrafter(network, parts, needs, position_offset=position_offset)
+        return ChainDrafter(network, parts, needs)
 
-    return NetworkSource(name, network, needs, vocab_size, build)
+    return network_source(name, network, needs, vocab_size, build)

@@ -30,8 +30,9 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.conditioned import ConditionedDrafter, NetworkSource, Rows
-from mlx_spec.drafters.drawing import draw_rows
+from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
+from mlx_spec.drafters.drawing import DrafterSource, draw_rows
+from mlx_spec.drafters.layers import DrafterAttention, LayerConfig, add_tables, layer_sizes
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
@@ -47,42 +48,21 @@ SOFTCAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
-    """The sizes in config.json, and the names of the tensors for the optional parts."""
+class DFlashConfig(LayerConfig):
+    """The sizes of a drafter whose layers have the target's width."""
 
-    hidden_size: int  # D, the target's too
     fused_size: int  # F, width of a context row
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    vocab_size: int
-    draft_vocab_size: int
     windows: tuple[int | None, ...]  # one a layer; None if it sees the whole context
-    rope: Rope
-    tensors: frozenset[str]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], captured: int, tensors: Collection[str]) -> DFlashConfig:
         """Read the config.json of a drafter that reads `captured` layers. Raises BadCheckpoint."""
-        layer = layer_config(config)
-        where = f"layer_config in {CONFIG}"
-        heads = required(layer, "num_attention_heads", int, where)
-        hidden = required(layer, "hidden_size", int, where)
+        layer, sizes = layer_config(config), layer_sizes(config, tensors)
         return cls(
-            hidden_size=hidden,
-            fused_size=captured * hidden,
-            intermediate_size=required(layer, "intermediate_size", int, where),
-            num_attention_heads=heads,
-            num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or hidden // heads,
-            rms_norm_eps=required(layer, "rms_norm_eps", float, where),
-            vocab_size=required(layer, "vocab_size", int, where),
-            draft_vocab_size=required(config, "draft_vocab_size", int, CONFIG),
-            windows=_windows(layer, where),
+            **sizes,
             rope=Rope.from_dict(layer, layer.get("max_position_embeddings")),
-            tensors=frozenset(tensors),
+            fused_size=captured * sizes["hidden_size"],
+            windows=_windows(layer, f"layer_config in {CONFIG}"),
         )
 
 
@@ -109,24 +89,19 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.layers = [_Layer(config, index) for index in range(len(config.windows))]
         self.norm = nn.RMSNorm(width, eps=eps)
-        if "embed_tokens.weight" in config.tensors:
-            self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        if "lm_head.weight" in config.tensors:
-            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if "draft_ids" in config.tensors:
-            self.draft_ids = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
+        add_tables(self, config)
 
     def remember(self, rows: mx.array, caches: Sequence[Rows]) -> None:
         """Append K and V of context rows [T, F] to the caches."""
         context = self.hidden_norm(self.fc(rows.astype(self.norm.weight.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.self_attn.remember(context[None], cache)
+            layer.self_attn.append(context[None], cache, cache.offset)
 
-    def __call__(self, embedded: mx.array, caches: Sequence[Rows], position_offset: int) -> mx.array:
+    def __call__(self, embedded: mx.array, caches: Sequence[Rows]) -> mx.array:
         """Return the head's input [B, D] for a block [B, D], which stays in the caches."""
         x = embedded.astype(self.norm.weight.dtype)[None]
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cache, position_offset)
+            x = layer(x, cache)
         normed: mx.array = self.norm(x)[0]
         return normed
 
@@ -140,54 +115,23 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
 
-    def __call__(self, x: mx.array, cache: Rows, position_offset: int) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), cache, position_offset)
+    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), cache)
         out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
-class _Attention(nn.Module):
+class _Attention(DrafterAttention):
     def __init__(self, config: DFlashConfig, index: int) -> None:
-        super().__init__()
-        width, head = config.hidden_size, config.head_dim
-        self._window, self._scale = config.windows[index], head**-0.5
-        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        super().__init__(config, config.hidden_size, f"layers.{index}.self_attn", normed=True)
+        self._window = config.windows[index]
 
-        def linear(part: str, inputs: int, outputs: int) -> nn.Linear:
-            biased = f"layers.{index}.self_attn.{part}.bias" in config.tensors
-            return nn.Linear(inputs, outputs, bias=biased)
-
-        self.q_proj = linear("q_proj", width, self._heads * head)
-        self.k_proj = linear("k_proj", width, self._groups * head)
-        self.v_proj = linear("v_proj", width, self._groups * head)
-        self.o_proj = linear("o_proj", self._heads * head, width)
-        self.q_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
-        self._rope = config.rope.build(head)
-
-    def remember(self, rows: mx.array, cache: Rows) -> None:
-        """Append K and V of context rows [1, T, D]."""
-        self._append(rows, cache, cache.offset)
-
-    def __call__(self, x: mx.array, cache: Rows, position_offset: int) -> mx.array:
+    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
         """Attend from [1, B, D]: each row sees the context in the first row's window, and the whole block."""
-        before, position = cache.size, cache.offset + position_offset
-        queries = self._rope(self.q_norm(self._split(self.q_proj(x), self._heads)), offset=position)
-        keys, values = self._append(x, cache, position)
+        before, position = cache.size, cache.offset
+        keys, values = self.append(x, cache, position)
         low = 0 if self._window is None else max(before - self._window + 1, 0)
-        attended = mx.fast.scaled_dot_product_attention(
-            queries, keys[..., low:, :], values[..., low:, :], scale=self._scale
-        )
-        projected: mx.array = self.o_proj(attended.swapaxes(1, 2).reshape(1, x.shape[1], -1))
-        return projected
-
-    def _append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
-        keys = self._rope(self.k_norm(self._split(self.k_proj(x), self._groups)), offset=position)
-        return cache.update_and_fetch(keys, self._split(self.v_proj(x), self._groups))
-
-    def _split(self, x: mx.array, heads: int) -> mx.array:
-        """Reshape [1, T, H * Dk] to [1, H, T, Dk]."""
-        return x.reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+        return self.attend(self.queries(x, position), keys[..., low:, :], values[..., low:, :])
 
 
 # --- the drafter
@@ -200,7 +144,6 @@ class Block:
     size: int  # B slots
     mask_token: int
     shift: int  # 0: slot j predicts token j of the block; 1: the token after it
-    position_offset: int
 
     @property
     def length(self) -> int:
@@ -232,12 +175,12 @@ class DFlash(ConditionedDrafter):
         self._cut()
         block = [history[-1], *[self._block.mask_token] * (self._block.size - 1)]
         embedded = self._parts.embed(mx.array(block, dtype=mx.int32))
-        slots = self._network(embedded, self._caches, self._block.position_offset)
+        slots = self._network(embedded, self._caches)
         first = 1 - self._block.shift
         return draw_rows(self._parts.unembed(slots[first : first + limit]), history, sampler)
 
 
-def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     conventions = Conventions.from_config(config)
     check_target(config, target_config)
@@ -246,13 +189,13 @@ def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     network = DFlashNetwork(sizes)
     load_converted(network, path, config, conventions, sizes.draft_vocab_size, sizes.vocab_size)
     mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
-    block = Block(size, mask, conventions.shift, conventions.position_offset)
+    block = Block(size, mask, conventions.shift)
     needs = FeatureSpec(conventions.capture)
 
     def build(parts: TargetParts) -> DFlash:
         return DFlash(network, parts, needs, block)
 
-    return NetworkSource("dflash", network, needs, sizes.vocab_size, build)
+    return network_source("dflash", network, needs, sizes.vocab_size, build)
 
 
 def _check_switches(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""A smaller language model with the target's vocabulary (arXiv:2211.17192, arXiv:2302.01318)."""
+"""A smaller language model with the target's vocabulary (arXiv:2211.17192, arXiv:2302.01318), and PARD."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
+from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required
+from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter, draw_rows
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
@@ -57,7 +59,6 @@ class DraftModel(SequenceDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its caches."""
         return self._model.nbytes
 
     def state(self) -> CacheState:
@@ -93,7 +94,6 @@ class DraftModel(SequenceDrafter):
         self._num_guesses = 0
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return `limit` tokens."""
         if limit < 1:
             return no_draft()
         rows = self._unwritten(history)
@@ -139,32 +139,48 @@ class DraftModel(SequenceDrafter):
             self._written += chunk
 
 
-@dataclass(frozen=True)
-class DraftModelSource:
-    """One loaded model, shared by all sequences."""
+class Pard(DraftModel):
+    """A model that drafts K tokens in one pass over mask tokens (PARD, arXiv:2504.18583).
 
-    model: nn.Module
-    vocabulary: VocabularySizes
-    name: str
-    needs: FeatureSpec = DraftModel.needs
+    Its caches hold tokens of the history and never a mask.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Return the size of the drafter's own vocabulary, padding included."""
-        return self.vocabulary.drafter
+    def __init__(self, model: nn.Module, vocabulary: VocabularySizes, mask_token: int) -> None:
+        super().__init__(model, vocabulary)
+        self._mask = mx.array([mask_token], dtype=mx.int32)
 
-    def make(self, parts: TargetParts) -> DraftModel:
-        """Return the drafter of one sequence."""
-        return DraftModel(self.model, self.vocabulary)
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return `limit` tokens. The masks' rows are dropped: drafted tokens are written when accepted."""
+        if limit < 1:
+            return no_draft()
+        rows = self._unwritten(history)
+        logits = self._model.verify(mx.concatenate([rows, *[self._mask] * (limit - 1)]))[-limit:]
+        self._model.commit(rows.size)
+        self._written += history[len(self._written) :]
+        return draw_rows(self._vocabulary.fit(logits), history, sampler)
+
+
+def draft_model_source(
+    name: str,
+    model: nn.Module,
+    vocabulary: VocabularySizes,
+    kind: Callable[[nn.Module, VocabularySizes], DraftModel] = DraftModel,
+) -> DrafterSource:
+    """Return the source of drafters with `model`, each made by `kind`."""
+
+    def make(parts: TargetParts) -> DraftModel:
+        return kind(model, vocabulary)
+
+    return DrafterSource(name, DraftModel.needs, vocabulary.drafter, make, model)
 
 
 def open_draft_model(
     path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
-) -> DraftModelSource:
+) -> DrafterSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     vocabulary = VocabularySizes(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
     given = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
-    return DraftModelSource(load_language_model(path, given), vocabulary, str(config["model_type"]))
+    return draft_model_source(str(config["model_type"]), load_language_model(path, given), vocabulary)
 
 
 def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
@@ -183,3 +199,16 @@ def _vocab_size(config: Mapping[str, Any], role: str) -> int:
     if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size
+
+
+def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+    """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
+    Conventions.from_config(config)  # refuses a drafter that was not converted
+    layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
+    vocabulary = VocabularySizes(
+        required(layers, "vocab_size", int, f"layer_config in {CONFIG}"),
+        required(text_config(target_config), "vocab_size", int, "config.json of the target"),
+    )
+    model = load_language_model(path, layers)
+    mask_token = required(config, "mask_token_id", int, CONFIG)
+    return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask_token))

@@ -1,13 +1,16 @@
-"""The base of all drafters, and drafts that are drawn token by token."""
+"""The base of all drafters, their loaded weights, and drafts that are drawn token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.types import CacheState, Draft, Sampler
+from mlx_spec.types import CacheState, Draft, Drafter, FeatureSpec, Sampler, TargetParts
 
 
 class SequenceDrafter:
@@ -15,11 +18,9 @@ class SequenceDrafter:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its caches."""
         return 0
 
     def missing(self, size: int) -> int:
-        """Return how many of the first `size` positions it has not processed and cannot process by itself."""
         return 0
 
     def state(self) -> CacheState:
@@ -30,6 +31,21 @@ class SequenceDrafter:
 
     def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
+
+
+@dataclass(frozen=True, eq=False)
+class DrafterSource:
+    """The loaded weights of one drafter. Sequences share them; each gets a drafter of its own."""
+
+    name: str  # the family, for the user
+    needs: FeatureSpec  # what its drafters read from the target
+    vocab_size: int | None  # number of token ids it knows, padding included; None if it knows any
+    make: Callable[[TargetParts], Drafter]  # returns the drafter of one sequence
+    network: Any = None  # its nn.Module; None without weights
+    gains: Callable[[], Sequence[float]] | None = None  # see `policy`; None if it learns them by itself
+    drafts_trees: bool = False
+    trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
+    folder: Path | None = None  # of its checkpoint, if it has one
 
 
 class DraftBuilder:

@@ -25,7 +25,6 @@ from mlx_spec.drafters.checkpoint import (
     Conventions,
     Rope,
     check_target,
-    join_inputs,
     layer_config,
     load_converted,
     read_tensors,
@@ -34,37 +33,27 @@ from mlx_spec.drafters.checkpoint import (
 from mlx_spec.drafters.conditioned import (
     ChainNetwork,
     ConditionedDrafter,
-    NetworkSource,
     Rows,
     chain_source,
     check_conventions,
+    network_source,
 )
-from mlx_spec.drafters.drawing import draw_rows
-from mlx_spec.errors import BadCheckpoint
+from mlx_spec.drafters.drawing import DrafterSource, draw_rows
+from mlx_spec.drafters.layers import DrafterAttention, LayerConfig, add_tables, layer_sizes
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """The sizes in config.json, and the names of the tensors for what it does not say."""
+class Eagle3Config(LayerConfig):
+    """The sizes of a drafter and its switches."""
 
-    hidden_size: int  # D
     target_hidden_size: int
-    vocab_size: int  # V, the target's
-    draft_vocab_size: int  # W <= V
-    intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     conventions: Conventions
-    rope: Rope
-    tensors: frozenset[str]
 
     @classmethod
     def from_dict(
@@ -74,28 +63,16 @@ class Eagle3Config:
 
         `tensors` are the names in the checkpoint, `max_positions` is the length of the target's context.
         """
-        layer = layer_config(config)
-        where = f"layer_config in {CONFIG}"
-        heads = required(layer, "num_attention_heads", int, where)
-        hidden = required(layer, "hidden_size", int, where)
-        conventions = Conventions.from_config(config)
+        layer, conventions = layer_config(config), Conventions.from_config(config)
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm")
+        switches: dict[str, Any] = {key: required(config, key, bool, CONFIG) for key in names}
         return cls(
-            hidden_size=hidden,
-            target_hidden_size=required(config, "target_hidden_size", int, CONFIG),
-            vocab_size=required(layer, "vocab_size", int, where),
-            draft_vocab_size=required(config, "draft_vocab_size", int, CONFIG),
-            intermediate_size=required(layer, "intermediate_size", int, where),
-            num_hidden_layers=layer.get("num_hidden_layers") or 1,
-            num_attention_heads=heads,
-            num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or hidden // heads,
-            rms_norm_eps=required(layer, "rms_norm_eps", float, where),
-            norm_before_residual=required(config, "norm_before_residual", bool, CONFIG),
-            norm_before_fc=required(config, "norm_before_fc", bool, CONFIG),
-            fc_norm=required(config, "fc_norm", bool, CONFIG),
-            conventions=conventions,
+            **layer_sizes(config, tensors),
+            **switches,
             rope=_rope(config, layer, max_positions, own=conventions.rope == "own"),
-            tensors=frozenset(tensors),
+            target_hidden_size=required(config, "target_hidden_size", int, CONFIG),
+            num_hidden_layers=layer.get("num_hidden_layers") or 1,
+            conventions=conventions,
         )
 
 
@@ -119,7 +96,7 @@ class Eagle3Network(ChainNetwork):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        width, eps, names = config.hidden_size, config.rms_norm_eps, config.tensors
+        width, eps = config.hidden_size, config.rms_norm_eps
         count, theirs = len(config.conventions.capture), config.target_hidden_size
         self._post_norm = config.conventions.chain == POST_NORM
         self.fc = nn.Linear(count * theirs, width, bias=False)
@@ -129,12 +106,7 @@ class Eagle3Network(ChainNetwork):
             self.fc_norm = [nn.RMSNorm(theirs, eps=eps) for _ in range(count)]
         self.layers = [_Layer(config, first=index == 0) for index in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, eps=eps)
-        if "lm_head.weight" in names:
-            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if "embed_tokens.weight" in names:
-            self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        if "draft_ids" in names:
-            self.draft_ids = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
+        add_tables(self, config)
 
     def fuse(self, features: mx.array) -> mx.array:
         """Project the captured layers, side by side [T, F], to [T, D]."""
@@ -167,8 +139,7 @@ class _Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self._normed_residual = config.norm_before_residual
-        self._hidden_first = config.conventions.hidden_first
-        name = f"layers.{0 if first else 1}."
+        name = f"layers.{0 if first else 1}.self_attn"
         self.self_attn = _Attention(config, 2 * width if first else width, name)
         self.mlp = MLP(width, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
@@ -179,7 +150,7 @@ class _Layer(nn.Module):
     def read(self, embedded: mx.array, hidden: mx.array, cache: Rows) -> mx.array:
         """Run the first layer on an embedding and a hidden state, [1, T, D] each."""
         normed = self.hidden_norm(hidden)
-        x = join_inputs(self.input_layernorm(embedded), normed, hidden_first=self._hidden_first)
+        x = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         return self._finish(normed if self._normed_residual else hidden, self.self_attn(x, cache))
 
     def __call__(self, x: mx.array, cache: Rows) -> mx.array:
@@ -191,36 +162,13 @@ class _Layer(nn.Module):
         return out
 
 
-class _Attention(nn.Module):
+class _Attention(DrafterAttention):
     def __init__(self, config: Eagle3Config, inputs: int, name: str) -> None:
-        super().__init__()
-        heads, groups, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self._heads, self._groups, self._scale = heads, groups, head**-0.5
-
-        def has(part: str) -> bool:
-            return f"{name}self_attn.{part}" in config.tensors
-
-        self.q_proj = nn.Linear(inputs, heads * head, bias=has("q_proj.bias"))
-        self.k_proj = nn.Linear(inputs, groups * head, bias=has("k_proj.bias"))
-        self.v_proj = nn.Linear(inputs, groups * head, bias=has("v_proj.bias"))
-        self.o_proj = nn.Linear(heads * head, config.hidden_size, bias=has("o_proj.bias"))
-        if has("q_norm.weight"):
-            self.q_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
-        self._rope = config.rope.build(head)
+        super().__init__(config, inputs, name, normed=f"{name}.q_norm.weight" in config.tensors)
 
     def __call__(self, x: mx.array, cache: Rows) -> mx.array:
-        T, mask, offset = x.shape[1], cache.mask(x.shape[1]), cache.offset
-        queries = self.q_proj(x).reshape(1, T, self._heads, -1)
-        keys = self.k_proj(x).reshape(1, T, self._groups, -1)
-        values = self.v_proj(x).reshape(1, T, self._groups, -1).swapaxes(1, 2)
-        if "q_norm" in self:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = self._rope(queries.swapaxes(1, 2), offset=offset)
-        keys, values = cache.update_and_fetch(self._rope(keys.swapaxes(1, 2), offset=offset), values)
-        attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self._scale, mask=mask)
-        projected: mx.array = self.o_proj(attended.swapaxes(1, 2).reshape(1, T, -1))
-        return projected
+        mask, position = cache.mask(x.shape[1]), cache.offset
+        return self.attend(self.queries(x, position), *self.append(x, cache, position), mask)
 
 
 class PEagleNetwork(Eagle3Network):
@@ -246,7 +194,6 @@ class PEagle(ConditionedDrafter):
         self._mask_token = mask_token
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
-        """Append rows of features [T, F], and the tokens after them, to the caches."""
         self._run(rows, tokens)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
@@ -265,7 +212,7 @@ class PEagle(ConditionedDrafter):
         return self._network(embedded, self._network.fuse(rows), self._caches)[1]
 
 
-def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     max_positions = text_config(target_config).get("max_position_embeddings")
     sizes = Eagle3Config.from_dict(config, read_tensors(path).keys(), max_positions)
@@ -274,17 +221,12 @@ def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     check_target(config, target_config)
     load_converted(network, path, config, sizes.conventions, sizes.draft_vocab_size, sizes.vocab_size)
     needs = FeatureSpec(sizes.conventions.capture)
-    return chain_source("eagle3", network, needs, sizes.vocab_size, sizes.conventions.position_offset)
+    return chain_source("eagle3", network, needs, sizes.vocab_size)
 
 
-def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     sizes = Eagle3Config.from_dict(config, read_tensors(path).keys())
-    if sizes.conventions.position_offset:
-        raise BadCheckpoint(
-            f"{CONFIG} records position_offset {sizes.conventions.position_offset}: mask rows follow the "
-            "others, only 0 is known"
-        )
     network = PEagleNetwork(sizes)
     check_target(config, target_config)
     load_converted(network, path, config, sizes.conventions, sizes.draft_vocab_size, sizes.vocab_size)
@@ -293,4 +235,4 @@ def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     def build(parts: TargetParts) -> PEagle:
         return PEagle(network, parts, needs, mask_token)
 
-    return NetworkSource("peagle", network, needs, sizes.vocab_size, build)
+    return network_source("peagle", network, needs, sizes.vocab_size, build)

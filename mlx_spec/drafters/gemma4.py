@@ -23,7 +23,7 @@ from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required
-from mlx_spec.drafters.drawing import DraftBuilder, SequenceDrafter
+from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
@@ -71,21 +71,16 @@ class AssistantConfig:
         where = f"text_config in {CONFIG}"
         ordered = required(config, "use_ordered_embeddings", bool, CONFIG)
         layer_types = tuple(required(text, "layer_types", list, where))
+        integers = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "sliding_window")
+        clusters = ("num_centroids", "centroid_intermediate_top_k") if ordered else ()
         result = cls(
             backbone_hidden_size=required(config, "backbone_hidden_size", int, CONFIG),
-            vocab_size=required(text, "vocab_size", int, where),
-            hidden_size=required(text, "hidden_size", int, where),
-            intermediate_size=required(text, "intermediate_size", int, where),
-            num_attention_heads=required(text, "num_attention_heads", int, where),
             layer_types=layer_types,
             heads=tuple(head_shape(text, index, where) for index in range(len(layer_types))),
-            sliding_window=required(text, "sliding_window", int, where),
             rms_norm_eps=required(text, "rms_norm_eps", float, where),
             rope_parameters=required(text, "rope_parameters", dict, where),
-            num_centroids=required(config, "num_centroids", int, CONFIG) if ordered else 0,
-            centroid_intermediate_top_k=(
-                required(config, "centroid_intermediate_top_k", int, CONFIG) if ordered else 0
-            ),
+            **{key: required(text, key, int, where) for key in integers},
+            **{key: required(config, key, int, CONFIG) for key in clusters},
         )
         _check_supported(result, config, text)
         return result
@@ -399,28 +394,20 @@ def visible_rows(shared: Mapping[str, KVRows], sliding_window: int) -> dict[str,
     return result
 
 
-@dataclass(frozen=True)
-class AssistantSource:
-    """One loaded assistant, shared by all sequences."""
+def assistant_source(network: AssistantNetwork, sliding_window: int, vocab_size: int) -> DrafterSource:
+    """Return the source of drafters with `network`."""
 
-    network: AssistantNetwork
-    sliding_window: int
-    vocab_size: int
-    name: str = "gemma4_assistant"
-    needs: FeatureSpec = Gemma4Assistant.needs
+    def make(parts: TargetParts) -> Gemma4Assistant:
+        return Gemma4Assistant(network, sliding_window, parts)
 
-    def make(self, parts: TargetParts) -> Gemma4Assistant:
-        """Return the drafter of one sequence."""
-        return Gemma4Assistant(self.network, self.sliding_window, parts)
+    return DrafterSource("gemma4_assistant", Gemma4Assistant.needs, vocab_size, make, network)
 
 
-def open_assistant(
-    path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
-) -> AssistantSource:
+def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load the checkpoint in `path`. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
     network = AssistantNetwork(assistant)
     load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
     network.sort_table()
-    return AssistantSource(network, assistant.sliding_window, assistant.vocab_size)
+    return assistant_source(network, assistant.sliding_window, assistant.vocab_size)

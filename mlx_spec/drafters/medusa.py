@@ -27,7 +27,7 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.tree import Tree, TreeTemplate, tree_of, tree_template
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
@@ -192,44 +192,7 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(tokens, order, axis=-1).astype(mx.int32)
 
 
-@dataclass(frozen=True)
-class MedusaSource:
-    """Loaded heads, shared by all sequences."""
-
-    network: MedusaNetwork
-    needs: FeatureSpec
-    vocab_size: int
-    rates: GuessRates
-    name: str = "medusa"
-
-    def make(self, parts: TargetParts) -> Medusa:
-        """Return the drafter of one sequence."""
-        return Medusa(self.network, self.needs, self.rates)
-
-
-@dataclass(frozen=True)
-class MedusaTreeSource:
-    """The same heads, drafting trees."""
-
-    heads: MedusaSource
-    name: str = "medusa trees"
-
-    @property
-    def needs(self) -> FeatureSpec:
-        """Return what the heads read."""
-        return self.heads.needs
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of tokens that the heads know."""
-        return self.heads.vocab_size
-
-    def make(self, parts: TargetParts) -> MedusaTrees:
-        """Return the drafter of one sequence."""
-        return MedusaTrees(self.heads.network, self.heads.needs, self.heads.rates)
-
-
-def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> MedusaSource:
+def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load converted heads. Raises BadCheckpoint, and Mismatch if they are made for another target."""
     conventions = Conventions.from_config(config)
     if conventions.hidden not in NEEDS:
@@ -247,4 +210,13 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     )
     network = MedusaNetwork(sizes)
     load_weights(network, path)
-    return MedusaSource(network, NEEDS[conventions.hidden], sizes.vocab_size, GuessRates(sizes.num_heads))
+    needs, rates, size = NEEDS[conventions.hidden], GuessRates(sizes.num_heads), sizes.vocab_size
+
+    def chain(parts: TargetParts) -> Medusa:
+        return Medusa(network, needs, rates)
+
+    def tree(parts: TargetParts) -> Medusa:
+        return MedusaTrees(network, needs, rates)
+
+    trees = DrafterSource("medusa trees", needs, size, tree, network, rates.tree_gains, drafts_trees=True)
+    return DrafterSource("medusa", needs, size, chain, network, rates.chain_gains, trees=trees)

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.types import (
     Draft,
@@ -19,7 +18,6 @@ from mlx_spec.types import (
     FeatureSpec,
     RequestDrafter,
     Sampler,
-    TargetParts,
     no_draft,
 )
 
@@ -109,17 +107,9 @@ def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(before, last, strict=False)) if a != b), len(before))
 
 
-@dataclass(frozen=True)
-class LookupSource:
-    """Lookup in any text."""
-
-    name: str = "lookup"
-    needs: FeatureSpec = Lookup.needs
-    vocab_size: None = None
-
-    def make(self, parts: TargetParts) -> Lookup:
-        """Return the drafter of one sequence."""
-        return Lookup()
+def lookup_source() -> DrafterSource:
+    """Return the source of lookup in any text."""
+    return DrafterSource("lookup", Lookup.needs, None, lambda parts: Lookup())
 
 
 # --- drafters of one request
@@ -144,17 +134,14 @@ class Prediction(SequenceDrafter):
         self._offset = len(self._text)  # of the conversation in the text
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Index the new tokens."""
         self._extend(history)
         self._lookup.observe(self._text, features)
 
     def available(self, history: Sequence[int]) -> int:
-        """Return the most tokens that would be drafted."""
         self._extend(history)
         return self._lookup.available(self._text)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Copy at most `limit` tokens that followed the longest match."""
         self._extend(history)
         return self._lookup.draft(self._text, limit, sampler)
 
@@ -201,11 +188,9 @@ class Forced(SequenceDrafter):
         """Do nothing: a draft depends on its history only."""
 
     def available(self, history: Sequence[int]) -> int:
-        """Return the most tokens that would be drafted."""
         return len(self._following(history))
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return at most `limit` tokens that must follow `history`."""
         tokens = self._following(history)[:limit]
         return Draft(mx.array(tokens, dtype=mx.int32)) if tokens else no_draft()
 
@@ -235,15 +220,12 @@ class GrammarFilter(SequenceDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its caches."""
         return self._drafter.nbytes
 
     def missing(self, size: int) -> int:
-        """Return how many of the first `size` positions the other drafter has not processed."""
         return self._drafter.missing(size)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Pass the new tokens on."""
         self._drafter.observe(history, features)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:

@@ -22,13 +22,12 @@ from mlx_spec.drafters.checkpoint import (
     PRE_NORM,
     Conventions,
     check_target,
-    join_inputs,
     load_weights,
     read_tensors,
     required,
-    shift_norms,
 )
-from mlx_spec.drafters.conditioned import ChainNetwork, NetworkSource, Rows, chain_source, check_conventions
+from mlx_spec.drafters.conditioned import ChainNetwork, Rows, chain_source, check_conventions
+from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.types import FeatureSpec
@@ -127,15 +126,15 @@ class MTPNetwork(ChainNetwork):
     ) -> tuple[mx.array, mx.array]:
         """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
         dtype = self.norm.weight.dtype
-        inputs = self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))
-        x = self.fc(join_inputs(*inputs, hidden_first=self._conventions.hidden_first))[None]
+        inputs = [self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))]
+        x = self.fc(mx.concatenate(inputs, axis=-1))[None]
         mask = caches[0].mask(x.shape[1], array=self._array_mask)
         x = self.layers[0](x, mask, caches[0])
         normed: mx.array = self.norm(x)[0]
         return normed if self._conventions.chain == POST_NORM else x[0], normed
 
 
-def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> NetworkSource:
+def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted head. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     conventions = Conventions.from_config(config)
     check_conventions(conventions, (POST_NORM, PRE_NORM))
@@ -146,7 +145,6 @@ def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, 
     own = {"embed_tokens.weight", "lm_head.weight"} & read_tensors(path).keys()
     network.add_tables({name: (size, width) for name in own})
     load_weights(network, path)
-    shift_norms(network, conventions.norm_offset)
     post_norm = conventions.hidden == POST_NORM
     needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
-    return chain_source(str(config["model_type"]), network, needs, size, conventions.position_offset)
+    return chain_source(str(config["model_type"]), network, needs, size)

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, open_draft_model
-from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
@@ -192,7 +192,6 @@ class Retokenized(SequenceDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its caches."""
         return self._model.nbytes
 
     def state(self) -> CacheState:
@@ -247,24 +246,18 @@ class Retokenized(SequenceDrafter):
         return found
 
 
-@dataclass(frozen=True)
-class RetokenizedSource:
-    """One loaded model and both tokenizers, shared by all sequences."""
+def retokenized_source(
+    name: str, model: nn.Module, vocab_size: int, target: Text, drafter: Text
+) -> DrafterSource:
+    """Return the source of drafters with `model`. They draft tokens of the target's tokenizer."""
 
-    model: nn.Module
-    drafter_vocab_size: int
-    target: Text
-    drafter: Text
-    name: str
-    needs: FeatureSpec = Retokenized.needs
-    vocab_size: None = None  # it drafts tokens of the target's tokenizer
+    def make(parts: TargetParts) -> Retokenized:
+        return Retokenized(model, vocab_size, target, drafter)
 
-    def make(self, parts: TargetParts) -> Retokenized:
-        """Return the drafter of one sequence."""
-        return Retokenized(self.model, self.drafter_vocab_size, self.target, self.drafter)
+    return DrafterSource(name, Retokenized.needs, None, make, model)
 
 
-def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> RetokenizedSource:
+def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> DrafterSource:
     """Load a model that mlx-lm knows, to draft for a target of another vocabulary.
 
     Raises BadCheckpoint, NotRewindable, or Mismatch if a tokenizer does not write back the text it encodes.
@@ -276,4 +269,6 @@ def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, targe
                 'write back the text it encodes: use a drafter with the target\'s vocabulary, or "lookup"'
             )
     source = open_draft_model(path, config, config)
-    return RetokenizedSource(source.model, source.vocab_size, target, drafter, f"{source.name}, re-tokenized")
+    assert source.vocab_size is not None
+    name = f"{source.name}, re-tokenized"
+    return retokenized_source(name, source.network, source.vocab_size, target, drafter)

@@ -26,7 +26,7 @@ from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.convert.target import sources_of
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.gemma4 import AssistantSource, visible_rows
+from mlx_spec.drafters.gemma4 import visible_rows
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.hub.progress import StageProgress
@@ -41,7 +41,7 @@ def request(pair: str | Path, out: Path, **changes: Any) -> Request:
     """A conversion of a golden pair, unquantized in float32 and without the self-test unless changed."""
     folder = GOLDEN / pair
     asked = Request(
-        str(folder / "target"), str(folder / "assistant"), out, "none", None, "none", "float32", False
+        str(folder / "target"), str(folder / "assistant"), out, "none", None, "none", "float32", True
     )
     return replace(asked, **changes)
 
@@ -52,7 +52,7 @@ def converted(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 def as_published(target: Path, drafter: object, out: Path) -> dict[str, Any]:
     """Convert without quantization, in the types of the sources."""
-    asked = Request(str(target), str(drafter), out, "none", None, "none", None, False)
+    asked = Request(str(target), str(drafter), out, "none", None, "none", None, True)
     return convert(asked, StageProgress(io.StringIO()))
 
 
@@ -108,11 +108,10 @@ def check_golden(out: Path, pair: str, case: str) -> None:
     tokens = mx.array(facts["ids"])
     assert largest(model(tokens[None])[0], tensors[f"target.{case}.logits"]) < TOLERANCE
     source = open_drafter(out / "drafter", read_config(out / "drafter"), read_config(out / "target"))
-    assert isinstance(source, AssistantSource)
     target = LMTarget(model, replace(source.needs, prompt=True))
     features = target.prefill(facts["ids"])
     assert features.final_hidden is not None and features.shared_kv is not None
-    shared = visible_rows(features.shared_kv(), source.sliding_window)
+    shared = visible_rows(features.shared_kv(), source.make(target.parts)._window)
     hidden, token = features.final_hidden[-1:], facts["greedy"][0]
     for step in range(3):
         embedded = target.parts.embed(mx.array([token]))
@@ -237,7 +236,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     (source / "config.json").write_text(json.dumps({**rope, **made.config}))
     manifest = as_published(source, "auto", out)
     drafter = manifest["parts"]["drafter"]
-    assert drafter["family"].endswith("_mtp") and drafter["runnable"]
+    assert drafter["family"].endswith("_mtp")
     # Copies of the target's tables are in neither; everything else is in one of both.
     counted = sum(manifest["parts"]["target"]["left_out"].values())
     assert counted == 2 and set(manifest["parts"]["target"]["left_out"]) == {"a multi-token head"}
@@ -265,7 +264,6 @@ def test_drafters_without_a_model_type(made: synthetic.Checkpoint, tmp_path: Pat
     (source / "config.json").write_text(json.dumps(config))
     drafter = made.write(tmp_path / "drafter")
     part = as_published(source, drafter, tmp_path / "out")["parts"]["drafter"]
-    assert part["runnable"]
     names = mlx_spec.load(tmp_path / "out").drafter_names
     assert (names[0], names[-1]) == (part["family"], "lookup")
 
@@ -337,7 +335,7 @@ def test_tensors_that_mlx_lm_drops(copied: Callable[[str], Path], tmp_path: Path
     # dropped by mlx-lm, and nobody knows why
     odd = "model.layers.0.self_attn.surprise_input_max_of"
     edit_tensors(source / "target", lambda tensors: tensors.update({odd: mx.zeros(2)}))
-    assert odd in refusal(source, tmp_path / "other", drafter="none", self_test=True)
+    assert odd in refusal(source, tmp_path / "other", drafter="none", skip_test=False)
 
 
 def test_float_ordering(copied: Callable[[str], Path], tmp_path: Path) -> None:

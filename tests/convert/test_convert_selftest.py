@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from commands import run
 from test_convert import GOLDEN, converted, edit_config, edit_tensors
 
 import mlx_spec
-from mlx_spec.convert import acceptance, families, measure, selftest, texts
+from mlx_spec.convert import acceptance, measure, selftest, texts
 from mlx_spec.convert.acceptance import check_lossless
-from mlx_spec.convert.families.gemma4 import GEMMA4
 from mlx_spec.convert.measure import Conversion, SelfTestFailed
 from mlx_spec.convert.selftest import compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
@@ -41,7 +39,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
-    return dict(converted(pair, out, self_test=True, **changes)["self_test"])
+    return dict(converted(pair, out, skip_test=False, **changes)["self_test"])
 
 
 @pytest.fixture
@@ -106,13 +104,6 @@ def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"loss {expected:.1f} %" in shown.out and "the target's own on 2 prompts" in shown.out
     assert "self-test: passed; perplexity" in shown.out
     assert len(shown.err.splitlines()) < 15 and "\r" not in shown.err
-
-
-def test_a_drafter_without_a_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "FAMILIES", (replace(GEMMA4, runnable=False),))
-    found = proved(PAIR, tmp_path / "out", drafter_bits="4")
-    assert found["acceptance"] == "not run: mlx_spec has no runtime for gemma4_assistant yet"
-    assert found["tensors"]["drafter"]["quantized"] > 0 and "lossless" not in found
 
 
 # --- what is wrong is named

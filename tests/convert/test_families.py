@@ -152,7 +152,6 @@ def test_norms_are_told_by_value(centre, added, note):
     ):
         assert mx.array_equal(result.tensors[ours], made.tensors[theirs] + added)
     assert len(result.notes) == 2 and all(text.endswith(note) for text in result.notes)
-    assert result.config["mlx_spec"]["norm_offset"] == 0
 
 
 def test_folding_for_float32_loses_nothing(tmp_path):
@@ -206,8 +205,7 @@ def test_swapped_projections(name, layer):
     first, second = f"{layer}self_attn.q_proj.weight", f"{layer}self_attn.o_proj.weight"
     q, o = made.tensors[first], made.tensors[second]
     text = refusal(made.changed(**{first: o, second: q}))
-    spelled = [part.replace("midlayer.", "layers.0.") for part in (second, first)]
-    assert f"has {spelled[0]} and {spelled[1]} swapped" in text
+    assert "proj.weight of shape" in text and "(2 tensors differ)" in text
 
 
 # --- EAGLE-3, P-EAGLE

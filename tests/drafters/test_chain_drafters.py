@@ -24,8 +24,7 @@ from one_pass_law import control_excess, drafted_excess, seeded_texts
 
 from mlx_spec.convert.source import open_source
 from mlx_spec.convert.target import convert_model
-from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.conditioned import NetworkSource
+from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -78,14 +77,14 @@ class Golden:
             model, _ = load_model(Path(folder))
         return model
 
-    def open(self, **conventions: Any) -> NetworkSource:
+    def open(self, **conventions: Any) -> DrafterSource:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "drafter"
             source = drafting.open_converted(self.published, self.target_folder, path, **conventions)
             mx.eval(source.network.parameters())
         return source
 
-    def errors(self, source: NetworkSource, chunks: Sequence[int] = ()) -> list[list[float]]:
+    def errors(self, source: DrafterSource, chunks: Sequence[int] = ()) -> list[list[float]]:
         """The largest difference of each draft token's logits, by round."""
         found = drafting.in_rounds(self.model, source, self.facts, chunks)
         return [
@@ -93,10 +92,10 @@ class Golden:
             for seen, expected in zip(found, self.logits, strict=True)
         ]
 
-    def target(self, source: NetworkSource) -> LMTarget:
+    def target(self, source: DrafterSource) -> LMTarget:
         return LMTarget(self.model, source.needs)
 
-    def fresh(self, source: NetworkSource, history: Sequence[int]) -> Drafter:
+    def fresh(self, source: DrafterSource, history: Sequence[int]) -> Drafter:
         """A new drafter that has seen `history`, a beginning of the golden one."""
         return drafting.fresh(source, self.target(source), history, self.features)
 
@@ -167,12 +166,10 @@ def test_rounds_are_those_of_transformers_generate(name):
     assert any(r.accepted for r in done) and any(r.drafted > r.accepted for r in done)
 
 
-HIDDEN_FIRST = {"fc_order": ["hidden", "embedding"]}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     *((name, {"capture": capture}) for name in EAGLE for capture in ([0, 2, 3], [2, 4, 5])),
     *((name, {"rope": "own"}) for name in EAGLE),
-    *((name, wrong) for name in NAMES for wrong in (HIDDEN_FIRST, {"norm_offset": 1})),
-    *((name, wrong) for name in MTP for wrong in ({"hidden": "pre_norm"}, {"norm_offset": -1})),
+    *((name, {"hidden": "pre_norm"}) for name in MTP),
 ]
 
 
@@ -182,12 +179,11 @@ def test_wrong_conventions_change_every_draft(name, wrong):
     assert min(map(max, g.errors(g.open(**wrong)))) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("name", ["official", *MTP])
-def test_wrong_chaining_changes_all_but_the_first_token(name, offset):
+def test_wrong_chaining_changes_all_but_the_first_token(name):
     g = golden(name)
     chain = "post_norm" if g.is_eagle else "pre_norm"
-    for first, *rest in g.errors(g.open(**({"position_offset": -1} if offset else {"chain": chain}))):
+    for first, *rest in g.errors(g.open(chain=chain)):
         assert first < TOLERANCE and max(rest) > 100 * TOLERANCE
 
 
@@ -298,7 +294,7 @@ def test_drawn_tokens_come_with_their_distribution(name, dtype):
     assert mx.take_along_axis(draft.probs, draft.tokens[:, None], axis=-1).min().item() > 0
 
 
-def law_source(family: str) -> NetworkSource:
+def law_source(family: str) -> DrafterSource:
     known = (1, 2, 4, 7)  # half of the eight tokens
     source = random_sources.eagle3(16, 8, known, (0,)) if family == "eagle3" else random_sources.mtp(16, 8)
     source.network.norm.weight *= 0.15  # its distribution is far from its likeliest token
@@ -354,7 +350,7 @@ def test_trained_pair_converted_loaded_and_at_work(target, drafter, family, tmp_
     """The MTP head is inside the target's checkpoint; two of the target's four layers are recurrent."""
     manifest = drafting.prove(ROOT / "trained" / target, drafter, tmp_path / "out")
     part, proof = manifest["parts"]["drafter"], manifest["self_test"]
-    assert part["family"] == family and part["runnable"] and proof["result"] == "passed"
+    assert part["family"] == family and proof["result"] == "passed"
     assert proof["acceptance"]["length"] > 2
     drafting.check_acceptance(drafting.generate_with(tmp_path / "out"))
 

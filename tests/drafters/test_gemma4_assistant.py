@@ -16,8 +16,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.gemma4 import AssistantSource, Gemma4Assistant, visible_rows
+from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.drafters.gemma4 import Gemma4Assistant, visible_rows
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features
 
@@ -33,7 +33,7 @@ def config_of(pair: str, part: str) -> dict:
     return json.loads((GOLDEN / pair / part / "config.json").read_text())
 
 
-def open_pair_drafter(pair: str) -> AssistantSource:
+def open_pair_drafter(pair: str) -> DrafterSource:
     source = open_drafter(
         GOLDEN / pair / "assistant", config_of(pair, "assistant"), config_of(pair, "target")
     )
@@ -42,7 +42,7 @@ def open_pair_drafter(pair: str) -> AssistantSource:
 
 
 @cache
-def load(pair: str) -> tuple[nn.Module, AssistantSource]:
+def load(pair: str) -> tuple[nn.Module, DrafterSource]:
     model, _ = load_model(GOLDEN / pair / "target")
     model.set_dtype(mx.float32)
     return model, open_pair_drafter(pair)
@@ -104,7 +104,7 @@ def test_three_steps(pair, case, write):
     target = LMTarget(model, source.needs)
     features = write(target, facts["ids"])
     expected = {key: tensors[f"draft.pos0_exact.{key}"] for key in ("logits", "dense", "hidden", "tokens")}
-    network, shared = source.network, visible_rows(features.shared_kv(), source.sliding_window)
+    network, shared = source.network, visible_rows(features.shared_kv(), source.make(target.parts)._window)
     hidden, token = features.final_hidden[-1:], facts["greedy"][0]
     for step in range(3):
         embedded = target.parts.embed(mx.array([token]))

@@ -13,8 +13,7 @@ import tiny
 from fitted import largest, logits_of, opened
 
 import mlx_spec.drafters.draft_model as module
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, VocabularySizes
-from mlx_spec.drafters.pard import Pard
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, Pard, VocabularySizes
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features
 

@@ -26,10 +26,10 @@ from mlx_spec.demo import TARGET
 from mlx_spec.drafters.retokenized import (
     MAX_PIECE,
     Retokenized,
-    RetokenizedSource,
     Translation,
     continuation,
     encode_after,
+    retokenized_source,
     whole_characters,
 )
 from mlx_spec.errors import Mismatch
@@ -153,7 +153,7 @@ def test_as_good_as_new_after_every_outcome(kind: str) -> None:
 
 def pair_of(kind: str, K: int) -> Pair:
     other = KINDS[1 - KINDS.index(kind)]
-    source = RetokenizedSource(model_of(other), size_of(other), text_of(kind), text_of(other), "other")
+    source = retokenized_source("other", model_of(other), size_of(other), text_of(kind), text_of(other))
     facts = PairInfo(kind, "other", size_of(kind), None, 0, 0)
     return Pair(facts, text_of(kind), target_of(kind), [source], FixedPolicy(K))
 

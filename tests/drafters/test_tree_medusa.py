@@ -24,7 +24,7 @@ from test_logprobs import recorded
 from mlx_spec import load
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.drafters.medusa import GuessRates, Medusa, MedusaTrees
+from mlx_spec.drafters.medusa import GuessRates, MedusaTrees
 from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.engine import generate
 from mlx_spec.hub.progress import StageProgress
@@ -121,7 +121,7 @@ def text(
 
 def tree_drafter(made: Checkpoint, model: fitted.nn.Module, folder: Path) -> MedusaTrees:
     source = opened(made, folder)
-    return MedusaTrees(source.network, source.needs, source.rates)
+    return source.trees.make(None)
 
 
 # --- the draft
@@ -131,7 +131,7 @@ def test_a_tree_of_the_heads_likeliest_tokens(tmp_path: Path) -> None:
     """Node by node from the heads' own rows, in the order of an independent ranking."""
     _, prompt, _, made = fit("full")
     source, row = opened(made, tmp_path), fitted.random_rows(1, 1)[0]
-    trees, chain = (kind(source.network, source.needs, source.rates) for kind in (MedusaTrees, Medusa))
+    trees, chain = (each.make(None) for each in (source.trees, source))
     sampler = lossless.GREEDY.sampler(1, 256)
     assert trees.draft(prompt, 9, sampler).tokens.size == 0  # nothing was observed
     trees.observe(prompt, Features(final_hidden=row))
@@ -241,7 +241,7 @@ def test_no_more_tokens_than_asked_for(count: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
     target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", False), StageProgress(io.StringIO()))
+    convert(Request(target, heads, out, "none", None, "none", "float32", True), StageProgress(io.StringIO()))
     return out
 
 

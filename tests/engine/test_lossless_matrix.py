@@ -17,14 +17,14 @@ from lossless import Scripted, emitted, first_difference, lengths, plain, rounds
 from virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
-from mlx_spec.drafters.model_free import Lookup, LookupSource, Prediction
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
+from mlx_spec.drafters.model_free import Lookup, Prediction
 from mlx_spec.drafters.retokenized import Retokenized
 from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampler, TargetParts
+from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampler
 
 PROMPT, COUNT = tiny.prompt(20), 36  # the window of sliding caches is 16
 MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
@@ -39,16 +39,14 @@ PUBLISHED = {
 }
 
 
-class ShortLookup(LookupSource):
+def short_lookup() -> DrafterSource:
     """Lookup of single tokens: random models hardly repeat themselves."""
-
-    def make(self, parts: TargetParts) -> Lookup:
-        return Lookup(1, 16)
+    return DrafterSource("lookup", Lookup.needs, None, lambda parts: Lookup(1, 16))
 
 
 SOURCES = {
-    "lookup": ShortLookup,
-    "draft model": lambda: DraftModelSource(tiny.full(seed=1), VocabularySizes(256, 256), "other"),
+    "lookup": short_lookup,
+    "draft model": lambda: draft_model_source("other", tiny.full(seed=1), VocabularySizes(256, 256)),
     "eagle3": lambda: random_sources.eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
     "mtp": lambda: random_sources.mtp(64, 256),
     "gemma4 assistant": tiny.assistant,

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
-from mlx_spec.drafters.model_free import LookupSource
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
+from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
@@ -77,9 +77,9 @@ def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
     vocabulary = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
     made: dict[str, Callable[[], list[DrafterSource]]] = {
         "none": list,
-        "lookup": lambda: [LookupSource()],
-        "same": lambda: [DraftModelSource(model, vocabulary, "same")],
-        "other": lambda: [DraftModelSource(MODELS["quantized"], vocabulary, "other")],
+        "lookup": lambda: [lookup_source()],
+        "same": lambda: [draft_model_source("same", model, vocabulary)],
+        "other": lambda: [draft_model_source("other", MODELS["quantized"], vocabulary)],
     }
     return made[drafter]()
 

@@ -27,9 +27,9 @@ from mlx_spec.apps.server.metrics import CountedEngine, Metrics
 from mlx_spec.apps.server.prefix_cache import PrefixCache
 from mlx_spec.apps.server.prefix_files import CacheFolder, PrefixFiles, model_key
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.drafters.retokenized import RetokenizedSource
+from mlx_spec.drafters.retokenized import retokenized_source
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.sequence import CachedSequence, reusable
 from mlx_spec.pair import Pair
@@ -58,9 +58,9 @@ def pair_with(kind: str, drafter: str) -> Pair:
     made: dict[str, Callable[[], DrafterSource]] = {
         "eagle3": lambda: random_sources.eagle3(64, tiny.VOCAB, range(tiny.VOCAB), capture),
         "mtp": lambda: random_sources.mtp(64, tiny.VOCAB),
-        "recurrent": lambda: DraftModelSource(MODELS["recurrent"], VOCABULARY, "recurrent"),
-        "sliding": lambda: DraftModelSource(MODELS["sliding"], VOCABULARY, "sliding"),
-        "retokenized": lambda: RetokenizedSource(MODELS["full"], tiny.VOCAB, plain.text, plain.text, "r"),
+        "recurrent": lambda: draft_model_source("recurrent", MODELS["recurrent"], VOCABULARY),
+        "sliding": lambda: draft_model_source("sliding", MODELS["sliding"], VOCABULARY),
+        "retokenized": lambda: retokenized_source("r", MODELS["full"], tiny.VOCAB, plain.text, plain.text),
         "assistant": tiny.assistant,
     }
     return Pair(plain.info, plain.text, MODELS[kind], [made[drafter]()], FixedPolicy(4))

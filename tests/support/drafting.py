@@ -115,7 +115,7 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
         patch.setattr(measure, "TEXT_LENGTH", 16)
         patch.setattr(measure, "PROMPTS", texts.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
-        asked = Request(str(target), drafter, out, "none", None, "none", "float32", True)
+        asked = Request(str(target), drafter, out, "none", None, "none", "float32", False)
         return convert(asked, StageProgress(io.StringIO()))
 
 

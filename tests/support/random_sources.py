@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.checkpoint import Conventions, Rope
-from mlx_spec.drafters.conditioned import NetworkSource, chain_source
+from mlx_spec.drafters.conditioned import chain_source
 from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.types import FeatureSpec
@@ -20,7 +21,6 @@ def _conventions(hidden: str, chain: str, capture: tuple[int, ...] = ()) -> Conv
         hidden=hidden,
         chain=chain,
         capture=capture,
-        fc_order=("embedding", "hidden"),
     )
 
 
@@ -29,7 +29,7 @@ def _spread(network: nn.Module, seed: int) -> None:
     network.update(tree_map(lambda x: x + 0.3 * mx.random.normal(x.shape), network.trainable_parameters()))
 
 
-def eagle3(D: int, vocab: int, ids: Sequence[int], capture: tuple[int, ...], seed: int = 3) -> NetworkSource:
+def eagle3(D: int, vocab: int, ids: Sequence[int], capture: tuple[int, ...], seed: int = 3) -> DrafterSource:
     """EAGLE-3 that knows the tokens `ids`."""
     config = Eagle3Config(
         hidden_size=D,
@@ -55,7 +55,7 @@ def eagle3(D: int, vocab: int, ids: Sequence[int], capture: tuple[int, ...], see
     return chain_source("eagle3", network, FeatureSpec(capture), vocab)
 
 
-def mtp(D: int, vocab: int, seed: int = 4) -> NetworkSource:
+def mtp(D: int, vocab: int, seed: int = 4) -> DrafterSource:
     """A head with a layer of Qwen3.5."""
     text = {
         "model_type": "qwen3_5_text",

@@ -10,7 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, gemma4_text, llama, qwen3, qwen3_5, qwen3_next
 
-from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, AssistantSource, HeadShape
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, HeadShape, assistant_source
 
 VOCAB = 256
 SIZES: dict[str, Any] = {
@@ -107,7 +108,7 @@ def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "
     return model
 
 
-def assistant(seed: int = 5, pattern: str = "sssf") -> AssistantSource:
+def assistant(seed: int = 5, pattern: str = "sssf") -> DrafterSource:
     """A random assistant that fits `shared`."""
     kinds = {"s": ("sliding_attention", HeadShape(1, 32)), "f": ("full_attention", HeadShape(1, 64))}
     config = AssistantConfig(
@@ -127,7 +128,7 @@ def assistant(seed: int = 5, pattern: str = "sssf") -> AssistantSource:
     )
     network = _random(lambda: AssistantNetwork(config), seed, 0.2)
     assert isinstance(network, AssistantNetwork)
-    return AssistantSource(network, 16, VOCAB)
+    return assistant_source(network, 16, VOCAB)
 
 
 def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:

@@ -70,7 +70,7 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **ROPE},
     "mtp_num_hidden_layers": 1,
 }
-POST_NORM = Conventions(hidden="post_norm", chain="post_norm", fc_order=("embedding", "hidden"))
+POST_NORM = Conventions(hidden="post_norm", chain="post_norm")
 EAGLE3 = {
     "architectures": ["LlamaForCausalLMEagle3"],
     **{key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"},
