@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mlx_spec.device import device_name, require_backend
 
-from .command import MODEL, Json, KvBits, guarded, option, parse, show, table
+from .command import Drafter, Json, KvBits, Target, option, program, show, table
 
 if TYPE_CHECKING:
     from mlx_spec.model.sequence import SequenceParts
@@ -45,10 +45,8 @@ class Options:
     affects them alike.
     """
 
-    target: Annotated[str, option(value=MODEL, help="pair to measure", default="the bundled demo")] = "demo"
-    drafter: Annotated[
-        str | None, option(value=MODEL, help="model that drafts", default="the one made for the target")
-    ] = None
+    target: Target = "demo"
+    drafter: Drafter = None
     kv_bits: KvBits = None
     tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
     repeats: Annotated[
@@ -73,21 +71,40 @@ class Arm:
     decoding: SequenceParts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """One answer of an arm."""
+    """One answer of an arm, decoded a few tokens at a time."""
 
-    tokens: tuple[int, ...]
-    seconds: float  # from the end of the prompt
-    drafted: int
-    accepted: int
-    drafted_rounds: int
-    drafted_round_tokens: int  # emitted by those rounds
+    rounds: Iterator[Round]  # those to come
+    done: list[Round] = field(default_factory=list)
+    seconds: float = 0.0  # from the end of the prompt
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the tokens so far."""
+        return [token for round in self.done for token in round.tokens]
 
     @property
     def tokens_per_second(self) -> float:
         """Return the speed from the end of the prompt."""
         return len(self.tokens) / self.seconds
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if the answer has ended."""
+        return bool(self.done) and self.done[-1].finish_reason is not None
+
+    def decode(self, burst: int) -> None:
+        """Decode at least `burst` tokens more, and wait for the token that was queued beyond them."""
+        import mlx.core as mx
+
+        started = time.perf_counter()
+        while burst > 0 and not self.is_complete:
+            self.done.append(next(self.rounds))
+            burst -= len(self.done[-1].tokens)
+        if not self.is_complete:
+            mx.synchronize()
+        self.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -101,12 +118,6 @@ class Speed:
     accepted: float | None  # share of the draft tokens; None if it drafted none
     length: float | None  # tokens of a round that drafted
     other_text: int  # answers with other tokens than plain decoding
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status. A bad command line raises SystemExit with status 2."""
-    options = parse(Options, "bench", arguments)
-    return guarded(lambda: _run(options))
 
 
 def chat_questions(text: Text) -> list[Question]:
@@ -132,13 +143,14 @@ def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
 
 def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int, start: int) -> list[Run]:
     """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
-    answers = [_Answer(_rounds(pair, each, prompt, count)) for each in arms]
-    turn = start
-    while not all(answer.done for answer in answers):
-        for i in range(len(answers)):
-            answers[(turn + i) % len(answers)].decode(BURST)
-        turn += 1
-    return [answer.run() for answer in answers]
+    runs = [Run(_rounds(pair, each, prompt, count)) for each in arms]
+    while not all(run.is_complete for run in runs):
+        for i in range(len(runs)):
+            run = runs[(start + i) % len(runs)]
+            if not run.is_complete:
+                run.decode(BURST)
+        start += 1
+    return runs
 
 
 def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]:
@@ -159,54 +171,19 @@ def _rounds(pair: Pair, each: Arm, prompt: Sequence[int], count: int) -> Iterato
     return rounds
 
 
-@dataclass
-class _Answer:
-    """An answer that is being decoded."""
-
-    rounds: Iterator[Round]
-    done: bool = False
-    seconds: float = 0.0
-    seen: list[Round] = field(default_factory=list)
-
-    def decode(self, burst: int) -> None:
-        """Decode at least `burst` tokens more, and wait for the token that was queued beyond them."""
-        import mlx.core as mx
-
-        if self.done:
-            return
-        left = burst
-        started = time.perf_counter()
-        while left > 0 and not self.done:
-            self.seen.append(next(self.rounds))
-            left -= len(self.seen[-1].tokens)
-            self.done = self.seen[-1].finish_reason is not None
-        if not self.done:
-            mx.synchronize()
-        self.seconds += time.perf_counter() - started
-
-    def run(self) -> Run:
-        drafted = [round for round in self.seen if round.drafted]
-        return Run(
-            tokens=tuple(token for round in self.seen for token in round.tokens),
-            seconds=self.seconds,
-            drafted=sum(round.drafted for round in drafted),
-            accepted=sum(round.accepted for round in drafted),
-            drafted_rounds=len(drafted),
-            drafted_round_tokens=sum(len(round.tokens) for round in drafted),
-        )
-
-
 def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     """Return the speed of the second of each two runs, next to the first."""
     ratios = [own.tokens_per_second / plain.tokens_per_second for plain, own in runs]
-    drafted, rounds = sum(own.drafted for _, own in runs), sum(own.drafted_rounds for _, own in runs)
+    speculative = [round for _, own in runs for round in own.done if round.drafted]
+    drafted = sum(round.drafted for round in speculative)
+    emitted = sum(len(round.tokens) for round in speculative)
     return Speed(
         name,
         statistics.median(own.tokens_per_second for _, own in runs) if runs else 0.0,
         statistics.median(ratios) if ratios else 0.0,
         _quartiles(ratios),
-        sum(own.accepted for _, own in runs) / drafted if drafted else None,
-        sum(own.drafted_round_tokens for _, own in runs) / rounds if rounds else None,
+        sum(round.accepted for round in speculative) / drafted if drafted else None,
+        emitted / len(speculative) if speculative else None,
         sum(own.tokens != plain.tokens for plain, own in runs),
     )
 
@@ -275,3 +252,6 @@ def _row(speed: Speed) -> tuple[str, ...]:
         "" if speed.accepted is None else f"{speed.accepted:.0%}",
         "" if speed.length is None else f"{speed.length:.2f}",
     )
+
+
+main = program("bench", Options, _run)

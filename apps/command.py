@@ -62,6 +62,15 @@ Version = Annotated[
 ]
 Json = Annotated[bool, flag("--json", "print one JSON object")]
 KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
+Target = Annotated[str, option(value=MODEL, help="the pair", default="the bundled demo")]
+Drafter = Annotated[
+    str | None,
+    option(
+        value=MODEL,
+        help='model that drafts, or "lookup" or "none"',
+        default="the one made for the target",
+    ),
+]
 
 
 def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | None, **settings: Any) -> T:
@@ -73,6 +82,21 @@ def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | No
     app = typer.Typer(add_completion=False)
     app.command(program, epilog=STATUSES, **settings)(options)
     return cast(T, run_app(app, f"mlx-spec {program}", arguments))
+
+
+def program(
+    name: str, options: Callable[..., T], run: Callable[[T], int]
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the `main` of a program, which parses a command line and returns the exit status of `run`.
+
+    An error of ours is one line on stderr and status 1. A bad command line raises SystemExit with status 2.
+    """
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        parsed = parse(options, name, arguments)
+        return guarded(lambda: run(parsed))
+
+    return main
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> object:

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -22,11 +22,10 @@ from mlx_spec import __version__
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
 
-from .command import ERROR, MODEL, Json, flag, guarded, option, parse, show
+from .command import ERROR, Drafter, Json, Target, flag, program, show
 
 if TYPE_CHECKING:
     from mlx_spec.hub.inspect import CheckpointInfo
-    from mlx_spec.pair import Pair
 
     from .selftest import Comparison, Gap, SelfTest
 
@@ -35,6 +34,7 @@ BACKENDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each holds all of MLX
 MIN_FREE_BYTES = 5e9  # a small target and its drafter take about as much
 WIDTH, LABEL = 76, 13  # columns of the certificate and of its labels
 LINE = "-" * WIDTH
+SHOWN = ("machine", "system", "backend", "packages")  # checks that the certificate repeats
 MAX_FINDINGS = 3  # differences shown in full
 
 
@@ -47,15 +47,8 @@ class Options:
     certificate to paste into an issue. The exit status is 1 when something is wrong.
     """
 
-    target: Annotated[str, option(value=MODEL, help="pair to test", default="the bundled demo")] = "demo"
-    drafter: Annotated[
-        str | None,
-        option(
-            value=MODEL,
-            help='model that drafts, or "lookup" or "none"',
-            default="the one made for the target",
-        ),
-    ] = None
+    target: Target = "demo"
+    drafter: Drafter = None
     quick: Annotated[bool, flag("--quick", "test for at most 15 seconds")] = False
     json: Json = False
 
@@ -69,22 +62,6 @@ class Check:
     text: str
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The pair that was tested."""
-
-    target: str  # as the user named it
-    target_is: CheckpointInfo | None  # None if it cannot be described
-    drafter: str | None
-    drafter_is: CheckpointInfo | None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 1 if something is wrong with the machine or the text."""
-    options = parse(Options, "doctor", arguments)
-    return guarded(lambda: _run(options))
-
-
 def _run(options: Options) -> int:
     checks: list[Check] = []
     for check in all_checks():
@@ -96,8 +73,8 @@ def _run(options: Options) -> int:
         problem = "without MLX nothing can be tested"
     else:
         try:
-            subject, found = _test(options)
-            lines = certificate(subject, found, checks, datetime.now(UTC))
+            parts, found = _test(options)
+            lines = certificate(parts, found, checks, datetime.now(UTC))
         except SpecError as error:
             problem = str(error)
     is_fine = found is not None and found.passed and all(check.state != "wrong" for check in checks)
@@ -117,36 +94,48 @@ def _run(options: Options) -> int:
     return 0 if is_fine else ERROR
 
 
-def _test(options: Options) -> tuple[Subject, SelfTest]:
+def _test(options: Options) -> tuple[dict[str, str], SelfTest]:
+    """Return target and drafter in words, and the result of the self-test."""
     from mlx_spec import load
     from mlx_spec.hub.progress import StageProgress
 
     from . import selftest
 
     pair = load(options.target, options.drafter)
-    subject = _describe(pair)
-    window = subject.target_is.window if subject.target_is else None
+    target, drafter = _inspected(pair.info.target, "target"), _inspected(pair.info.drafter, "drafter")
     effort = selftest.QUICK if options.quick else selftest.LONG
-    return subject, selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
+    window = None if target is None else target.window
+    found = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
+    names = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)
+    return dict(zip(("target", "drafter"), names, strict=True)), found
 
 
-def _describe(pair: Pair) -> Subject:
-    """Return what the headers of target and drafter say."""
+def _inspected(name: str | None, role: Literal["target", "drafter"]) -> CheckpointInfo | None:
+    """Return what the headers of a checkpoint say, or of one half of a pair; None if there are none."""
     from mlx_spec.hub.catalog import LOOKUP
-    from mlx_spec.hub.inspect import CheckpointInfo, inspect
+    from mlx_spec.hub.inspect import ConvertedPair, inspect
 
-    def described(name: str, role: str) -> CheckpointInfo | None:
-        try:
-            found = inspect(name)
-        except SpecError:
-            return None
-        if isinstance(found, CheckpointInfo):
-            return found
+    try:
+        found = None if name is None or name == LOOKUP else inspect(name)
+    except SpecError:
+        return None
+    if isinstance(found, ConvertedPair):
         return found.target if role == "target" else found.drafter
+    return found
 
-    facts = pair.info
-    drafter = None if facts.drafter in (None, LOOKUP) else described(str(facts.drafter), "drafter")
-    return Subject(facts.target, described(facts.target, "target"), facts.drafter, drafter)
+
+def part_in_words(name: str | None, found: CheckpointInfo | None) -> str:
+    """Return a checkpoint without its place."""
+    from mlx_spec.hub.files import human_bytes
+
+    from .models import shown_number
+
+    path = Path(name or "none").expanduser()
+    shown = path.name if path.exists() else name or "none"
+    if found is None:
+        return shown
+    size = f"{shown_number(found.parameters)} parameters, {human_bytes(found.size)}"
+    return f"{shown}, {found.kind or found.family}, {size}, {found.precision}"
 
 
 # --- checks without a model
@@ -155,31 +144,17 @@ def _describe(pair: Pair) -> Subject:
 def all_checks() -> Iterator[Check]:
     """Run the checks in the order of the report."""
     backend = _backend()
-    yield Check("machine", "ok", f"{machine()}; {system()}")
+    mac = platform.mac_ver()[0]
+    name = f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
+    yield Check("machine", "ok", _machine())
+    yield Check("system", "ok", f"{name}, {platform.machine()}, Python {platform.python_version()}")
     yield backend
-    yield Check("packages", "ok", versions())
+    packages = [f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]
+    yield Check("packages", "ok", ", ".join(packages))
     yield _disk()
     yield _models()
     if backend.state != "wrong":
         yield _costs()
-
-
-def machine() -> str:
-    """Return the chip and its memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        require_backend()
-        chip = device_name()
-    except NoBackend:
-        chip = platform.processor() or platform.machine()
-    return f"{chip}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB"
-
-
-def system() -> str:
-    """Return the operating system and Python."""
-    mac = platform.mac_ver()[0]
-    name = f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
-    return f"{name}, {platform.machine()}, Python {platform.python_version()}"
 
 
 def version(name: str) -> str:
@@ -190,18 +165,15 @@ def version(name: str) -> str:
         return "none"
 
 
-def versions() -> str:
-    """Return the versions of mlx-spec and of the packages that it needs most."""
-    return ", ".join([f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)])
-
-
-def device() -> str:
-    """Return what MLX computes on."""
-    import mlx.core as mx
-
-    if mx.default_device().type == mx.cpu:
-        return "the CPU"
-    return "the GPU, by Metal" if mx.metal.is_available() else "the GPU, by CUDA"
+def _machine() -> str:
+    """Return the chip and its memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        require_backend()
+        chip = device_name()
+    except NoBackend:
+        chip = platform.processor() or platform.machine()
+    return f"{chip}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB"
 
 
 def _backend() -> Check:
@@ -219,7 +191,9 @@ def _backend() -> Check:
     rows = mx.arange(64).reshape(8, 8).astype(mx.float32)
     if not bool(mx.array_equal(rows @ mx.eye(8), rows)):
         return Check("backend", "wrong", "MLX multiplies a matrix by one and gets another: install it again")
-    return Check("backend", "ok", f"MLX {version('mlx')} on {device()}")
+    gpu = "the GPU, by Metal" if mx.metal.is_available() else "the GPU, by CUDA"
+    device = "the CPU" if mx.default_device().type == mx.cpu else gpu
+    return Check("backend", "ok", f"MLX {version('mlx')} on {device}")
 
 
 def _disk() -> Check:
@@ -269,27 +243,27 @@ def _saved_key(file: Path) -> tuple[str, str] | None:
 # --- the certificate
 
 
-def certificate(subject: Subject, found: SelfTest, checks: list[Check], now: datetime) -> list[str]:
-    """Return the lines of the certificate, each of at most 76 columns."""
+def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now: datetime) -> list[str]:
+    """Return the lines of the certificate, each of at most 76 columns. `parts` are target and drafter."""
     title, date = "mlx-spec doctor", now.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [LINE, f"{title}{date:>{WIDTH - len(title)}}", LINE]
-    for label, text in _rows(subject, found, checks):
+    for label, text in _rows(parts, found, checks):
         lines += textwrap.wrap(
             " ".join(text.split()), WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL
         )
     return [*lines, LINE]
 
 
-def _rows(subject: Subject, found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
+def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
     yield "verdict", _verdict(found)
     for comparison in (*found.wrong, *found.near_ties)[:MAX_FINDINGS]:
         yield from _finding(comparison, found.allowed)
-    yield "target", _part(subject.target, subject.target_is)
-    yield "drafter", _part(subject.drafter or "none", subject.drafter_is)
-    yield "machine", machine()
-    yield "system", system()
-    yield "versions", versions()
-    yield "device", device()
+    yield from parts.items()
+    for check in checks:
+        if check.state == "wrong":
+            yield "wrong", f"{check.name}: {check.text}"
+        elif check.name in SHOWN:
+            yield check.name, check.text
     for label, seeded in (("greedy", False), ("seeded", True)):
         cases = [each for each in found.comparisons if each.seeded == seeded]
         if cases:
@@ -306,9 +280,6 @@ def _rows(subject: Subject, found: SelfTest, checks: list[Check]) -> Iterator[tu
         yield "left out", f"{found.left_out} of the tests: the time was too short"
     yield from _speed(found)
     yield "test took", f"{found.seconds:.0f} s"
-    for check in checks:
-        if check.state == "wrong":
-            yield "wrong", f"{check.name}: {check.text}"
 
 
 def _verdict(found: SelfTest) -> str:
@@ -339,20 +310,6 @@ def _distance(gap: Gap) -> str:
     return f"logits {gap.logits:.3g} apart, {gap.roundings:.3g} roundings of {gap.dtype}"
 
 
-def _part(name: str, found: CheckpointInfo | None) -> str:
-    """Return a checkpoint without its place."""
-    from mlx_spec.hub.files import human_bytes
-
-    from .models import shown_number
-
-    path = Path(name).expanduser()
-    shown = path.name if path.exists() else name
-    if found is None:
-        return shown
-    size = f"{shown_number(found.parameters)} parameters, {human_bytes(found.size)}"
-    return f"{shown}, {found.kind or found.family}, {size}, {found.precision}"
-
-
 def _speed(found: SelfTest) -> Iterator[tuple[str, str]]:
     own = found.accepted
     if own is not None and own.drafted:
@@ -365,3 +322,6 @@ def _speed(found: SelfTest) -> Iterator[tuple[str, str]]:
         low, high = found.gain.spread
         times = f"{found.gain.gain:.2f} times plain ({low:.2f} to {high:.2f} in half of the answers)"
         yield "adaptive", f"{found.gain.tokens_per_second:.1f} tokens/s, {times}"
+
+
+main = program("doctor", Options, _run)

@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import LocalModel, cache_folder, default_folder, local_models, partners, plan_removal
 
-from .command import ERROR, INTERRUPTED, Json, flag, guarded, option, parse, show, table
+from .command import ERROR, INTERRUPTED, Json, flag, option, program, show, table
 
 AUTO, NONE = "auto", "none"
 
@@ -66,36 +66,6 @@ class Remove:
 
     name: Annotated[str, Argument(metavar="NAME", help="as `mlx-spec models` lists it, or an alias")]
     yes: Annotated[bool, flag("--yes", "do not ask")] = False
-
-
-def inspect_main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mlx-spec inspect`. Returns the exit status: 1 for a checkpoint that cannot be loaded."""
-    options = parse(Inspect, "inspect", arguments)
-
-    def run() -> int:
-        found = inspect(options.name)
-        show(*([json.dumps(as_json(found), indent=2)] if options.json else description(found)))
-        return ERROR if found.problem else 0
-
-    return guarded(run)
-
-
-def models_main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mlx-spec models`. Returns the exit status."""
-    options = parse(ListOptions, "models", arguments)
-    return guarded(lambda: _list(options))
-
-
-def pull_main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mlx-spec pull`. Returns the exit status; 130 if interrupted, and the next pull resumes."""
-    options = parse(Pull, "pull", arguments)
-    return guarded(lambda: _pull(options))
-
-
-def rm_main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mlx-spec rm`. Returns the exit status: 1 if nothing was removed."""
-    options = parse(Remove, "rm", arguments)
-    return guarded(lambda: _remove(options.name, asks=not options.yes))
 
 
 # --- a checkpoint in lines and as JSON
@@ -224,6 +194,13 @@ def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
 # --- models, pull, rm
 
 
+def _inspect(options: Inspect) -> int:
+    """Show a checkpoint. Return the exit status: 1 for one that cannot be loaded."""
+    found = inspect(options.name)
+    show(*([json.dumps(as_json(found), indent=2)] if options.json else description(found)))
+    return ERROR if found.problem else 0
+
+
 def _list(options: ListOptions) -> int:
     folders = options.folders or []
     for folder in folders:
@@ -235,19 +212,9 @@ def _list(options: ListOptions) -> int:
         show(*table(rows))
         return 0
     entries = [
-        {
-            "name": model.name,
-            "origin": model.origin,
-            "folder": str(model.folder),
-            "size": model.size,
-            "last_used": model.last_used,
-            "problem": model.problem,
-            "partners": partners(model, models),
-            "found": as_json(model.found),
-        }
-        for model in models
+        vars(model) | {"partners": partners(model, models), "found": as_json(model.found)} for model in models
     ]
-    show(json.dumps(entries, indent=2))
+    show(json.dumps(entries, indent=2, default=str))  # folders are paths
     return 0
 
 
@@ -309,12 +276,13 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
         )
 
 
-def _remove(name: str, *, asks: bool) -> int:
+def _remove(options: Remove) -> int:
+    name = options.name
     is_folder = Path(name).exists() or (default_folder() / name).exists()
     alias = None if is_folder else find_alias(name)
     removal = plan_removal(alias.target if alias else name)
     _note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
-    if asks:
+    if not options.yes:
         if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
             raise InvalidValue("nobody can be asked here whether to remove it: add --yes")
         print("Remove it? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -330,3 +298,9 @@ def _remove(name: str, *, asks: bool) -> int:
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+inspect_main = program("inspect", Inspect, _inspect)
+models_main = program("models", ListOptions, _list)
+pull_main = program("pull", Pull, _pull)
+rm_main = program("rm", Remove, _remove)

@@ -14,7 +14,6 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ from mlx_spec.errors import NotFound
 from mlx_spec.hub.catalog import DEMO
 from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes
 
-from .command import MODEL, BadOptions, Json, guarded, option, parse, show, table
+from .command import MODEL, BadOptions, Json, option, program, show, table
 
 # Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
@@ -106,12 +105,6 @@ class Options:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.chip or () if _key(name) not in map(_key, NAMES)]:
             raise BadOptions(f"--chip {unknown[0]!r} is not known: give one of {', '.join(NAMES)}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status. A bad command line raises SystemExit with status 2."""
-    options = parse(Options, "roofline", arguments)
-    return guarded(lambda: _run(options))
 
 
 def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> list[float]:
@@ -248,3 +241,6 @@ def _row(found: dict[str, Any]) -> list[str]:
 
 def _key(name: str) -> str:
     return "".join(name.lower().replace("-", " ").split()).removeprefix("apple")
+
+
+main = program("roofline", Options, _run)

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import mlx.core as mx
 
@@ -35,7 +34,7 @@ SEEDED = Sampling(temperature=0.8, seed=11)
 K, SCRIPTED_K = 4, 7  # draft tokens
 OWN, ADAPTIVE, SPOILED = f"K = {K}", "adaptive", "spoiled drafts"
 MIN_ANSWER_TOKENS = 16  # however slow they come
-GREEDY_SHARE, SEEDED_SHARE = 0.55, 0.7  # of the time, by which those answers are done
+COMPARED_SHARE = 0.7  # of the time, by which all answers are compared; the rest is for speed
 DECODE_COST = 3.0  # plain answers that all ways to decode one take together
 PREFILL_COST = 1 / 32  # of a plain token, for one of a long prompt, at most
 NOISE_MARGIN = 4  # times the largest measured difference that counts as rounding
@@ -91,8 +90,7 @@ def allowed_roundings(noise: Gap | None) -> float:
 def logits_gap(a: mx.array, b: mx.array) -> Gap:
     """Return the largest difference of two rows of logits [V]."""
     difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()
-    logits, size = _floats(mx.stack([difference, mx.abs(a).max().astype(mx.float32)]))
-    return _gap(logits, size, a.dtype)
+    return _gap(float(difference), float(mx.abs(a).max().astype(mx.float32)), a.dtype)
 
 
 def token_gap(pair: Pair, history: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> Gap:
@@ -103,8 +101,9 @@ def token_gap(pair: Pair, history: Sequence[int], tokens: tuple[int, int], sampl
         assert sampling.seed is not None, "without a seed no two texts are the same"
         key = mx.array(noise_key(sampling.seed, len(history)), dtype=mx.uint32)
         scores = values + sampling.temperature * gumbel((values.shape[0],), key)
-    first, second = _floats(scores[mx.array(tokens)])
-    return _gap(abs(first - second), max(map(abs, _floats(values[mx.array(tokens)]))), logits.dtype)
+    first, second = tokens
+    size = max(abs(float(values[first])), abs(float(values[second])))
+    return _gap(abs(float(scores[first] - scores[second])), size, logits.dtype)
 
 
 def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
@@ -114,10 +113,6 @@ def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
     logits = target.verify(mx.array(list(history[-1:]), dtype=mx.int32))[0]
     target.commit(0)
     return logits
-
-
-def _floats(array: mx.array) -> list[float]:
-    return cast(list[float], array.tolist())
 
 
 def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
@@ -147,7 +142,6 @@ class ScriptedDrafter(SequenceDrafter):
         """Ignore the features: the text is known."""
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return up to `limit` tokens of `truth` after `history`."""
         tokens = self._truth[len(history) : len(history) + limit]
         at = self._drafts % (limit + 1)
         self._drafts += 1
@@ -192,7 +186,6 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
-    first_seconds: float = 0.0  # until the first round, prompt included
     error: str | None = None
     is_complete: bool = False  # False if the time was up
     next: mx.array | None = None  # logits [V] after the last token, from its own caches
@@ -251,62 +244,59 @@ def long_text(text: Text, tokens: int) -> Question:
 
 def self_test(pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> SelfTest:
     """Test a pair whose target has sliding attention over `window` tokens, or none."""
-    return _Tester(pair, window, effort, progress).run()
+    tester = _Tester(pair, window, effort)
+    count = tester.warm_up()
+    progress.stage("self-test: text with drafts and without")
+    for question, sampling in tester.cases(count):
+        tester.compare(question, sampling, count)
+    found = tester.result([])
+    if found.passed:
+        progress.stage("self-test: speed, in turns")
+        found = tester.result(tester.speeds(count))
+    progress.end()
+    return found
 
 
 class _Tester:
     """The state of a self-test that runs."""
 
-    def __init__(self, pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> None:
-        self._pair, self._window, self._effort, self._progress = pair, window, effort, progress
+    def __init__(self, pair: Pair, window: int | None, effort: Effort) -> None:
+        self._pair, self._window, self._effort = pair, window, effort
         self._started = time.monotonic()
-        self._questions = chat_questions(pair.text)[: effort.questions]
         self._token_seconds = 0.0  # of plain decoding
         self._comparisons: list[Comparison] = []
         self._statistics: list[Statistics] = []  # of the pair's own drafts
         self._noise: Gap | None = None
         self._left_out, self._past_window = 0, False
+        self.questions = chat_questions(pair.text)[: effort.questions]
 
-    def run(self) -> SelfTest:
-        count = self._warm_up()
-        self._progress.stage("self-test: greedy text with drafts and without")
-        for question in self._prompts(count):
-            self._compare(question, GREEDY, count, GREEDY_SHARE)
-        self._progress.stage("self-test: seeded text with drafts and without")
-        for question in self._questions[:2]:
-            self._compare(question, SEEDED, count, SEEDED_SHARE)
-        found = self._result([])
-        if found.passed:
-            self._progress.stage("self-test: speed, in turns")
-            found = self._result(self._speeds(count))
-        self._progress.end()
-        return found
-
-    def _left(self, share: float) -> float:
+    def _left(self, share: float = COMPARED_SHARE) -> float:
         """Return the seconds until a share of the time has passed; 0 if it has."""
         return max(self._started + share * self._effort.seconds - time.monotonic(), 0.0)
 
-    def _warm_up(self) -> int:
+    def warm_up(self) -> int:
         """Read weights and compile kernels. Return how many tokens an answer may have."""
         for _ in range(2):
-            answer = self._decode(self._plain(), self._questions[0], GREEDY, 8, GREEDY_SHARE)
+            answer = self._decode(self._plain(), self.questions[0], GREEDY, 8)
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
-        cost = (len(self._questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
-        return min(
-            max(int(SEEDED_SHARE * self._effort.seconds / cost), MIN_ANSWER_TOKENS), self._effort.tokens
-        )
+        cost = (len(self.questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
+        fitting = int(COMPARED_SHARE * self._effort.seconds / cost)
+        return min(max(fitting, MIN_ANSWER_TOKENS), self._effort.tokens)
 
-    def _prompts(self, count: int) -> Iterator[Question]:
-        """Return the most telling prompts first: the time may not be enough for all."""
-        yield self._questions[0]
+    def cases(self, count: int) -> Iterator[tuple[Question, Sampling]]:
+        """Yield the most telling cases first: the time may not be enough for all."""
+        first, *others = self.questions
+        yield first, GREEDY
         most = self._pair.info.context_length
         if self._window is not None:
             across, past = self._window - count // 2, self._window + self._window // 2
             for length in (max(across, 2), past):
                 if most is None or length + count <= most:
-                    yield long_text(self._pair.text, length)
-        yield from self._questions[1:]
+                    yield long_text(self._pair.text, length), GREEDY
+        yield first, SEEDED
+        yield from ((question, GREEDY) for question in others)
+        yield from ((question, SEEDED) for question in others[:1])
 
     def _plain(self) -> SequenceParts:
         return SequenceParts(self._pair.open().target, (), FixedPolicy(0))
@@ -327,39 +317,37 @@ class _Tester:
         }
         return found | ({OWN: own, ADAPTIVE: self._pair.open} if self._pair.drafter_names else {})
 
-    def _compare(self, question: Question, sampling: Sampling, count: int, share: float) -> None:
+    def compare(self, question: Question, sampling: Sampling, count: int) -> None:
         """Decode an answer in all ways for which there is time."""
-        if self._left(share) <= len(question.tokens) * PREFILL_COST * self._token_seconds:
+        reading = len(question.tokens) * PREFILL_COST * self._token_seconds
+        if self._left() <= reading:
             self._left_out += 1
             return
-        expected = self._decode(self._plain(), question, sampling, count, share)
+        expected = self._decode(self._plain(), question, sampling, count)
         if expected.error is not None or not expected.tokens:
             self._comparisons.append(self._comparison(question, "plain", sampling, expected, expected))
             return
         truth = [*question.tokens, *expected.tokens]
-        self._measure_noise(question, sampling, expected, share)
+        self._measure_noise(question, sampling, expected)
         for name, parts in self._decoders(truth).items():
-            if self._left(share) <= expected.first_seconds and self._comparisons:
+            if self._left() <= reading and self._comparisons:
                 self._left_out += 1
                 return
-            found = self._decode(parts(), question, sampling, len(expected.tokens), share)
+            found = self._decode(parts(), question, sampling, len(expected.tokens))
             self._comparisons.append(self._comparison(question, name, sampling, expected, found))
-            if name == OWN and sampling is GREEDY and question in self._questions:
+            if name == OWN and sampling is GREEDY and question in self.questions:
                 self._statistics.append(found.statistics)
             if self._window is not None and len(question.tokens) + len(found.tokens) > self._window:
                 self._past_window = True
 
-    def _decode(
-        self, parts: SequenceParts, question: Question, sampling: Sampling, count: int, share: float
-    ) -> Answer:
+    def _decode(self, parts: SequenceParts, question: Question, sampling: Sampling, count: int) -> Answer:
         """Return at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
-        answer, started = Answer(), time.perf_counter()
+        answer = Answer()
         try:
             for round in self._pair.run(parts, question.tokens, sampling=sampling, max_tokens=count):
-                answer.first_seconds = answer.first_seconds or time.perf_counter() - started
                 answer.tokens += round.tokens
                 answer.statistics = answer.statistics.plus(round, round.seconds)
-                if not self._left(share):
+                if not self._left():
                     return answer
             answer.is_complete = True
             answer.next = next_logits(parts.target, [*question.tokens, *answer.tokens])
@@ -367,12 +355,12 @@ class _Tester:
             answer.error = f"{type(error).__name__}: {PATH.sub('(a file)', one_line(error, 120))}"
         return answer
 
-    def _measure_noise(self, question: Question, sampling: Sampling, expected: Answer, share: float) -> None:
+    def _measure_noise(self, question: Question, sampling: Sampling, expected: Answer) -> None:
         """Compare the next logits of correct caches: written row by row, in blocks, and all at once."""
         if expected.next is None:
             return
         history = [*question.tokens, *expected.tokens]
-        blocks = self._decode(self._scripted(history), question, sampling, len(expected.tokens), share)
+        blocks = self._decode(self._scripted(history), question, sampling, len(expected.tokens))
         others = [next_logits(self._pair.open().target, history)]
         if blocks.tokens == expected.tokens and blocks.next is not None:
             others.append(blocks.next)
@@ -407,19 +395,19 @@ class _Tester:
             error=error,
         )
 
-    def _speeds(self, count: int) -> list[Speed]:
+    def speeds(self, count: int) -> list[Speed]:
         """Measure plain decoding and the pair's own policy, as often as there is time for."""
         arms = [arm(self._pair, "plain", 0)]
         arms += [arm(self._pair, "adaptive", None)] if self._pair.drafter_names else []
         answers: list[list[Run]] = []
-        for turn in range(self._effort.repeats * len(self._questions)):
-            question = self._questions[turn % len(self._questions)]
+        for turn in range(self._effort.repeats * len(self.questions)):
+            question = self.questions[turn % len(self.questions)]
             if answers and self._left(1.0) <= len(arms) * count * self._token_seconds:
                 break
             answers.append(in_turns(self._pair, arms, question.tokens, count, turn))
         return speeds(arms, answers)
 
-    def _result(self, found: Sequence[Speed]) -> SelfTest:
+    def result(self, found: Sequence[Speed]) -> SelfTest:
         plain, gain = [*found, None, None][:2]
         return SelfTest(
             comparisons=tuple(self._comparisons),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.errors import InvalidValue
 
-from .command import MODEL, BadOptions, Json, KvBits, guarded, option, parse, table
+from .command import BadOptions, Drafter, Json, KvBits, Target, option, program, table
 
 if TYPE_CHECKING:
     from mlx_spec.policy.costs import CostModel
@@ -22,10 +22,8 @@ SHOWN_ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # of a pass: kernels change between 
 class Options:
     """Measure what passes and drafts cost on this device, and save it for later."""
 
-    target: Annotated[str, option(value=MODEL, help="pair to measure", default="the bundled demo")] = "demo"
-    drafter: Annotated[
-        str | None, option(value=MODEL, help="model that drafts", default="the one made for the target")
-    ] = None
+    target: Target = "demo"
+    drafter: Drafter = None
     kv_bits: KvBits = None
     context: Annotated[int, option(value="N", help="tokens of context to measure at", min=2)] = 256
     export: Annotated[Path | None, option(value="FILE", help="write the costs to FILE, too")] = None
@@ -37,12 +35,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.export is not None and self.import_ is not None:
             raise BadOptions("--export and --import: give one of them")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns its exit status; an error of ours is one line on stderr and status 1."""
-    options = parse(Options, "tune", arguments)
-    return guarded(lambda: _run(options))
 
 
 def _run(options: Options) -> int:
@@ -86,3 +78,6 @@ def _report(names: Sequence[str], costs: CostModel) -> list[str]:
         rows.append([f"draft with {name}, ms", *(f"{1e3 * seconds:.2f}" for seconds in drafting)])
     plain = f"plain decoding at {costs.table.context} tokens of context: {1e3 * costs.plain:.2f} ms a token"
     return [plain, "", *table(rows, right=range(1, len(SHOWN_ROWS) + 1))]
+
+
+main = program("tune", Options, _run)

@@ -11,6 +11,7 @@ import mlx_spec
 from mlx_spec.apps import bench
 from mlx_spec.apps.bench import Arm, Run, arm, chat_questions, in_turns, main, speeds
 from mlx_spec.pair import Pair
+from mlx_spec.types import Round
 
 ONCE = ["--tokens", "16", "--repeats", "1"]
 
@@ -22,13 +23,13 @@ def pair() -> Pair:
 
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
     prompt = chat_questions(pair.text)[0].tokens
-    expected = tuple(t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens)
+    expected = [t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens]
     arms = [arm(pair, "plain", 0), arm(pair, "K = 4", 4), arm(pair, "adaptive", None)]
     for start in range(2):
         runs = in_turns(pair, arms, prompt, 20, start)
         assert [run.tokens for run in runs] == [expected] * 3
-        assert runs[0].drafted == 0
-        assert runs[1].drafted > 0 and 0 < runs[1].accepted <= runs[1].drafted
+        assert not any(round.drafted for round in runs[0].done)
+        assert 0 < sum(r.accepted for r in runs[1].done) <= sum(r.drafted for r in runs[1].done)
         assert all(run.seconds > 0 for run in runs)
 
 
@@ -47,8 +48,11 @@ def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
 
 
 def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:
-    """Return an answer at `speed` tokens a second."""
-    return Run(tuple(range(tokens)), tokens / speed, drafted, accepted, drafted // 2, accepted + drafted // 2)
+    """Return an answer at `speed` tokens a second, with two drafts or none."""
+    halves = (accepted // 2, accepted - accepted // 2) if drafted else ()
+    rounds = [Round([0] * (half + 1), drafted // 2, half, "draft", 0) for half in halves]
+    rounds += [Round([0], 0, 0, "plain") for _ in range(tokens - accepted - len(halves))]
+    return Run(iter(()), rounds, tokens / speed)
 
 
 def test_speeds_are_medians_of_ratios_within_a_prompt(pair):

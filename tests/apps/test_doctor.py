@@ -19,7 +19,7 @@ import pytest
 import mlx_spec
 from mlx_spec import demo
 from mlx_spec.apps.bench import chat_questions
-from mlx_spec.apps.doctor import WIDTH, Check, Subject, all_checks, certificate, main, version
+from mlx_spec.apps.doctor import WIDTH, Check, all_checks, certificate, main, part_in_words, version
 from mlx_spec.apps.selftest import (
     ADAPTIVE,
     OWN,
@@ -144,7 +144,7 @@ def test_a_cache_that_keeps_all_rejected_rows_gives_other_tokens(monkeypatch, pa
     divergence = parted[0].divergence
     assert divergence is not None and divergence.found != divergence.expected
     assert divergence.gap.roundings > broken.allowed
-    text = "\n".join(certificate(SUBJECT, broken, [], NOW))
+    text = "\n".join(certificate(PARTS, broken, [], NOW))
     assert f"token {divergence.position} is" in " ".join(text.split())
 
 
@@ -251,11 +251,11 @@ def test_saved_costs_are_counted(monkeypatch, tmp_path):
 
 # --- the certificate
 
-SUBJECT = Subject(str(demo.TARGET), None, "owner/name", None)
+PARTS = {"target": part_in_words(str(demo.TARGET), None), "drafter": part_in_words("owner/name", None)}
 
 
 def shown(found: SelfTest, *made: Check) -> str:
-    lines = certificate(SUBJECT, found, list(made), NOW)
+    lines = certificate(PARTS, found, list(made), NOW)
     assert all(len(line) <= WIDTH for line in lines)
     return " ".join("\n".join(lines).split())
 
