@@ -185,32 +185,25 @@ class Target(Protocol):
     @property
     def size(self) -> int:
         """Committed tokens, S."""
-        ...
 
     @property
     def uncommitted(self) -> int:
         """Rows written and not yet committed."""
-        ...
 
     def prefill(self, tokens: list[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits."""
-        ...
 
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T uncommitted tokens, or T more. Returns logits [T, V]. `commit` ends this."""
-        ...
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
         """Write the pending token and a tree of draft tokens, uncommitted. Returns logits [K + 1, V]."""
-        ...
 
     def commit(self, keep: int) -> Features:
         """Keep the first `keep` uncommitted rows and drop the rest. Returns the features of those kept."""
-        ...
 
     def commit_path(self, rows: Sequence[int]) -> Features:
         """Keep these uncommitted rows of a tree, a path from row 0 on. Returns the features of those kept."""
-        ...
 
 
 class Sampler(Protocol):
@@ -223,7 +216,6 @@ class Sampler(Protocol):
     @property
     def drafting(self) -> Sampler:
         """Return the sampler of drafters: it lacks what only the target's rows need, such as a grammar."""
-        ...
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -232,15 +224,12 @@ class Sampler(Protocol):
 
         The distribution is None for greedy draws, and for draws with noise shared with the target.
         """
-        ...
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         """Verify a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
-        ...
 
     def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         """Verify a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
-        ...
 
 
 class Drafter(Protocol):
@@ -251,11 +240,9 @@ class Drafter(Protocol):
     @property
     def nbytes(self) -> int:
         """Return the bytes of its caches."""
-        ...
 
     def missing(self, size: int) -> int:
         """Return how many of the first `size` positions it has not processed and cannot process by itself."""
-        ...
 
     def state(self) -> CacheState:
         """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
@@ -267,11 +254,9 @@ class Drafter(Protocol):
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process new tokens: `history[-T:]` follow the T rows of `features`."""
-        ...
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens that may follow `history`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -289,12 +274,9 @@ class DraftLengthPolicy(Protocol):
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         """Begin an answer. The drafters of its request follow the others by index."""
-        ...
 
     def decide(self, history: Sequence[int]) -> Decision:
         """Return what to draft after `history`. Called first in every round."""
-        ...
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round."""
-        ...

@@ -49,7 +49,6 @@ class GtkView:
         self._on_click: Callable[[Click], None] | None = None
 
     def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
-        """Show the menu until it is closed."""
         self._on_click = on_click
 
         def setup(icon: Any) -> None:
@@ -62,15 +61,12 @@ class GtkView:
             self._icon.run(setup)
 
     def show(self, menu: Menu) -> None:
-        """Replace the entries."""
         self._icon.menu = pystray.Menu(*map(self._entry, menu.entries))
 
     def copy(self, text: str) -> None:
-        """Put a text on the clipboard."""
         GLib.idle_add(_copy, text)
 
     def close(self) -> None:
-        """Make `run` return."""
         self._icon.stop()
 
     def _entry(self, entry: Entry, *, radio: bool = False) -> Any:

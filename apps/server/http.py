@@ -48,11 +48,9 @@ class Writer(Protocol):
 
     def frames(self, event: Event | None) -> Iterable[str]:
         """Return the text of a stream for an event; None stands for silence."""
-        ...
 
     def whole(self, events: Iterable[Event]) -> Json:
         """Return the body of a response without a stream."""
-        ...
 
 
 # --- events from the engine thread to the event loop

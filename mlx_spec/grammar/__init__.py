@@ -19,15 +19,12 @@ class Matcher(Protocol):
 
         Every row allows some token, also after a draft token that is not allowed.
         """
-        ...
 
     def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
         """Return how many of the draft tokens may follow, up to the first that may not."""
-        ...
 
     def forced(self, generated: Sequence[int]) -> list[int]:
         """Return the tokens that must follow, as far as they are known."""
-        ...
 
 
 class Grammar(Protocol):
@@ -35,11 +32,9 @@ class Grammar(Protocol):
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
         """Return a matcher of the answer to `prompt`, whose end may already open the model's thinking."""
-        ...
 
     def thinking(self, thinks: bool) -> Grammar:
         """Return the same grammar for answers that may begin with thinking, or may not."""
-        ...
 
 
 def read_tokens(drafted: mx.array) -> list[int]:

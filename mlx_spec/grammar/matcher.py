@@ -68,11 +68,9 @@ class CompiledGrammar:
     thinks: bool = False
 
     def thinking(self, thinks: bool) -> CompiledGrammar:
-        """Return the same grammar for answers that may begin with thinking, or may not."""
         return replace(self, thinks=thinks)
 
     def matcher(self, prompt: Sequence[int]) -> AnswerMatcher:
-        """Return a matcher of the answer to `prompt`."""
         opened = self.text.opens_thinking(prompt)
         state: State = "thinking" if opened else "start" if self.thinks else "answer"
         return AnswerMatcher(self.vocabulary, self.start, state)
@@ -110,7 +108,6 @@ class AnswerMatcher:
         return _unpack(mx.array(np.stack(masks)))[:, : self._vocabulary.size]
 
     def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
-        """Return how many of the draft tokens may follow."""
         self._follow(generated)
         for token in drafted:
             self._consume(token)
@@ -119,7 +116,6 @@ class AnswerMatcher:
         return next((i for i, state in enumerate(states) if state == "invalid"), len(states))
 
     def forced(self, generated: Sequence[int]) -> list[int]:
-        """Return the tokens that must follow, as far as they are known."""
         self._follow(generated)
         return self._parser.compute_ff_tokens() if self._states[-1] == "answer" else []
 

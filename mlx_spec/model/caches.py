@@ -145,7 +145,6 @@ class QuantizedCache(_AppendOnlyCache):
         self.group_size = 64
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
-        """Append [1, H, T, D] and return all rows, packed."""
         self.group_size = _group_size(keys.shape[-1], values.shape[-1])
         self._append(self._quantized(keys), self._quantized(values))
         return self._rows(self._keys), self._rows(self._values)
@@ -235,12 +234,10 @@ class SlidingCache:
         return size <= self.offset and max(size - self.window + 1, 0) >= self._first
 
     def rewind(self, size: int) -> None:
-        """Drop all rows from position `size` on."""
         assert self.can_rewind(min(size, self.offset)), f"rows before {size} are gone"
         self.offset = min(self.offset, size)
 
     def keep_rows(self, start: int, rows: mx.array) -> None:
-        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
         for buffer in self._buffers:
             _move_rows(buffer, start - self._first, rows)
 
@@ -249,7 +246,6 @@ class SlidingCache:
         return self.offset, self._first, list(self._buffers)
 
     def restore(self, saved: Any) -> None:
-        """Return to a snapshot."""
         self.offset, self._first, buffers = saved
         self._buffers = list(buffers)
 
@@ -274,7 +270,6 @@ class SlidingCache:
         return first + self.window - 1 if first else 0
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate after a prefill."""
         return self._buffers
 
 
@@ -288,11 +283,9 @@ class RecurrentCache(ArraysCache):
     attention_type = "recurrent"
 
     def snapshot(self) -> Any:
-        """Return references for `restore`."""
         return list(self.cache)
 
     def restore(self, saved: Any) -> None:
-        """Return to a snapshot."""
         self.cache = list(saved)
 
     def state(self, saved: Any) -> CacheState:
@@ -304,7 +297,6 @@ class RecurrentCache(ArraysCache):
         return [state.arrays.get(str(i)) for i in range(len(self.cache))]
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate after a prefill."""
         arrays: list[mx.array | None] = list(self.cache)
         return [array for array in arrays if array is not None]
 

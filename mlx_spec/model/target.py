@@ -84,12 +84,10 @@ class LMTarget:
 
     @property
     def size(self) -> int:
-        """Return the number of committed tokens."""
         return self._size
 
     @property
     def uncommitted(self) -> int:
-        """Return the number of rows written and not yet committed."""
         return sum(tokens.size for tokens in self._uncommitted)
 
     @property

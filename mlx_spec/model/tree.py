@@ -58,14 +58,6 @@ class Tree:
                 runs.append([j + 1])
         return tuple(tuple(run) for run in runs)
 
-    def widths(self, ranks: Sequence[int]) -> list[int]:
-        """Return the number of guesses for each place on the path with these ranks and for the next one."""
-        row, widths = 0, [self.parents.count(0)]
-        for rank in ranks:
-            row = [j + 1 for j, parent in enumerate(self.parents) if parent == row][rank]
-            widths.append(self.parents.count(row))
-        return widths
-
     def ancestors(self) -> list[list[bool]]:
         """Return [T, T]: True where the column's row is on the path to the row, itself included."""
         rows = range(len(self.paths))

@@ -35,7 +35,6 @@ class TreeCacheView:
         return self._cache.update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the rows of the last `update_and_fetch`. mlx-lm's KV-shared layers call this."""
         assert not isinstance(self._cache, QuantizedCache)
         return self._cache.keys_and_values()
 

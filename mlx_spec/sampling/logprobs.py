@@ -34,13 +34,11 @@ class LogprobRecorder:
 
     @property
     def drafting(self) -> Sampler:
-        """Return the sampler of drafters, which records nothing."""
         return self._sampler.drafting
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """Draw a token for each row and record it."""
         tokens, probs = self._sampler.draw(logits, history, drafted)
         rows = self._record(logits, history, drafted, tokens)
         if len(rows) == 1:
@@ -48,13 +46,11 @@ class LogprobRecorder:
         return tokens, probs
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Verify a draft and record the tokens that it emits."""
         verdict = self._sampler.verify(logits, history, draft)
         self._record(logits, history, draft.tokens, _emitted(draft.tokens, verdict[:1], verdict[1:]))
         return verdict
 
     def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Verify a tree and record the tokens that it emits."""
         verdict = self._sampler.verify_tree(logits, history, draft)
         logits, path, accepted = _as_chain(logits, draft, verdict[:1])
         self._record(logits, history, path, _emitted(path, accepted, verdict[1:]))

@@ -213,11 +213,9 @@ class _MatchingSampler(ABC):
         """Return a token for each row, and their distributions or None."""
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Return int32 [2]: number accepted, next token."""
         return match(self.draw(logits, history, draft.tokens)[0], draft.tokens)
 
     def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Return int32 [2]: row of the last accepted token, next token."""
         assert draft.parents is not None
         chosen, _ = self._draw_tree(logits, history, draft, draft.parents)
         return walk(chosen, draft.tokens, tree_of(draft.parents))
@@ -288,7 +286,6 @@ class Unseeded(_MatchingSampler):
         return (scores + noise).argmax(axis=-1).astype(mx.int32), mx.softmax(scores, axis=-1)
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Return int32 [2]: number accepted, next token."""
         K = draft.tokens.shape[0]
         if draft.probs is None or K == 0:
             return super().verify(logits, history, draft)
@@ -298,7 +295,6 @@ class Unseeded(_MatchingSampler):
         return self._rule(p, draft.tokens, draft.probs, uniform, noise)
 
     def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Return int32 [2]: row of the last accepted token, next token."""
         if draft.probs is None or draft.parents is None:
             return super().verify_tree(logits, history, draft)
         _, p = self._draw_tree(logits, history, draft, draft.parents)

@@ -71,7 +71,6 @@ def test_segments_ranks_and_widths() -> None:
     tree = Tree((0, 1, 2, 1, 0, 5))
     assert tree.segments == ((0, 1, 2, 3), (4,), (5, 6))
     assert tree.ranks == (0, 0, 0, 0, 1, 1, 0)
-    assert tree.widths([]) == [2] and tree.widths([0, 1]) == [2, 2, 0] and tree.widths([1, 0]) == [2, 1, 0]
     with pytest.raises(AssertionError, match="no tree"):
         Tree((0, 2))
 
