@@ -19,7 +19,6 @@ from mlx_lm.models import gemma4_text, llama
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from mlx_spec.device import device_memory
 from mlx_spec.drafters.gemma4 import (
     FULL,
     SLIDING,
@@ -183,7 +182,9 @@ def _size(model: nn.Module) -> int:
 def _fit(model: nn.Module) -> None:
     """Exit if the weights, which are not allocated yet, are too large for this machine."""
     size = _size(model)
-    most = device_memory() // 2 if mx.default_device().type == mx.gpu else ON_CPU
+    found = mx.device_info()
+    memory = int(found.get("memory_size") or found.get("total_memory") or 2 * ON_CPU)
+    most = memory // 2 if mx.default_device().type == mx.gpu else ON_CPU
     if size > most:
         sys.exit(f"this shape has {size / 1e9:.1f} GB of weights, {most / 1e9:.1f} GB are the most here")
 

@@ -35,15 +35,6 @@ def device_name() -> str:
     return str(mx.device_info()["device_name"])
 
 
-def device_memory() -> int:
-    """Return the memory of this device in bytes."""
-    import mlx.core as mx
-
-    found = mx.device_info()
-    named = found.get("memory_size") or found.get("total_memory")
-    return int(named) if named else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def memory_for_models() -> int:
     """Return the bytes that this machine has for weights and caches."""
     import mlx.core as mx

@@ -131,6 +131,10 @@ class Statistics:
         return {**self.by_drafter, round.drafter: before.plus(now)}
 
 
+# The fields of `Statistics` that are counts and times.
+SUMMED = [name for name, value in vars(Statistics()).items() if isinstance(value, int | float)]
+
+
 def added(parts: Sequence[Statistics]) -> Statistics:
     """Return the sums over several answers; reasons are those of the last one."""
     if not parts:
@@ -139,24 +143,8 @@ def added(parts: Sequence[Statistics]) -> Statistics:
     for part in parts:
         for drafter, positions in part.by_drafter.items():
             by_drafter[drafter] = by_drafter.get(drafter, Positions()).plus(positions)
-    return replace(
-        parts[-1],
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        reused_tokens=sum(part.reused_tokens for part in parts),
-        drafter_cold=sum(part.drafter_cold for part in parts),
-        generated_tokens=sum(part.generated_tokens for part in parts),
-        rounds=sum(part.rounds for part in parts),
-        speculative_rounds=sum(part.speculative_rounds for part in parts),
-        speculative_tokens=sum(part.speculative_tokens for part in parts),
-        drafted=sum(part.drafted for part in parts),
-        accepted=sum(part.accepted for part in parts),
-        prefill_seconds=sum(part.prefill_seconds for part in parts),
-        decode_seconds=sum(part.decode_seconds for part in parts),
-        compared_tokens=sum(part.compared_tokens for part in parts),
-        compared_seconds=sum(part.compared_seconds for part in parts),
-        plain_seconds=sum(part.plain_seconds for part in parts),
-        by_drafter=by_drafter,
-    )
+    sums = {name: sum(vars(part)[name] for part in parts) for name in SUMMED}
+    return replace(parts[-1], by_drafter=by_drafter, **sums)
 
 
 def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

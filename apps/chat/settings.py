@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,42 +25,18 @@ class AnswerSettings:
     think: bool = False
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not allowed: give a number") from None
-
-
-def _integer(text: str, minimum: int | None = 0) -> int:
-    with suppress(ValueError):
-        value = int(text)
-        if minimum is None or value >= minimum:
-            return value
-    bound = "" if minimum is None else f" of at least {minimum}"
-    raise ValueError(f"{text!r} is not allowed: give an integer{bound}")
-
-
-def _switch(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise ValueError(f"{text!r} is not allowed: give on or off")
-    return text == "on"
-
-
-FIELDS: Mapping[str, Callable[[str], Any]] = {
-    "temperature": _number,
-    "top_p": _number,
-    "top_k": _integer,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
-    "seed": lambda text: _integer(text, None),
-    "max_tokens": lambda text: _integer(text, 1),
-    "think": _switch,
-}
-NAMES = tuple(FIELDS)
 NOT_SAMPLING = ("max_tokens", "think")
+NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    *NOT_SAMPLING,
+)
 
 
 def from_options(options: Options) -> AnswerSettings:
@@ -74,11 +50,7 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
     if text in DEFAULT_WORDS and name != "think":
         return _replace(settings, {name: values(AnswerSettings())[name]})
-    try:
-        value = FIELDS[name](text)
-    except ValueError as error:
-        raise InvalidValue(f"{name}: {error}") from error
-    return _replace(settings, {name: value})
+    return _replace(settings, {name: _typed(name, text)})
 
 
 def values(settings: AnswerSettings) -> dict[str, Any]:
@@ -90,15 +62,9 @@ def from_values(given: Mapping[str, Any]) -> AnswerSettings:
     """Return the settings with these values, the others at their defaults. Raises InvalidValue."""
     known = {name: value for name, value in given.items() if name in NAMES}
     try:
-        settings = _replace(AnswerSettings(), known)
+        return _replace(AnswerSettings(), known)
     except TypeError as error:
         raise InvalidValue(f"the settings cannot be used: {error}") from error
-    max_tokens, think = settings.max_tokens, settings.think
-    if type(max_tokens) is not int or max_tokens < 1 or type(think) is not bool:
-        raise InvalidValue(
-            f"max_tokens={max_tokens!r} and think={think!r}: give 1 or more, and true or false"
-        )
-    return settings
 
 
 def shown(value: object) -> str:
@@ -108,10 +74,26 @@ def shown(value: object) -> str:
     return "off" if value is None else str(value)
 
 
+def _typed(name: str, text: str) -> bool | int | float:
+    """Return a typed value; which kind a setting takes is checked later."""
+    if text in ("on", "off"):
+        return text == "on"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    wanted = "on or off" if name == "think" else "a number"
+    raise InvalidValue(f"{name}: {text!r} is not allowed: give {wanted}")
+
+
 def _replace(settings: AnswerSettings, new: Mapping[str, Any]) -> AnswerSettings:
     sampling = {name: value for name, value in new.items() if name not in NOT_SAMPLING}
     others = {name: value for name, value in new.items() if name in NOT_SAMPLING}
-    return replace(settings, sampling=replace(settings.sampling, **sampling), **others)
+    result = replace(settings, sampling=replace(settings.sampling, **sampling), **others)
+    if type(result.max_tokens) is not int or result.max_tokens < 1:
+        raise InvalidValue(f"max_tokens={result.max_tokens!r} is not allowed: give an integer of at least 1")
+    if type(result.think) is not bool:
+        raise InvalidValue(f"think={result.think!r} is not allowed: give on or off")
+    return result
 
 
 # --- files

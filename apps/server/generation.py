@@ -23,7 +23,7 @@ from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, TextPart
-from mlx_spec.types import Round, TokenLogprob
+from mlx_spec.types import TokenLogprob
 
 from .errors import invalid
 from .events import (
@@ -175,42 +175,58 @@ class RunningRequest:
         self, prepared: PreparedRequest, sequence: CachedSequence, number: int, i: int
     ) -> Steps:
         """Generate choice i of a prompt. All but the first find nearly all of the prompt in the cache."""
-        request, prompt, index = self._request, prepared.prompts[number], number * self._request.n + i
-        echo = isinstance(request.prompt, RawPrompts) and request.prompt.echo
-        rounds = self._rounds(prepared, sequence, prompt, i)
-        scores: list[TokenLogprob] = []
-        scoring = None
-        if echo and request.top_logprobs is not None:
-            sequence.rewind_to_prefix(())  # every token of the prompt gets a score
-            scoring = self._score_prompt(sequence, prompt, scores)
-        choice = self._new_choice(prepared, index, sequence, prompt, rounds)
+        prompt, scores = prepared.prompts[number], list[TokenLogprob]()
+        echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
+        is_scored = echo and self._request.top_logprobs is not None
+        choice = self._new_choice(prepared, sequence, number, i, reuse=not is_scored)
+        scoring = self._score_prompt(sequence, prompt, scores) if is_scored else None
         yield from self._prefill(choice, sequence, prompt, scoring)
         self._model.prefix_cache.shrink()
-        if choice.is_first:
+        if i == 0:
             statistics = choice.statistics
             self._send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
         if echo:
-            self._send(self._echo(index, number, prompt, scores))
-        if request.max_tokens != 0:
+            self._send(self._echo(choice.index, number, prompt, scores))
+        if self._request.max_tokens != 0:
             yield from self._decode(choice)
         for event in choice.end():
             self._send(event)
 
-    def _rounds(
-        self, prepared: PreparedRequest, sequence: CachedSequence, prompt: list[int], i: int
-    ) -> Generator[Round, None, None]:
-        sampling, limit = prepared.sampling, self._request.max_tokens
+    def _new_choice(
+        self, prepared: PreparedRequest, sequence: CachedSequence, number: int, i: int, *, reuse: bool
+    ) -> ChoiceStream:
+        """Begin choice i of a prompt; without `reuse` no token of the prompt counts as cached."""
+        request, prompt, sampling = self._request, prepared.prompts[number], prepared.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + i)  # else all choices would be the same
-        return self._pair.run(
+        rounds = self._pair.run(
             sequence.parts,
             prompt,
             sampling=sampling,
-            max_tokens=NO_LIMIT if limit is None else max(limit, 1),
+            max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
             stop=prepared.ends,
-            top_logprobs=self._request.top_logprobs,
+            top_logprobs=request.top_logprobs,
             prediction=prepared.prediction,
         )
+        if not reuse:
+            sequence.rewind_to_prefix(())
+        index, calls, markers = number * request.n + i, None, None
+        if prepared.dialect is not None and isinstance(request.prompt, Chat) and request.prompt.tools:
+            markers = prepared.dialect.syntax.marks
+            calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
+        chat_prompt = prompt if isinstance(request.prompt, Chat) else None
+        ends = prepared.ends
+        answer = AnswerStream(self._pair.text, chat_prompt, stop=request.stop, ends=ends, calls=markers)
+        generation = Generation(sequence, prompt, rounds, answer)
+        choice = ChoiceStream(index, generation, answer, calls, self._sources(prepared), is_first=i == 0)
+        self._choices.append(choice)
+        return choice
+
+    def _sources(self, prepared: PreparedRequest) -> Sequence[str]:
+        """Return the names of the drafters, by the index that rounds hold."""
+        grammar = () if prepared.sampling.grammar is None else ("grammar",)
+        prediction = ("prediction",) if prepared.prediction else ()
+        return (*self._pair.drafter_names, *grammar, *prediction)
 
     def _prefill(
         self,
@@ -241,30 +257,6 @@ class RunningRequest:
             scores.extend(more)
             yield
 
-    def _new_choice(
-        self,
-        prepared: PreparedRequest,
-        index: int,
-        sequence: CachedSequence,
-        prompt: list[int],
-        rounds: Generator[Round, None, None],
-    ) -> ChoiceStream:
-        request = self._request
-        calls, markers = None, None
-        if prepared.dialect is not None and isinstance(request.prompt, Chat) and request.prompt.tools:
-            markers = prepared.dialect.syntax.marks
-            calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
-        chat_prompt = prompt if isinstance(request.prompt, Chat) else None
-        answer = AnswerStream(
-            self._pair.text, chat_prompt, stop=request.stop, ends=prepared.ends, calls=markers
-        )
-        grammar = () if prepared.sampling.grammar is None else ("grammar",)
-        prediction = ("prediction",) if prepared.prediction else ()
-        sources = (*self._pair.drafter_names, *grammar, *prediction)
-        generation = Generation(sequence, prompt, rounds, answer)
-        self._choices.append(ChoiceStream(index, generation, answer, calls, sources, index % request.n == 0))
-        return self._choices[-1]
-
     def _echo(self, index: int, number: int, prompt: list[int], scores: list[TokenLogprob]) -> TextDelta:
         """Return the prompt as the beginning of its choice."""
         assert isinstance(self._request.prompt, RawPrompts)
@@ -274,10 +266,10 @@ class RunningRequest:
 
     def _decode(self, choice: ChoiceStream) -> Steps:
         with closing(choice.generation.rounds()) as rounds:
-            for round, parts in rounds:
+            for _, parts in rounds:
                 if self._first_token_seconds is None:
                     self._first_token_seconds = time.perf_counter() - self._submitted
-                for event in choice.read(round, parts):
+                for event in choice.read(parts):
                     self._send(event)
                 yield
 
@@ -294,7 +286,8 @@ class RunningRequest:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-        drafted = "+".join(dict.fromkeys(source for choice in self._choices for source in choice.drafted))
+        sources = self._sources(prepared)
+        drafted = "+".join(sources[drafter] for drafter in total.by_drafter)
         return Finished(
             usage, Timings(total, drafted or None, self._queued_seconds, self._first_token_seconds or 0.0)
         )
@@ -309,42 +302,40 @@ class ChoiceStream:
         generation: Generation,
         answer: AnswerStream,
         calls: ToolCallReader | None,
-        sources: Sequence[str],  # names of the drafters, by the index that rounds hold
+        sources: Sequence[str],
+        *,
         is_first: bool,  # of its prompt
     ) -> None:
-        self._index = index
+        self.index = index
         self.generation = generation
         self.answer = answer
         self._calls = calls
         self._sources = sources
-        self.is_first = is_first
-        self.drafted: dict[str, None] = {}  # names of the drafters that drafted, in that order
+        self._is_first = is_first
 
     @property
     def statistics(self) -> Statistics:
         """Return the statistics so far. Only the first choice of a prompt counts the tokens of the prompt."""
         found = self.generation.statistics
-        return found if self.is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
+        return found if self._is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
 
-    def read(self, round: Round, parts: Sequence[TextPart]) -> Iterator[Event]:
-        """Yield the events of a round."""
-        if round.drafter is not None and round.drafted:
-            self.drafted[self._sources[round.drafter]] = None
+    def read(self, parts: Sequence[TextPart]) -> Iterator[Event]:
+        """Yield the events of a round that completed this text."""
         yield from self._events(parts)
-        yield RoundDone(self._index, self.statistics, self._sources)
+        yield RoundDone(self.index, self.statistics, self._sources)
 
     def end(self) -> Iterator[Event]:
         """Yield the text that was held back, and the reason of the end."""
         yield from self._events(self.generation.end())
         if self._calls is not None:
             yield from self._calls.end()
-        yield ChoiceEnded(self._index, self._finish_reason(), self.answer.finished)
+        yield ChoiceEnded(self.index, self._finish_reason(), self.answer.finished)
 
     def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
             if part.kind != "call":
                 spans = tuple(SourceSpan(s.text, self._source(s.drafter), s.position) for s in part.spans)
-                yield TextDelta(self._index, part.kind, part.text, part.logprobs, spans)
+                yield TextDelta(self.index, part.kind, part.text, part.logprobs, spans)
             elif self._calls is not None:
                 yield from self._calls.read(part)
 

@@ -3,26 +3,6 @@
 Nothing here needs MLX.
 """
 
-from mlx_spec.hub.download import (
-    Download,
-    NoSpace,
-    cached,
-    check_space,
-    explain,
-    fetch,
-    find,
-    free_bytes,
-    plan,
-)
+from mlx_spec.hub.download import NoSpace, cached, check_space, fetch, find, free_bytes, plan
 
-__all__ = [
-    "Download",
-    "NoSpace",
-    "cached",
-    "check_space",
-    "explain",
-    "fetch",
-    "find",
-    "free_bytes",
-    "plan",
-]
+__all__ = ["NoSpace", "cached", "check_space", "fetch", "find", "free_bytes", "plan"]

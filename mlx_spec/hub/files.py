@@ -54,10 +54,10 @@ def human_bytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def shortened(names: list[str], shown: int = 3) -> str:
-    """Return the first names and how many more there are."""
-    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + rest
+def shortened(names: list[str]) -> str:
+    """Return the first three names and how many more there are."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

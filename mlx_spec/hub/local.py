@@ -263,15 +263,6 @@ def _remove_pair(folder: Path, parts: Iterable[Path]) -> None:
 
 
 def _plan_repository(name: str) -> Removal:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise NotFound(
-            f"{name} is neither a folder nor a repository: `mlx-spec models` lists both"
-        ) from error
     folder = cache_folder() / (PREFIX + name.replace("/", "--"))
     if folder.is_symlink():
         raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")

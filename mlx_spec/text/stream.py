@@ -74,8 +74,7 @@ class AnswerReader:
         self._open, self._close = _token_ids(text, thinking)
         self._header = thinking.header if thinking else ""
         ids = _token_ids(text, None if prompt is None else calls)
-        self.calls = None if None in ids else calls  # the markers of calls that are read
-        self._call_open, self._call_close = ids if self.calls else (None, None)
+        self._call_open, self._call_close = (None, None) if None in ids else ids
         opened = prompt is not None and text.opens_thinking(prompt)
         self._begin("thinking" if opened else "answer", trim=opened, header="")
 
@@ -195,11 +194,6 @@ class AnswerStream:
     def kind(self) -> TextKind:
         """Return the kind of text that comes next."""
         return self._reader.kind
-
-    @property
-    def calls(self) -> Markers | None:
-        """Return the markers of the calls that are read; None if the vocabulary lacks them."""
-        return self._reader.calls
 
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
         """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""

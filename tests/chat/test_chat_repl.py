@@ -67,7 +67,7 @@ def test_every_command(tmp_path):
             ("/undo", "nothing to undo"),
             ("/dance", "there is no command /dance: /help lists them"),
             ("/set heat 3", "there is no setting heat: there are temperature"),
-            ("/set top_p 7", "top_p=7.0"),
+            ("/set top_p 7", "top_p=7 is not allowed"),
             ("/set max_tokens many", "'many' is not allowed"),
             ("/draft 99", "give auto, off, lookup or 1 to 16"),
             ("/save", "give the name of a file"),

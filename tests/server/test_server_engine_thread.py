@@ -376,10 +376,10 @@ def test_an_error_fails_one_request(
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         read = ChoiceStream.read
 
-        def breaks(self: Any, round: Any, parts: Any) -> Any:
+        def breaks(self: Any, parts: Any) -> Any:
             if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 3:
                 raise RuntimeError("a secret of the house")
-            return read(self, round, parts)
+            return read(self, parts)
 
         broken.setattr(ChoiceStream, "read", breaks)
         found = failure(answer(engine, request))
