@@ -1,33 +1,69 @@
 """Prove that a converted pair is right, before it gets its name.
 
-Every check reads the files that were written. A failed check raises SelfTestFailed, and nothing is kept.
+Every check reads the files that were written: tensors, logits, perplexity, acceptance of the drafter, and
+that it changes no text. A failed check raises SelfTestFailed, and nothing is kept.
+
+Drafters are asked at every position of the target's own greedy continuations of built-in prompts, so that one
+pass measures several. The engine takes no part in that.
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 
+from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.hub.files import shortened
+from mlx_spec.grammar import read_tokens
+from mlx_spec.hub.catalog import repair_config
+from mlx_spec.hub.checkpoint import read_config, text_config
+from mlx_spec.hub.files import human_bytes, shortened
 from mlx_spec.hub.progress import StageProgress
+from mlx_spec.load import load
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling
+from mlx_spec.text import read_text
 
-from .acceptance import check_drafter
 from .drafter import convert_drafter
-from .measure import SelfTestFailed, TestedConversion, check_logits, difference, measure, texts
+from .measure import (
+    SelfTestFailed,
+    TestedConversion,
+    check_logits,
+    difference,
+    load_lazily,
+    measure,
+    prompts,
+    texts,
+)
 from .target import convert_model
 from .write import DRAFTER, TARGET
 
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
 MAX_ERROR = 0.5  # of a quantized tensor; a wrong one has 1.4, 4 bits have 0.1
 BLOCK = 1 << 24  # elements compared at a time
+
+K = 3  # draft tokens
+GENERATED = 32  # tokens after each prompt
+GREEDY = Sampling()
+# The share of first draft tokens that must be accepted: the larger of MIN_ACCEPTANCE and CHANCE_FACTOR times
+# chance, but at most MAX_FLOOR, for targets that repeat themselves.
+MIN_ACCEPTANCE, CHANCE_FACTOR, MAX_FLOOR = 0.1, 1.5, 0.3
+MEMORY_SHARE = 0.6  # of the machine's memory that an unquantized target may fill
+LIKELY_CAUSES = "likely the drafter of another target or version of it, or weights damaged by a conversion"
+# Two steps of a logit of the type, relative. A block of rows and a single row may be summed in another order,
+# and in a tie within the last bits both tokens are the most likely one.
+TIE_TOLERANCE = {mx.bfloat16: 2.0**-6, mx.float16: 2.0**-9, mx.float32: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -156,3 +192,245 @@ def _settings(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     chosen = own if isinstance(own, dict) else quantization
     defaults = {"bits": 4, "group_size": 64, "mode": "affine"}
     return {key: chosen.get(key, default) for key, default in defaults.items()}
+
+
+# --- the drafter
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the target accepts the tokens of a drafter."""
+
+    positions: int  # with a draft
+    first: float  # share of positions whose first draft token is accepted
+    length: float  # tokens of a round with K draft tokens, the target's own token included
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The target's greedy continuations, and the drafters along them."""
+
+    continuations: list[list[int]]
+    acceptances: list[Acceptance]  # by drafter
+    # By drafter: of its logits from those of the first drafter, in standard deviations of those.
+    differences: list[float]
+
+    @property
+    def chance(self) -> float:
+        """Return the acceptance of a drafter that always guesses the most common token."""
+        tokens = Counter(token for continuation in self.continuations for token in continuation)
+        return max(tokens.values()) / tokens.total()
+
+
+def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
+    """Check acceptance, logits and losslessness; return figures. Raises SelfTestFailed."""
+    config = subject.target.config
+    text = read_text(subject.target_folder, config)
+    built_in = prompts(subject.target_folder, text)
+    vocab_size = text_config(config)["vocab_size"]
+
+    def walk_with(model: nn.Module, folders: Sequence[Path]) -> Walk:
+        drafters = [open_drafter(f, repair_config(read_config(f)), config) for f in folders]
+        return walk(model, drafters, built_in, text.eos, vocab_size=vocab_size)
+
+    before, why_not = None, _why_not_before(subject)
+    if why_not is None:
+        progress.stage("drafting with the original pair")
+        dtype = subject.target_conversion.reference_dtype(subject.target)
+        before = walk_with(load_lazily(subject.target.folder, dtype), [subject.original_drafter])
+        gc.collect()
+    progress.stage("drafting with the converted pair")
+    after = walk_with(
+        load_lazily(subject.target_folder, None), [subject.original_drafter, subject.drafter_folder]
+    )
+    gc.collect()
+    assert subject.drafter is not None
+    check_logits("drafter", after.differences[1], subject.drafter, subject.drafter_conversion)
+    floor = min(MAX_FLOOR, max(MIN_ACCEPTANCE, CHANCE_FACTOR * after.chance))
+    _check_acceptance(before, after, floor)
+    figures = _figures(before, after)
+    figures |= {"not_before": why_not} if why_not else {}
+    return {
+        "acceptance": {**figures, "chance": after.chance, "floor": floor, "draft_tokens": K},
+        "drafter_logits": after.differences[1],
+        "lossless": check_lossless(subject, built_in, after.continuations, progress),
+    }
+
+
+def _why_not_before(subject: TestedConversion) -> str | None:
+    """Return why the original pair is not measured, None if it is."""
+    if not (subject.target_conversion.changes or subject.drafter_conversion.changes):
+        return "nothing was changed"
+    limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    size = subject.target.size
+    return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
+
+
+def _check_acceptance(before: Walk | None, after: Walk, floor: float) -> None:
+    """Raise SelfTestFailed with the likely cause if the acceptance is below `floor`."""
+    original, ours = after.acceptances
+    if ours.first >= floor:
+        return
+    if original.first >= floor:
+        cause = f"quantizing the drafter cost it, {original.first:.0%} without: use --drafter-bits 8 or none"
+    elif before is not None and before.acceptances[0].first >= floor:
+        accepted = before.acceptances[0].first
+        cause = f"quantizing the target cost it, {accepted:.0%} without: use -q with more bits"
+    else:
+        cause = LIKELY_CAUSES
+    raise SelfTestFailed(
+        f"the target accepts {ours.first:.0%} of the drafter's first tokens, {floor:.0%} are expected: "
+        f"{cause} (--no-self-test converts it nevertheless)"
+    )
+
+
+def _figures(before: Walk | None, after: Walk) -> dict[str, Any]:
+    ours = after.acceptances[1]
+    result: dict[str, Any] = {"positions": ours.positions, "first": ours.first, "length": ours.length}
+    if before is not None:
+        original = before.acceptances[0]
+        result |= {"first_before": original.first, "length_before": original.length}
+        if original.first:
+            result["loss_percent"] = 100 * (1 - ours.first / original.first)
+    return result
+
+
+# --- drafters along the target's text
+
+
+class _LoggingSampler(Greedy):
+    """Draw greedily and keep the logits of the first draft token."""
+
+    def __init__(self, law: LogitsProcessor) -> None:
+        super().__init__(law)
+        self.first: mx.array | None = None
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        self.first = logits if drafted.size == 0 else self.first
+        return super().draw(logits, history, drafted)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """One continuation."""
+
+    tokens: list[int]
+    drafts: list[list[list[int]]]  # by drafter and position: up to K tokens
+    differences: list[float]  # by drafter
+
+
+def walk(
+    model: nn.Module,
+    drafters: Sequence[DrafterSource],
+    prompts: Sequence[list[int]],
+    eos: Collection[int],
+    *,
+    vocab_size: int,
+) -> Walk:
+    """Continue `prompts` greedily and ask each drafter for K tokens at every position.
+
+    The drafters must need the same features.
+    """
+    paths = [_walk_one(model, drafters, prompt, frozenset(eos), vocab_size) for prompt in prompts]
+    return Walk(
+        [path.tokens for path in paths],
+        [count_accepted([(path.tokens, path.drafts[i]) for path in paths]) for i in range(len(drafters))],
+        [max(path.differences[i] for path in paths) for i in range(len(drafters))],
+    )
+
+
+def _walk_one(
+    model: nn.Module, sources: Sequence[DrafterSource], prompt: list[int], eos: frozenset[int], vocab: int
+) -> _Path:
+    target = LMTarget(model, sources[0].needs if sources else None)
+    drafters = [source.make(target.parts) for source in sources]
+    samplers = [_LoggingSampler(LogitsProcessor(GREEDY, len(prompt), vocab)) for _ in sources]
+    path = _Path([], [[] for _ in sources], [0.0 for _ in sources])
+    history = list(prompt)
+    if len(history) > 1:
+        features = target.prefill(history[:-1])
+        for drafter in drafters:
+            drafter.observe(history, features)
+    while len(path.tokens) < GENERATED and not eos.intersection(path.tokens[-1:]):
+        for i, (drafter, sampler) in enumerate(zip(drafters, samplers, strict=True)):
+            path.drafts[i].append(read_tokens(drafter.draft(history, K, sampler).tokens))
+            path.differences[i] = max(path.differences[i], _distance(sampler, samplers[0]))
+        token = read_tokens(target.verify(mx.array(history[-1:])).argmax(axis=-1))
+        features = target.commit(1)
+        history += token
+        path.tokens.extend(token)
+        for drafter in drafters:
+            drafter.observe(history, features)
+    return path
+
+
+def count_accepted(paths: Sequence[tuple[list[int], list[list[int]]]]) -> Acceptance:
+    """Return the acceptance of drafts at each position of continuations."""
+    runs = [
+        (_accepted(draft, tokens[i : i + K]), len(tokens) - i)
+        for tokens, drafts in paths
+        for i, draft in enumerate(drafts)
+        if draft
+    ]
+    if not runs:
+        return Acceptance(0, 0.0, 1.0)
+    whole = [run for run, left in runs if left >= K] or [run for run, _ in runs]
+    first = sum(run > 0 for run, _ in runs) / len(runs)
+    return Acceptance(len(runs), first, 1 + sum(whole) / len(whole))
+
+
+def _accepted(draft: Sequence[int], truth: Sequence[int]) -> int:
+    """Return the number of draft tokens before the first that differs from `truth`."""
+    wrong = (i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b)
+    return next(wrong, min(len(draft), len(truth)))
+
+
+def _distance(sampler: _LoggingSampler, reference: _LoggingSampler) -> float:
+    if sampler is reference or sampler.first is None or reference.first is None:
+        return 0.0
+    a, b = (np.array(s.first.astype(mx.float32)) for s in (sampler, reference) if s.first is not None)
+    return difference(a, b)
+
+
+# --- losslessness
+
+
+def check_lossless(
+    subject: TestedConversion,
+    prompts: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    progress: StageProgress,
+) -> dict[str, Any]:
+    """Compare the text of the loaded pair with the target's `plain` continuations.
+
+    Raises SelfTestFailed.
+    """
+    progress.stage("comparing speculative with plain decoding")
+    pair = load(subject.target_folder, subject.drafter_folder, num_draft_tokens=K)
+    drafted = [
+        [token for round in pair.generate(prompt, max_tokens=len(expected)) for token in round.tokens]
+        for prompt, expected in zip(prompts, plain, strict=True)
+    ]
+    del pair
+    gc.collect()
+    ties = 0
+    for prompt, expected, found in zip(prompts, plain, drafted, strict=True):
+        if found == expected:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        if not _is_tie(subject, [*prompt, *expected[:at]], (found[at], expected[at])):
+            raise SelfTestFailed(
+                f"the pair says token {found[at]} where the target alone says {expected[at]}, so speculation "
+                "is not lossless here: nothing was written; please report this"
+            )
+        ties += 1
+    return {"prompts": len(prompts), "tokens": sum(map(len, plain)), "ended_in_a_tie": ties}
+
+
+def _is_tie(subject: TestedConversion, history: list[int], tokens: tuple[int, int]) -> bool:
+    """Return True if two tokens are equally likely within the logits' type."""
+    logits = load_lazily(subject.target_folder, None)(mx.array([history]))[0, -1]
+    a, b = (float(value) for value in np.array(logits[mx.array(tokens)].astype(mx.float32)))
+    return abs(a - b) <= TIE_TOLERANCE[logits.dtype] * max(abs(a), abs(b))

@@ -20,11 +20,11 @@ from mlx_spec.model.caches import (
     make_caches,
 )
 from mlx_spec.model.hooks import capture, decoder_of, parts_of, start_layers_early
-from mlx_spec.model.tree import tree_of
-from mlx_spec.model.tree_attention import (
+from mlx_spec.model.tree import (
     TreeCacheView,
     has_rowwise_ropes,
     rope_obstacle,
+    tree_of,
     tree_view,
     unwrap_ropes,
     wrap_ropes,

@@ -23,8 +23,7 @@ import mlx.core as mx
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.model.tree import tree_of
-from mlx_spec.sampling.verify import Rule, block, match
-from mlx_spec.sampling.verify_tree import recursive, walk
+from mlx_spec.sampling.verify import Rule, block, match, recursive, walk
 from mlx_spec.types import Draft, Sampler
 
 MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature

@@ -15,10 +15,9 @@ from commands import run
 from test_convert import GOLDEN, converted, edit_config, edit_tensors
 
 import mlx_spec
-from mlx_spec.convert import acceptance, measure, selftest, texts
-from mlx_spec.convert.acceptance import check_lossless
+from mlx_spec.convert import measure, selftest, texts
 from mlx_spec.convert.measure import Conversion, SelfTestFailed
-from mlx_spec.convert.selftest import compare, self_test
+from mlx_spec.convert.selftest import check_lossless, compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.convert.target import convert_model
 from mlx_spec.errors import BadCheckpoint

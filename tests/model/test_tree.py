@@ -14,8 +14,7 @@ from mlx_lm.models import ministral3, rope_utils
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
-from mlx_spec.model.tree import Tree, tree_template
-from mlx_spec.model.tree_attention import RowwiseRope, TreeCacheView
+from mlx_spec.model.tree import RowwiseRope, Tree, TreeCacheView, tree_template
 from mlx_spec.types import FeatureSpec
 
 TOLERANCE = 1e-5  # measured: 0

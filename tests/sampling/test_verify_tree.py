@@ -17,7 +17,7 @@ from enumeration import Array, Drafts, Guess, Levels, emitted, error, normalised
 from exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
 
 from mlx_spec.model.tree import Tree, tree_of
-from mlx_spec.sampling import Sampling, verify, verify_tree
+from mlx_spec.sampling import Sampling, verify
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
 TOLERANCE = 1e-6
@@ -52,7 +52,7 @@ def drafts(
     return Drafts(tree, p, guess(drawn), guess(judged)), p
 
 
-def emitted_from(every: Drafts, accept: Callable = verify_tree.accept_recursive) -> tuple[Levels, float]:
+def emitted_from(every: Drafts, accept: Callable = verify.accept_recursive) -> tuple[Levels, float]:
     return every.emitted(partial(accept, tree=every.tree))
 
 
@@ -101,15 +101,15 @@ def left_unnormalised(p, tokens, q, uniform, tree):
         token = tokens[j : j + 1]
         hits.append(uniform[j : j + 1] * q[j][token] < left[row][token])
         left[row] = mx.maximum(left[row] - q[j], 0)
-    last = verify_tree.last_reached(mx.concatenate(hits), tree)
+    last = verify.last_reached(mx.concatenate(hits), tree)
     return last, mx.where(mx.stack(left)[last].max() > 0, mx.stack(left)[last], p[last])
 
 
 def judged_by_p(p, tokens, q, uniform, tree):
     """The mistake: judge each guess as if it were the first."""
     hits = uniform * mx.take_along_axis(q, tokens[:, None], -1)[:, 0] < p[mx.array(tree.parents), tokens]
-    last = verify_tree.last_reached(hits, tree)
-    return last, verify_tree.accept_recursive(p, tokens, q, mx.zeros_like(uniform) + 1, tree)[1] * 0 + p[last]
+    last = verify.last_reached(hits, tree)
+    return last, verify.accept_recursive(p, tokens, q, mx.zeros_like(uniform) + 1, tree)[1] * 0 + p[last]
 
 
 @pytest.mark.parametrize("wrong", [left_unnormalised, judged_by_p])
@@ -148,7 +148,7 @@ def walked(shape: tuple[int, ...], size: int, rule: Callable[..., mx.array], twi
 @pytest.mark.parametrize("shape", [(0, 0), (0, 1, 0), (0, 1, 1, 0), (0, 0, 2, 1)])
 def test_walk_of_a_tree_that_was_not_drawn_is_exact(shape: tuple[int, ...]) -> None:
     """Also where two guesses are the same."""
-    assert walked(shape, 3, verify_tree.walk) < TOLERANCE
+    assert walked(shape, 3, verify.walk) < TOLERANCE
 
 
 def luckiest(chosen: mx.array, tokens: mx.array, tree: Tree) -> mx.array:
@@ -174,7 +174,7 @@ def test_walk_emits_what_the_target_chooses() -> None:
     for tokens in itertools.product(range(3), repeat=5):
         prefixes = [tuple(tokens[row - 1] for row in path[1:]) for path in tree.paths]
         chosen = mx.array([int(choice[len(prefix)][prefix]) for prefix in prefixes])
-        last, following = np.array(verify_tree.walk(chosen, mx.array(tokens), tree)).tolist()
+        last, following = np.array(verify.walk(chosen, mx.array(tokens), tree)).tolist()
         assert [*prefixes[last], following] == plain[: len(prefixes[last]) + 1]
         rows.add(last)
     assert rows == set(range(6))
