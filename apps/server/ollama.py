@@ -25,12 +25,11 @@ from .models import ModelCard
 from .openai_chat import ToolField, parse_tool
 from .parameters import HARMLESS, SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import MAX_SHOWN_CHARS, Fields
-from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
+from .request import Chat, FillIn, GenerationRequest, OutputFormat, RawPrompts
 
 LATEST = ":latest"  # the tag of a name without one
 REFUSED = {  # field -> why it is not supported
     "images": "only text is read here",
-    "suffix": "text can only be continued here, not filled in",
     "template": "the model's own chat template is used",
     "context": "give the conversation to /api/chat",
 }
@@ -127,6 +126,7 @@ class OllamaGenerate(OllamaBody):
     """The body of `/api/generate`."""
 
     prompt: str | None = None
+    suffix: str | None = None  # the prompt is the text before a gap
     system: str | None = None
     raw: bool | None = None
 
@@ -203,9 +203,11 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
         tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
         use = parsing.make_tool_use(tools, "auto", None, None)
         return Chat(_parse_messages(body.messages), use, thinks, level)
-    if not body.prompt or body.raw:
-        if body.raw and body.system:
-            raise unsupported("system: a raw prompt has none", "system")
+    if not body.prompt or body.raw or body.suffix:
+        if (body.raw or body.suffix) and body.system:
+            raise unsupported("system: goes with neither raw nor suffix", "system")
+        if body.suffix:
+            return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
     system = [{"role": "system", "content": body.system}] if body.system else []
     return Chat((*system, {"role": "user", "content": body.prompt}), None, thinks, level)

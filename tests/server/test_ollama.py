@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from mlx_spec.apps.server.events import Finished
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration
-from mlx_spec.apps.server.request import Chat, GenerationRequest, OutputFormat, RawPrompts
+from mlx_spec.apps.server.request import Chat, FillIn, GenerationRequest, OutputFormat, RawPrompts
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 
@@ -127,6 +127,7 @@ def test_options() -> None:
         ({"prompt": "Hi", "think": False, "system": "Be brief."}, Chat((BRIEF, *HI))),
         ({"prompt": "Hi", "raw": True}, RawPrompts(("Hi",))),
         ({"prompt": ""}, RawPrompts(())),
+        ({"prompt": "a = ", "suffix": "\nprint(a)"}, RawPrompts((FillIn("a = ", "\nprint(a)"),))),
     ],
 )
 def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
@@ -151,7 +152,7 @@ def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages.1"),
         ({"modle": "x"}, "modle"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "suffix": "y", "system": "z"}, "system"),
         ({"prompt": "x", "context": [1, 2]}, "context"),
         ({"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
         ({"prompt": "x", "raw": True, "system": "y"}, "system"),
