@@ -11,13 +11,10 @@ import re
 from typing import ClassVar
 
 from markdown_it import MarkdownIt
-from rich.cells import chop_cells
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 from rich.theme import Theme
-
-from .terminal import UNSURE_WIDTH
 
 CODE_THEME = "ansi_dark"  # the terminal's own colours, so that its background may be dark or light
 THEME = Theme({"markdown.code": "cyan"})
@@ -66,10 +63,3 @@ def rendered(text: str, columns: int) -> str | None:
     with console.capture() as capture:
         console.print(markdown, crop=False)
     return TRAILING_SPACES.sub(r"\1", capture.get()).strip("\n") + "\n"
-
-
-def rows(text: str, columns: int) -> int | None:
-    """Return how many rows of a terminal the text takes; None if that is uncertain."""
-    if UNSURE_WIDTH.search(text) or columns < 1:
-        return None
-    return sum(max(len(chop_cells(line, columns)), 1) for line in text.split("\n"))

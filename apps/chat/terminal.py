@@ -7,32 +7,24 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import select
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
-
-from rich.cells import cell_len
 
 from mlx_spec.errors import InvalidValue, SpecError
 
 from ..command import CONTROLS
+from .wrapping import Wrapping, folded, in_style, rows
 
 if TYPE_CHECKING:
     from mlx_spec.text.stream import Span
 
 # Parameters of SGR escape codes. Colours are those of the 256; text of the target has none.
-DIM, PLAIN = "2", "0"
+DIM = "2"
 DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
 COPIED, FORCED = "38;5;172", "38;5;170"
 BORDER = "│"  # between two rounds
-FENCES = ("```", "~~~")
-WIDE = "\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60"  # Chinese, Japanese and Korean: a word each
-WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
-# Terminals disagree about the width of joined emoji; that of a tab depends on its column.
-UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 SIGNAL_SECONDS = 0.1  # longest wait of a Ctrl-C that comes just before a blocking read
 
 
@@ -89,7 +81,7 @@ class Terminal:
 
         Does nothing if there is no Markdown, or if the text may have left the screen or changed its shape.
         """
-        from .markdown import rendered, rows
+        from .markdown import rendered
 
         size = self._size
         if not self.has_styles or size is None or size != _size(sys.stdout):
@@ -102,16 +94,11 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Show a line that is not part of the answer."""
-        self.styled([(_folded(text), DIM)])
+        self.styled([(self._folded(text), DIM)])
 
     def styled(self, parts: Sequence[tuple[str, str]]) -> None:
         """Show a line of texts that have an SGR style each."""
-        _print_error(
-            "".join(
-                f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and self._dims_notes else text
-                for text, style in parts
-            )
-        )
+        _print_error("".join(in_style(text, style if self._dims_notes else "") for text, style in parts))
 
     def error(self, error: Exception) -> None:
         """Show an error in one line. Gives up on a stdout that is closed."""
@@ -119,7 +106,7 @@ class Terminal:
             self.drop()
         elif not self._fresh_line:
             self.end()
-        _print_error(_folded(f"mlx-spec: {' '.join(str(error).split())}"))
+        _print_error(self._folded(f"mlx-spec: {' '.join(str(error).split())}"))
 
     def ask(self, prompt: str) -> str:
         """Return a line of the user. Raises EOFError, and InvalidValue if it is not text."""
@@ -139,6 +126,10 @@ class Terminal:
     def newline(self) -> None:
         """Leave the line of the prompt."""
         _print_error("")
+
+    def _folded(self, text: str) -> str:
+        size = _size(sys.stderr) if self.is_watched else None
+        return text if size is None or size.columns < 1 else folded(text, size.columns)
 
     def _start(self, kind: str) -> None:
         if not self._fresh_line:
@@ -171,72 +162,6 @@ class Terminal:
             raise ReaderLeft(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
         except OSError as error:
             raise OutputClosed(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
-
-
-class Wrapping:
-    """Breaks the lines of an answer between words while they are written, except in fenced code.
-
-    A word is shown at once; if it reaches the edge, its beginning moves to the next line.
-    """
-
-    def __init__(self) -> None:
-        self.shown = ""  # the text with the line breaks that were added
-        self._line = ""  # without them
-        self._column = 0
-        self._word: list[tuple[str, str]] = []  # its pieces and their styles
-        self._in_code = False
-
-    def add(self, text: str, style: str, columns: int) -> str:
-        """Return what to write for more text; 0 columns: their number is not known."""
-        return "".join(self._part(part, style, columns) for part in WORDS.findall(text))
-
-    def _part(self, part: str, style: str, columns: int) -> str:
-        if part == "\n":
-            self._in_code ^= self._line.lstrip().startswith(FENCES)
-            self.shown += part
-            self._line, self._column, self._word = "", 0, []
-            return part
-        self._line += part
-        if not columns or self._in_code or UNSURE_WIDTH.search(self._line):
-            self.shown += part
-            return _in_style(part, style)
-        if part.isspace():
-            part = part[: columns - self._column]
-            self._word = []
-        elif cell_len(part) == 2 * len(part):
-            self._word = []
-        return self._fit(part, style, columns)
-
-    def _fit(self, part: str, style: str, columns: int) -> str:
-        moved, width = "".join(piece for piece, _ in self._word), cell_len(part)
-        begun = cell_len(moved)
-        codes = ""
-        if self._column + width > columns and self._column > begun and begun + width <= columns:
-            codes = f"\x1b[{self._column - begun + 1}G\x1b[K" if begun else ""
-            codes += "\n" + "".join(_in_style(*piece) for piece in self._word)
-            self.shown = self.shown[: len(self.shown) - len(moved)] + "\n" + moved
-            self._column = begun
-        self.shown += part
-        self._column = (self._column + width - 1) % columns + 1 if self._column + width else 0
-        self._word = [*self._word, (part, style)] if part and not part.isspace() else []
-        return codes + _in_style(part, style)
-
-
-def _in_style(text: str, style: str) -> str:
-    return f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and text else text
-
-
-def _folded(text: str) -> str:
-    """Return a message whose lines end between words, if it is shown on a terminal."""
-    size = _size(sys.stderr) if _is_terminal(sys.stderr) else None
-    if size is None or size.columns < 1:
-        return text
-    return "\n".join(
-        textwrap.fill(line, size.columns, break_long_words=False, break_on_hyphens=False)
-        if len(line) > size.columns
-        else line
-        for line in text.split("\n")
-    )
 
 
 def origin_name(drafters: Sequence[str], index: int | None) -> str | None:
