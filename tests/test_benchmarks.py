@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -98,18 +97,6 @@ def test_policy_lists_its_sources() -> None:
     """Its cells are checked by tests/policy/test_floors.py."""
     done = python("policy", "--list")
     assert done.returncode == 0 and "M3 Max" in done.stdout, done.stderr[-2000:]
-
-
-def test_blas_that_is_not_there(tmp_path: Path) -> None:
-    done = python("blas", "--quick", "--blas", str(tmp_path / "none.so"))
-    assert done.returncode == 1
-    assert done.stderr.strip().endswith("none.so")
-
-
-@pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="it would fit")
-def test_shapes_too_large_for_the_machine() -> None:
-    done = python("round_costs", "--random", "e4b", "--quick")
-    assert "GB are the most here" in done.stderr
 
 
 def test_our_own_results_are_current() -> None:

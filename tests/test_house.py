@@ -66,9 +66,7 @@ FAMILIES = re.compile(r"gemma|llama|qwen|deepseek", re.IGNORECASE)
 FAMILIES_ALLOWED = ("mlx_spec/hub/", "mlx_spec/drafters/", "mlx_spec/load.py", "convert/", "apps/")
 
 # Short files with one user, and why they stand apart.
-SHORT = {
-    "mlx_spec/policy/fixed.py": "the other policy beside the adaptive one",
-}
+SHORT = {"mlx_spec/policy/fixed.py": "the other policy beside the adaptive one"}
 
 # Class names used twice on purpose.
 SAME_NAME = {

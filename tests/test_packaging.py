@@ -1,4 +1,4 @@
-"""What a wheel, an sdist and an editable install hold; what the commands say when MLX is not there."""
+"""Contents of a wheel, an sdist and an editable install; the error of a missing MLX backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def build(kind: str, tree: Path, out: Path) -> Path:
-    """What an installer does: ask the build backend, in a process of its own. Needs no network."""
+    """Build as an installer does, in a process of its own and without a network."""
     code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     out.mkdir()
     done = run(sys.executable, "-c", code, str(out), cwd=tree)

@@ -61,7 +61,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What `mlx-spec doctor --quick --json` says of the demo pair."""
+    """Return the report of `mlx-spec doctor --quick --json` on the demo pair."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
         patch.setattr("mlx_spec.apps.selftest.QUICK", PATIENT)
@@ -112,7 +112,7 @@ def test_its_certificate_can_be_shown_to_others(report):
 
 
 def keep_a_rejected_row(self: FullCache | SlidingCache, size: int) -> None:
-    """What `rewind` must not do."""
+    """Rewind wrongly."""
     self.offset = min(self.offset, size + 1)
 
 

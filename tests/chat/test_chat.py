@@ -107,8 +107,7 @@ def test_thoughts_stay_out_of_pipes(endless, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("no_color", "shown"),
-    [("", r"(\x1b\[2m[^\x1b]+\x1b\[0m)+\r\n"), ("1", r"\(thinking\)\r\n[^\x1b]+\r\n")],
+    ("no_color", "shown"), [("", r"(\x1b\[2m[^\x1b]+\x1b\[0m)+\r\n"), ("1", r"\(thinking\)\r\n[^\x1b]+\r\n")]
 )
 def test_thoughts_are_dimmed(endless, monkeypatch, capfd, no_color, shown):
     monkeypatch.setenv("NO_COLOR", no_color)
@@ -187,7 +186,7 @@ def answer_into(stdout: int | io.FileIO) -> tuple[int, str]:
 
 
 def test_reader_that_goes_away():
-    """As in `| head -1`: silence, and no error."""
+    """A closed pipe, as of `| head -1`, ends the program in silence."""
     read, write = os.pipe()
     os.close(read)
     assert answer_into(write) == (0, "")

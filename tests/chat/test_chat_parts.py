@@ -24,13 +24,8 @@ from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
 from mlx_spec.apps.chat.report import details, status_line
-from mlx_spec.apps.chat.settings import (
-    AnswerSettings,
-    from_values,
-)
-from mlx_spec.apps.chat.terminal import (
-    Terminal,
-)
+from mlx_spec.apps.chat.settings import AnswerSettings, from_values
+from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.apps.chat.wrapping import Wrapping, rows
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.session import Positions, Session, Statistics
@@ -132,7 +127,7 @@ def test_details():
 
 
 def test_file_of_the_first_release(tmp_path):
-    """What version 1 wrote, with what a later minor release may have added, is read for ever."""
+    """Files of version 1 stay readable, also with fields of later minor releases."""
     text = (
         '{"format": "mlx_spec conversation", "version": 1, "target": "demo", "drafter": null, '
         '"system": "Be brief.", "settings": {"temperature": 0.5, "max_tokens": 9, "mood": "good"}, '
@@ -306,7 +301,7 @@ def test_rendered_at_the_end(pieces, columns, again, monkeypatch):
 
 
 def _read(screen: io.FileIO, count: int) -> str:
-    """So many characters of ASCII, and what came with them: a terminal hands them on as it likes."""
+    """Read at least `count` ASCII characters: a terminal cuts its output anywhere."""
     seen = b""
     while len(seen) < count:
         assert select.select([screen], [], [], LIMIT)[0], seen

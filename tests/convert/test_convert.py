@@ -254,7 +254,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     "made", [synthetic.speculators_eagle3(), synthetic.medusa()], ids=["eagle3", "medusa"]
 )
 def test_drafters_without_a_model_type(made: synthetic.Checkpoint, tmp_path: Path) -> None:
-    """As published; each is loaded with its target."""
+    """They are converted as published, and load with their target."""
     config = {**synthetic.LAYER, "num_hidden_layers": synthetic.T_LAYERS, "rope_theta": 1e4}
     config |= {"tie_word_embeddings": False, "max_position_embeddings": 512}
     source = tmp_path / "source"

@@ -126,7 +126,7 @@ def test_features_and_text_of_the_target(name):
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_of_all_rounds(name, in_chunks):
-    """Of drafts of 4 tokens some are kept, none or all; the prompt comes whole or in pieces."""
+    """Rounds keep some, none or all of 4 draft tokens; the prompt comes whole or in pieces."""
     g = golden(name)
     source = g.open()
     assert source.name == MTP.get(name, "eagle3")

@@ -51,7 +51,7 @@ def layers() -> list[mx.array]:
 
 
 def worst(found: list[mx.array]) -> float:
-    """Of the differences from mlx-vlm."""
+    """Return the largest difference from mlx-vlm."""
     return max(largest(ours, golden()[2][f"logits.{i}"]) for i, ours in enumerate(found))
 
 
@@ -73,7 +73,7 @@ def test_the_shift_counts(tmp_path):
 
 @pytest.mark.parametrize("window", [3, 8])
 def test_sliding_layers_see_the_end_of_the_context(window, tmp_path):
-    """As if the context had begun there: rotary positions are relative."""
+    """The draft is that of a context that begins there: rotary positions are relative."""
     history, begins, _ = golden()
     kinds = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
     source = opened(published(**kinds), tmp_path)

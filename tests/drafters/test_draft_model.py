@@ -16,12 +16,7 @@ from fitted import Recorder
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.draft_model import (
-    MAX_UNWRITTEN,
-    PREFILL_STEP,
-    DraftModel,
-    VocabularySizes,
-)
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, VocabularySizes
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling

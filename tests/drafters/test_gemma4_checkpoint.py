@@ -142,9 +142,7 @@ def test_copy_of_the_head_is_ignored(folder):
     ("changes", "message"),
     [
         ({"model.layers.2.layer_scalar": None}, "lacks the tensors model.layers.2.layer_scalar"),
-        ({"masked_embedding.token_ordering": None}, "lacks the tensors masked_embedding.token_ordering"),
         ({KEY: mx.zeros((16, 64))}, f"no use for: {KEY}"),
-        ({"model.norm.scales": mx.zeros(1)}, "no use for: model.norm.scales"),
         ({"post_projection.scales": mx.zeros((64, 1), dtype=mx.uint8)}, "post_projection"),
         (
             {"pre_projection.weight": mx.zeros((64, 64))},
@@ -153,10 +151,6 @@ def test_copy_of_the_head_is_ignored(folder):
         (
             {"masked_embedding.token_ordering": mx.zeros(512)},
             "masked_embedding.token_ordering floats [512] instead of integers [512]",
-        ),
-        (
-            {"model.norm.weight": mx.zeros(64, dtype=mx.int32)},
-            "model.norm.weight integers [64] instead of floats [64]",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def drafts(drafter: Lookup, history: list[int], limit: int) -> list[int]:
 
 
 def reference(history: list[int], limit: int, min_match: int = 2, max_match: int = 32) -> list[int]:
-    """What followed the longest match of the last tokens, the latest of equals; as many tokens at most."""
+    """Return what followed the longest match of the last tokens, the latest of equals."""
     for length in range(min(max_match, len(history) - 1), min_match - 1, -1):
         for place in range(len(history) - 1, length - 1, -1):
             if history[place - length : place] == history[-length:]:

@@ -93,7 +93,7 @@ def test_rounds_behind_a_long_prompt(tmp_path):
 
 
 def test_ids_are_inputs_of_layers(tmp_path):
-    """What the taps see is the outputs of the layers before, and not of those before or behind these."""
+    """The taps read the outputs of the layers before, and no others."""
     made, model, prompt = small(), tiny.full(), tiny.prompt(12)
     source = opened(made, tmp_path)
     assert source.needs.hidden_layers == CAPTURE

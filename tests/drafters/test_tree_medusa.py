@@ -322,7 +322,7 @@ def test_statistics_count_places_of_the_longest_path() -> None:
 
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, PENALTIES])
 def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
-    """As those of plain decoding, token for token."""
+    """They equal those of plain decoding, token for token."""
     model, prompt = tiny.sliding(), tiny.prompt(25)
     found, truth = [], list[int]()
     for K in (0, 14):

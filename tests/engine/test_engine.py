@@ -34,7 +34,7 @@ BITS, SPOILED, LENGTHS = [None, 8, 4], [(1, 2), (4, 3), (16, 2)], [1, 16, 40]
 
 @functools.cache
 def said(kind: str, length: int, kv_bits: int | None = None) -> list[int]:
-    """What plain decoding says behind the prompt of that length."""
+    """Return the answer of plain decoding to the prompt of that length."""
     return plain(MODELS[kind], tiny.prompt(length), COUNT, kv_bits)
 
 

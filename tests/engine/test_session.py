@@ -57,12 +57,7 @@ UNMARKED = Sampling(logit_bias={OPEN: -100.0, CLOSE: -100.0})  # greedy, no thou
 
 
 def make_pair(
-    kind: str,
-    drafter: str = "same",
-    *,
-    K: int = 4,
-    eos: tuple[int, ...] = (),
-    context: int | None = None,
+    kind: str, drafter: str = "same", *, K: int = 4, eos: tuple[int, ...] = (), context: int | None = None
 ) -> Pair:
     """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
     model = MODELS[kind]
@@ -85,7 +80,7 @@ def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
 
 
 def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
-    """What plain decoding with fresh caches says."""
+    """Return the tokens of plain decoding with fresh caches."""
     target = LMTarget(MODELS[kind], kv_bits=8 if kind == "quantized" else None)
     sampler = sampling.sampler(len(prompt), tiny.VOCAB)
     rounds = engine.generate(

@@ -34,13 +34,8 @@ def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [human_bytes(size) for size in (0, 81_600, 99_000_000, 137_000_000, 3_600_000_000)] == [
-        "0.0 MB",
-        "0.1 MB",
-        "99.0 MB",
-        "137.0 MB",
-        "3.6 GB",
-    ]
+    sizes = {0: "0.0 MB", 81_600: "0.1 MB", 137_000_000: "137.0 MB", 3_600_000_000: "3.6 GB"}
+    assert {size: human_bytes(size) for size in sizes} == sizes
     assert shortened(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more" and shortened(["a"]) == "a"
     assert one_line(ValueError("two\n  lines")) == "two lines" and len(one_line(ValueError("x" * 999))) == 300
     assert one_line(ValueError()) == "ValueError"

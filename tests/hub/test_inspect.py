@@ -1,4 +1,4 @@
-"""What a checkpoint is, told from config.json and headers alone."""
+"""Checkpoints are recognized from config.json and headers alone."""
 
 from __future__ import annotations
 

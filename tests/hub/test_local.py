@@ -47,12 +47,8 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair(tmp_path / "elsewhere" / "yours")
     capsys.readouterr()
     found = listed(capsys, str(tmp_path / "elsewhere"))
-    assert [entry["origin"] for entry in found.values()] == [
-        "bundled",
-        "converted",
-        "converted",
-        *["cached"] * 3,
-    ]
+    origins = ["bundled", "converted", "converted", "cached", "cached", "cached"]
+    assert [entry["origin"] for entry in found.values()] == origins
     assert found[E2B]["partners"] == [ASSISTANT] and found[ASSISTANT]["partners"] == [E2B]
     assert found["owner/other"]["partners"] == []
     assert all(entry["problem"] is None for entry in found.values())
@@ -79,20 +75,10 @@ def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     # not ours
     (cache / "models--a--file").write_text("x")
     (cache / "version.txt").write_text("1")
-    for name in (
-        "datasets--a--b",
-        "models--legacy",
-        "models--a--empty",
-        "models--a--b--c",
-        "models--o--",
-        "x",
-    ):
+    for name in "datasets--a--b models--legacy models--a--empty models--a--b--c models--o-- x".split():
         (cache / name).mkdir()
-    for name, content in {
-        "bert": {"model_type": "bert"},
-        "none": {},
-        "path": {"model_type": "../llama"},
-    }.items():
+    odd = {"bert": {"model_type": "bert"}, "none": {}, "path": {"model_type": "../llama"}}
+    for name, content in odd.items():
         place = cache / f"models--a--{name}" / "snapshots" / "1"
         sparse.checkpoint(place, content, {"a.weight": ("F16", (2, 2))})
     only_pickles = cache / "models--a--pickles" / "snapshots" / "1"

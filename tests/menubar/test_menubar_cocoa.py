@@ -47,7 +47,7 @@ CONSTANTS = {
 
 
 class Screen:
-    """What the stand-ins share: their calls, the queue of the main thread, and what is seen."""
+    """The state that the stand-ins share: their calls, the queue of the main thread, the occlusion."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
@@ -176,8 +176,7 @@ def top(screen: Screen) -> Native:
 
 DRAFTERS = (Item("auto", Click(Action.DRAFTER), True), Item("off", Click(Action.DRAFTER, "none"), False))
 SMALL = Menu(
-    "61",
-    (Item("61 tok/s"), Separator(), Item("Stop", Click(Action.STOP)), Submenu("Draft", DRAFTERS)),
+    "61", (Item("61 tok/s"), Separator(), Item("Stop", Click(Action.STOP)), Submenu("Draft", DRAFTERS))
 )
 
 

@@ -138,10 +138,7 @@ def test_every_phase_has_a_snapshot():
                 "    • owner/draft",
             ],
         ),
-        (
-            State(fixed=True),
-            ["    ◦ demo", "Draft ▸", "    • (auto)", "    ◦ (off)", "    ◦ (lookup)"],
-        ),
+        (State(fixed=True), ["    ◦ demo", "Draft ▸", "    • (auto)", "    ◦ (off)", "    ◦ (lookup)"]),
         (
             State(Phase.RUNNING, URL, own=False),
             ["    • (demo)", "Draft ▸", "    • (auto)", "    ◦ (off)", "    ◦ (lookup)"],

@@ -1,4 +1,4 @@
-"""What the engine emits when it samples follows the target's distribution, whatever is drafted.
+"""Sampled tokens follow the target's distribution, whatever is drafted.
 
 The controls, argmax drafts that pose as drawn, must be rejected by the same test.
 """

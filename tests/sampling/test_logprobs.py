@@ -20,15 +20,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder, score_prompt
-from mlx_spec.types import (
-    Draft,
-    Drafter,
-    DraftLengthPolicy,
-    FeatureSpec,
-    Round,
-    Sampler,
-    TokenLogprob,
-)
+from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Round, Sampler, TokenLogprob
 
 MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}
 NONE = mx.array([], dtype=mx.int32)

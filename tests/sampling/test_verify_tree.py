@@ -17,7 +17,7 @@ from enumeration import Array, Drafts, Guess, Levels, emitted, error, normalised
 from exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
 
 from mlx_spec.model.tree import Tree, tree_of
-from mlx_spec.sampling import Sampling, verify
+from mlx_spec.sampling import verify
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
 
 TOLERANCE = 1e-6
@@ -85,8 +85,7 @@ def test_a_chain_is_judged_by_token_and_guesses_add_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "judged"),
-    [(without_replacement, with_replacement), (with_replacement, without_replacement)],
+    ("drawn", "judged"), [(without_replacement, with_replacement), (with_replacement, without_replacement)]
 )
 @pytest.mark.parametrize("shape", [(0, 0), (0, 1, 1, 0)])
 def test_guesses_judged_by_another_distribution_are_caught(shape, drawn, judged) -> None:
@@ -218,24 +217,6 @@ class Sampled(Static):
         return Draft(mx.array(drawn, dtype=mx.int32), probs, parents=shape)
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, FILTERED])
-def test_trees_that_are_not_drawn(sampling: Sampling) -> None:
-    assert excess(Static(), sampling, unseeded(sampling), 300) < 1
-
-
-@pytest.mark.parametrize("sampling", [PLAIN, FILTERED])
-def test_drawn_trees(sampling: Sampling) -> None:
-    assert excess(Sampled(), sampling, unseeded(sampling), 300) < 1
-
-
-def test_seeded_trees() -> None:
-    assert excess(Sampled(), FILTERED, seeded(FILTERED), 200) < 1
-
-
-def test_trees_that_lie_about_their_distribution_are_caught() -> None:
-    assert excess(Sampled(lies=True), PLAIN, unseeded(PLAIN), 700) > 1
-
-
 class Posing(Static):
     """Drafts the same tree each time and says that it was drawn."""
 
@@ -243,5 +224,20 @@ class Posing(Static):
         return Draft(mx.array(tokens, dtype=mx.int32), mx.full((len(shape), V), 1 / V), parents=shape)
 
 
-def test_fixed_guesses_that_pose_as_sampled_are_caught() -> None:
+CASES: dict[str, Callable[[], float]] = {
+    "not drawn": lambda: excess(Static(), PLAIN, unseeded(PLAIN), 300),
+    "not drawn, filters and penalties": lambda: excess(Static(), FILTERED, unseeded(FILTERED), 300),
+    "drawn": lambda: excess(Sampled(), PLAIN, unseeded(PLAIN), 300),
+    "drawn, filters and penalties": lambda: excess(Sampled(), FILTERED, unseeded(FILTERED), 300),
+    "drawn with the target's noise": lambda: excess(Sampled(), FILTERED, seeded(FILTERED), 200),
+}
+
+
+@pytest.mark.parametrize("trees", CASES)
+def test_what_is_emitted_follows_the_distribution(trees: str) -> None:
+    assert CASES[trees]() < 1
+
+
+def test_trees_that_lie_about_their_distribution_are_caught() -> None:
+    assert excess(Sampled(lies=True), PLAIN, unseeded(PLAIN), 700) > 1
     assert excess(Posing(), PLAIN, unseeded(PLAIN), 300) > 1

@@ -40,7 +40,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PAR
 
 
 class Answer(BaseModel):
-    """What a schema asks for."""
+    """An answer with a schema."""
 
     function: Literal["zip", "map"]
     pure: bool

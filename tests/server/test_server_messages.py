@@ -7,16 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from endpoint import (
-    BODIES,
-    CLOSED,
-    MESSAGES,
-    SHUTDOWN,
-    TURN,
-    Place,
-    Stub,
-    said,
-)
+from endpoint import BODIES, CLOSED, MESSAGES, SHUTDOWN, TURN, Place, Stub, said
 
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.request import Tool, ToolUse

@@ -86,7 +86,7 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
 
 
 def demo_bytes(folder: Path) -> int:
-    """Of the tensors, without the header."""
+    """Return the bytes of the tensors, without the header."""
     tensors = mx.load(str(folder / "model.safetensors"))
     assert isinstance(tensors, dict)
     return sum(array.nbytes for array in tensors.values())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import tiny
 from served import DEMO, begin, body, chat, closed, text_of, working
+from test_sequence import generate
 from test_session import alone, make_pair
 
 from mlx_spec.apps.server.events import RoundDone
@@ -22,17 +23,6 @@ GREEDY = Sampling()
 
 def prefix_cache(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
     return PrefixCache(pair.open, count, lambda: limit)
-
-
-def generate(pair: Pair, sequence: CachedSequence, prompt: Sequence[int], count: int) -> list[int]:
-    """Continue a prompt with a sequence that was taken for it."""
-    rounds = pair.run(sequence.parts, prompt, max_tokens=count)
-    sequence.rewind_to_prefix(prompt)
-    emitted: list[int] = []
-    for round in rounds:
-        sequence.append(round.tokens)
-        emitted += round.tokens
-    return emitted
 
 
 def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> CachedSequence:

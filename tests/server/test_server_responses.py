@@ -8,17 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from endpoint import (
-    ARGUMENTS,
-    BODIES,
-    CLOSED,
-    RESPONSES,
-    SHUTDOWN,
-    TURN,
-    Place,
-    Stub,
-    said,
-)
+from endpoint import ARGUMENTS, BODIES, CLOSED, RESPONSES, SHUTDOWN, TURN, Place, Stub, said
 
 from mlx_spec.apps.server import parameters
 from mlx_spec.apps.server.events import ChoiceEnded, TextDelta, ToolCall

@@ -31,14 +31,7 @@ from endpoint import (
 )
 
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
-from mlx_spec.apps.server.events import (
-    Event,
-    PromptProgress,
-    PromptRead,
-    TextDelta,
-    Timings,
-    timings_json,
-)
+from mlx_spec.apps.server.events import Event, PromptProgress, PromptRead, TextDelta, Timings, timings_json
 from mlx_spec.apps.server.http import STEP_EVENTS, EventQueue, LoopWaker, read_events
 from mlx_spec.apps.server.openai_chat import ChatWriter
 from mlx_spec.apps.server.openai_completions import TextWriter

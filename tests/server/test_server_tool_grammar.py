@@ -1,4 +1,4 @@
-"""What tools ask of an answer: what each grammar lets through is read back, and fits the schema."""
+"""Grammars of tool calls: every call that one allows is parsed again and fits its schema."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def matcher(source, text):
 
 
 def accepts(source, text, written):
-    """Whether `written` is a whole answer, that an end-of-text token may follow."""
+    """Return True if `written` is a whole answer: an end-of-text token may follow."""
     found, tokens = matcher(source, text), text.encode(written)
     if found.validate_tokens(tokens) < len(tokens):
         return False

@@ -8,7 +8,7 @@ Z = 4.75  # standard normal deviate exceeded once in a million
 
 
 def excess(counts: np.ndarray, p: np.ndarray, least: float = 5.0) -> float:
-    """How far the statistic lies above its one-in-a-million quantile, as a ratio: above 1 is a rejection.
+    """Return the statistic over its one-in-a-million quantile: above 1 is a rejection.
 
     counts and p have one shape; p sums to 1. Cells expected fewer than `least` times are pooled; a count
     where p is 0 is a rejection. The quantile is Wilson and Hilferty's.

@@ -68,7 +68,7 @@ def logits_of(drafter: Drafter, history: list[int], limit: int) -> mx.array:
 
 
 def largest(a: mx.array | np.ndarray, b: mx.array | np.ndarray) -> float:
-    """Of the differences."""
+    """Return the largest difference."""
     return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
 
 
@@ -174,7 +174,7 @@ def pard(model: nn.Module, layers: int, noise: float = 0.0) -> Checkpoint:
 def gather(
     source: DrafterSource, model: nn.Module, prompt: list[int], truth: list[int], limit: int
 ) -> tuple[np.ndarray, list[int]]:
-    """What the head reads of each slot along a text, [N, D], what it should say: one in seven is wrong."""
+    """Return the head's inputs [N, D] along a text and the tokens it should say, one in seven wrong."""
     target, rows, wanted = LMTarget(model, source.needs), [], []
 
     def unembed(hidden: mx.array) -> mx.array:

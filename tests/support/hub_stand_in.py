@@ -1,4 +1,4 @@
-"""As much of the Hugging Face Hub as a download needs, on this machine."""
+"""A small Hugging Face Hub on this machine: enough of it for a download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMIT = "0" * 39 + "1"
 
 @dataclass
 class Hub:
-    """What is served, what was asked for, and what goes wrong. Weights are served as LFS files."""
+    """The served repositories, the requests, and the faults. Weights are served as LFS files."""
 
     repositories: Mapping[str, Path]  # owner/name -> folder; names with "gated" or "torn" answer so
     url: str = ""

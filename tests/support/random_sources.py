@@ -17,11 +17,7 @@ from mlx_spec.types import FeatureSpec
 
 
 def _conventions(hidden: str, chain: str, capture: tuple[int, ...] = ()) -> Conventions:
-    return Conventions(
-        hidden=hidden,
-        chain=chain,
-        capture=capture,
-    )
+    return Conventions(hidden=hidden, chain=chain, capture=capture)
 
 
 def _spread(network: nn.Module, seed: int) -> None:

@@ -40,7 +40,7 @@ def bytes_and_words() -> Tokenizer:
 
 @cache
 def syllables() -> Tokenizer:
-    """As of sentencepiece: at most four letters a token, a space before every text, bytes of what is rare."""
+    """A tokenizer like sentencepiece's: at most four letters a token, a space before every text, bytes."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁]{1,4}"), "isolated")
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)

@@ -76,7 +76,7 @@ class Screen:
 
     @property
     def echoes(self) -> bool:
-        """Whether the terminal shows what is typed by itself."""
+        """Return True if the terminal echoes what is typed."""
         local = termios.tcgetattr(self._end)[3]
         assert isinstance(local, int)
         return bool(local & termios.ECHO)

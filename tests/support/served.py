@@ -98,7 +98,7 @@ def failure(events: list[Event]) -> Failure:
 
 
 def body(events: list[Event]) -> Any:
-    """What no reuse and no speculation may change: texts, calls, prompts, ends and counts of tokens."""
+    """Return texts, calls, prompts, ends and counts: no cache and no speculation may change them."""
     usage = replace(closed(events).usage, cached_tokens=0)
     ends = [e for e in events if isinstance(e, ChoiceEnded)]
     prompts = [e.prompt_tokens for e in events if isinstance(e, PromptRead)]

@@ -44,7 +44,7 @@ class Checkpoint:
         return replace(self, tensors={name: t for name, t in merged.items() if t is not None})
 
     def write(self, folder: Path) -> Path:
-        """As a folder in the Hugging Face format."""
+        """Write a folder in the Hugging Face format."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         mx.save_safetensors(str(folder / "model.safetensors"), self.tensors, {"format": "pt"})

@@ -59,12 +59,10 @@ CURVES = {
         source="mlx#3852: 5120 -> 17408, 4 bits, groups of 128",
     ),
     "M5 Max": Curve(
-        {1: 1.0, 3: 1.12, 5: 1.45, 8: 2.2, 12: 3.2, 16: 3.9, 17: 3.9},
-        source="mlx#3791: a 70B model, 4 bits",
+        {1: 1.0, 3: 1.12, 5: 1.45, 8: 2.2, 12: 3.2, 16: 3.9, 17: 3.9}, source="mlx#3791: a 70B model, 4 bits"
     ),
     "CUDA linear": Curve(
-        {1: 1.0, 17: 17.0},
-        source="mlxcel on GB10: passes of 1, 2, 4 rows take 69, 140, 270 ms",
+        {1: 1.0, 17: 17.0}, source="mlxcel on GB10: passes of 1, 2, 4 rows take 69, 140, 270 ms"
     ),
     "flat": Curve({1: 1.0, 17: 1.0}, source="ideal: bound by reading the weights"),
 }
@@ -244,8 +242,6 @@ def _rates(kind: str, length: int, random: np.random.Generator) -> tuple[np.ndar
     match kind:
         case "decline":
             return np.clip(_stretches(random, "code", length) * 1.03, 0, 0.99), 0.93
-        case "decline85":
-            return np.full(length, 0.85), 0.85
         case "switch":
             rates, high = np.empty(length), random.random() < 0.5
             for i in range(length):

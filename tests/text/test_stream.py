@@ -10,9 +10,7 @@ from collections.abc import Sequence
 import pytest
 from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
-import mlx_spec
 from mlx_spec.errors import InvalidValue
-from mlx_spec.pair import Pair
 from mlx_spec.text import Text, read_text, read_tokenizer
 from mlx_spec.text.stream import AnswerReader, AnswerStream, Detokenizer, Span, TextPart
 from mlx_spec.text.tokenizer import Markers
@@ -369,31 +367,3 @@ def test_tokens_without_visible_text_have_no_logprobs() -> None:
     assert [part[2] for part in parts] == ["the end", "all of\ufffd"]
     for _, _, said, logprobs, _ in parts:
         assert b"".join(each.written for each in logprobs).decode(errors="replace") == said
-
-
-@pytest.fixture(scope="module")
-def answers() -> list[tuple[Pair, list[int], list[Round]]]:
-    """The demo pair's answer to one question without drafts and with them: pair, prompt and rounds."""
-    found = []
-    for drafts in (0, 5):
-        pair = mlx_spec.load("demo", num_draft_tokens=drafts)
-        prompt = pair.text.prompt([{"role": "user", "content": "What is the capital of France?"}])
-        found.append((pair, prompt, list(pair.generate(prompt, max_tokens=60))))
-    return found
-
-
-@pytest.mark.parametrize("stop", [(), ("apit",), (" of",), ("no such text",)])
-def test_speculation_does_not_show(
-    answers: list[tuple[Pair, list[int], list[Round]]], stop: tuple[str, ...]
-) -> None:
-    found, drafted = [], []
-    for pair, prompt, rounds in answers:
-        answer, parts = AnswerStream(pair.text, prompt, stop=stop), []
-        for round in rounds:
-            parts += answer.read(round)
-        parts += answer.end()
-        drafted.append(any(span.position > 0 for part in parts for span in part.spans))
-        found.append((texts(parts), answer.finished, answer.completion_tokens))
-        assert len(texts(parts)) == 1 and not any(string in texts(parts)[0][1] for string in stop)
-    assert found[0] == found[1] and found[0][0][0][1]
-    assert drafted == [False, True]

@@ -133,11 +133,7 @@ def batches(count: int, length: int) -> Iterator[mx.array]:
 
 
 def fit(
-    model: nn.Module,
-    loss: Callable[[Any], mx.array],
-    data: Iterator[Any],
-    steps: int,
-    rate: float = 4e-3,
+    model: nn.Module, loss: Callable[[Any], mx.array], data: Iterator[Any], steps: int, rate: float = 4e-3
 ) -> None:
     optimizer = optim.AdamW(optim.cosine_decay(rate, steps), weight_decay=0.0)
     step = nn.value_and_grad(model, loss)
