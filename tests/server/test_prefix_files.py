@@ -119,12 +119,14 @@ def test_a_restored_sequence_goes_on_as_the_one_in_memory(
     restored = files(pair, tmp_path).restore(prompt, 0, pair.open)
     assert restored is not None
     assert len(restored.tokens) == restored.rewind_to_prefix(prompt) == reused >= len(PROMPT) - 40
+    for theirs, ours in zip(kept.parts.drafters, restored.parts.drafters, strict=True):
+        assert bool(ours.nbytes) == bool(theirs.nbytes)  # it does not read the prompt again
     expected, found = generate(pair, kept, prompt), generate(pair, restored, prompt)
     assert (facts(found), restored.drafter_missing) == (facts(expected), kept.drafter_missing)
     assert found[0].drafted or drafter in ("none", "lookup", "assistant")
-    theirs, ours = kept.state().arrays, restored.state().arrays
-    same = [name for name in theirs if name in ours and theirs[name].shape == ours[name].shape]
-    assert len(same) > 1 and all(mx.array_equal(theirs[name], ours[name]) for name in same)
+    left, right = kept.state().arrays, restored.state().arrays
+    same = [name for name in left if name in right and left[name].shape == right[name].shape]
+    assert len(same) > 1 and all(mx.array_equal(left[name], right[name]) for name in same)
     assert kind != "full" or tokens_of(found) == alone(pair, kind, prompt, 12, Sampling())
 
 
