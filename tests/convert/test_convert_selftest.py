@@ -31,7 +31,7 @@ UNCHANGED = Conversion(None, None)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts, few and short continuations: enough to tell a trained drafter from a broken one."""
-    monkeypatch.setattr(acceptance, "GENERATED", 10)
+    monkeypatch.setattr(selftest, "GENERATED", 10)
     monkeypatch.setattr(measure, "TEXT_LENGTH", 16)
     monkeypatch.setattr(measure, "PROMPTS", texts.PROMPTS[1:3])
     monkeypatch.setattr(measure, "QUESTIONS", ())
