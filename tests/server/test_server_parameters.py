@@ -120,7 +120,8 @@ def test_harmless_and_neutral_values_are_accepted(path: str):
     values: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items() if values}
     # Typed or refused by some routes; the tests of those routes have them.
     own = "user metadata store stream_options parallel_tool_calls service_tier prompt_cache_key echo best_of "
-    own += "safety_identifier prompt_cache_retention prompt_cache_options context_management background"
+    own += "safety_identifier prompt_cache_retention prompt_cache_options context_management background "
+    own += "client_metadata"
     values |= dict.fromkeys(HARMLESS, "anything")
     given = {name: value for name, value in values.items() if name not in own.split()}
     assert parsed(path, **given) == parsed(path)
