@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from queue import Queue
 
@@ -70,12 +72,16 @@ def files(pair: Pair, folder: Path, name: str = "a", max_bytes: int = GB) -> Pre
     return PrefixFiles(CacheFolder(folder, max_bytes), {"model": name}, pair)
 
 
-def generate(pair: Pair, sequence: CachedSequence, prompt: Sequence[int], count: int = 12) -> list[Round]:
+def generate(
+    pair: Pair, sequence: CachedSequence, prompt: Sequence[int], count: int = 12, most: int | None = None
+) -> list[Round]:
+    """Answer a prompt; the client hangs up after `most` rounds."""
     sequence.rewind_to_prefix(prompt)
     rounds = []
-    for round in pair.run(sequence.parts, prompt, max_tokens=count):
-        sequence.append(round.tokens)
-        rounds.append(round)
+    with closing(pair.run(sequence.parts, prompt, max_tokens=count)) as running:  # type: ignore[type-var]
+        for round in islice(running, most):
+            sequence.append(round.tokens)
+            rounds.append(round)
     return rounds
 
 
@@ -87,10 +93,10 @@ def facts(rounds: list[Round]) -> list[tuple[object, ...]]:
     return [(r.tokens, r.drafted, r.accepted, r.kind) for r in rounds]
 
 
-def stored(pair: Pair, folder: Path, prompt: Sequence[int] = PROMPT, count: int = 12) -> CachedSequence:
-    """A sequence that answered a prompt and was written."""
+def stored(pair: Pair, folder: Path, prompt: Sequence[int] = PROMPT) -> CachedSequence:
+    """A sequence that answered a prompt, for three rounds, and was written."""
     sequence, found = CachedSequence(pair.open()), files(pair, folder)
-    generate(pair, sequence, prompt, count)
+    generate(pair, sequence, prompt, most=3)
     found.offer(sequence)
     found.close([])
     assert len(list(folder.iterdir())) == 1
@@ -103,6 +109,7 @@ CASES = [
     ("full", "none", 0),
     ("full", "mtp", 0),
     ("recurrent", "mtp", 30),
+    ("recurrent", "other", 0),  # rejected tokens: the newest rows are replayed
     ("shared", "assistant", 30),
 ]
 
