@@ -246,11 +246,9 @@ class Drafter(Protocol):
 
     def state(self) -> CacheState:
         """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
-        ...
 
     def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
-        ...
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process new tokens: `history[-T:]` follow the T rows of `features`."""

@@ -112,7 +112,6 @@ class ConditionedDrafter(SequenceDrafter):
         return CacheState.join({**parts, "waiting": waiting, "all": places})
 
     def restore(self, state: CacheState) -> None:
-        """Take over the rows of another sequence's drafter."""
         for i, cache in enumerate(self._caches):
             rows = state.part(str(i)).arrays
             if rows:

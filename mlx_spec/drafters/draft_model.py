@@ -68,7 +68,6 @@ class DraftModel(SequenceDrafter):
         return CacheState.join({"model": self._model.state(), "written": written})
 
     def restore(self, state: CacheState) -> None:
-        """Take over the rows of another sequence's drafter."""
         self._model.restore(state.part("model"))
         self._written = list(state.part("written").numbers["tokens"])
 

@@ -199,7 +199,6 @@ class Retokenized(SequenceDrafter):
         return self._model.state()
 
     def restore(self, state: CacheState) -> None:
-        """Take over the rows of another sequence's drafter."""
         self._model.restore(state)
 
     def observe(self, history: Sequence[int], features: Features) -> None:

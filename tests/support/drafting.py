@@ -16,7 +16,7 @@ from fitted import Recorder
 from lossless import GREEDY, emitted
 
 import mlx_spec
-from mlx_spec.convert import acceptance, measure, texts
+from mlx_spec.convert import measure, selftest, texts
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.drafters import DrafterSource, open_drafter
@@ -111,7 +111,7 @@ OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "GENERATED", 12)
+        patch.setattr(selftest, "GENERATED", 12)
         patch.setattr(measure, "TEXT_LENGTH", 16)
         patch.setattr(measure, "PROMPTS", texts.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
