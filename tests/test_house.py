@@ -55,7 +55,7 @@ SYNCS = {
     "mlx_spec/load.py": "weights are read before the first question",
     "mlx_spec/policy/calibrate.py": "measures seconds",
     "apps/bench.py": "measures seconds",
-    "apps/server/prefix_files.py": "takes the caches of a sequence that is between two answers",
+    "apps/server/prefix_cache.py": "takes the caches of a sequence that is between two answers",
     "apps/roofline.py": "measures seconds",
     "apps/selftest.py": "a self-test: nothing waits for it",
     "convert/": "reads and writes checkpoints",

@@ -11,7 +11,7 @@ from typer import Context, Option
 
 from .. import command
 from ..command import BadOptions, flag
-from ..server.arguments import parse as parse_server
+from ..server.settings import parse as parse_server
 from .menu import Selection
 from .server_process import Address, ServerOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_spec.apps.command import guarded
-from mlx_spec.apps.server.arguments import parse
+from mlx_spec.apps.server.settings import parse
 from mlx_spec.device import require_backend
 from mlx_spec.errors import NotFound
 

@@ -17,12 +17,27 @@ from mlx_spec.sampling import Sampling
 
 from . import parsing
 from .errors import Failure, anthropic_body, invalid, unsupported
-from .events import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall, Usage, timings_json
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
 from .parameters import SharedFields, leave_out_tool, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import Fields
-from .request import Chat, GenerationRequest, OutputFormat, Tool, ToolChoice, ToolUse
+from .request import (
+    Chat,
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    OutputFormat,
+    PromptRead,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+    Usage,
+    timings_json,
+)
 from .settings import Settings
 
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}  # types of `thinking`

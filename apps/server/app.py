@@ -25,14 +25,21 @@ from mlx_spec import __version__
 from mlx_spec.apps.server import page
 from mlx_spec.errors import InvalidValue
 
-from . import anthropic_messages, log, ollama_models, openai_chat, openai_completions, openai_responses
+from . import (
+    anthropic_messages,
+    infill,
+    log,
+    ollama_models,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    stored_responses,
+)
 from .engine_thread import EngineThread
 from .errors import unknown_model
 from .http import LastResort, add_error_handlers, answer
-from .infill import llama
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import ModelCard, check_exists
-from .responses import stored
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
 from .settings import CANNOT_LISTEN, Settings
 
@@ -45,7 +52,7 @@ APIS = {
     "/v1/chat/completions": openai_chat.API,
     "/v1/completions": openai_completions.API,
     "/v1/messages": anthropic_messages.API,
-    "/infill": llama.API,
+    "/infill": infill.API,
 }
 
 
@@ -72,7 +79,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     )
     metrics = Metrics(engine.status)
     counted = CountedEngine(engine, metrics)
-    store = stored.ResponseStore(settings.store)
+    store = stored_responses.ResponseStore(settings.store)
     for path, api in {**APIS, "/v1/responses": openai_responses.make_api(store)}.items():
         endpoint = partial(answer, engine=counted, settings=settings, api=api)
         app.add_route(path, endpoint, methods=["POST"])
@@ -80,7 +87,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
     ollama_models.add_routes(app, engine, counted, settings)
-    stored.add_routes(app, store)
+    stored_responses.add_routes(app, store)
     app.include_router(page.router())
     add_error_handlers(app)
     app.add_middleware(LastResort)

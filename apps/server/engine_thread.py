@@ -19,11 +19,10 @@ import mlx.core as mx
 from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import queue_full, to_failure, unavailable
-from .events import Event, Failed
 from .generation import PreparedRequest, RunningRequest, Steps, prepare, prompt_tokens
 from .log import LOG
 from .models import Loader, ModelCard, Models, load_served
-from .request import GenerationRequest
+from .request import Event, Failed, GenerationRequest
 from .settings import Settings
 
 MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run

@@ -26,22 +26,27 @@ from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import TokenLogprob
 
 from .errors import invalid
-from .events import (
+from .fill_in import fill_in_ends, fill_in_prompt
+from .models import GrammarCache, LoadedModel
+from .request import (
+    Chat,
     ChoiceEnded,
     Event,
+    FillIn,
     Finished,
     FinishReason,
+    GenerationRequest,
+    OutputFormat,
     PromptProgress,
     PromptRead,
+    RawPrompts,
     RoundDone,
     SourceSpan,
     TextDelta,
     Timings,
+    ToolUse,
     Usage,
 )
-from .infill.layouts import fill_in_ends, fill_in_prompt
-from .models import GrammarCache, LoadedModel
-from .request import Chat, FillIn, GenerationRequest, OutputFormat, RawPrompts, ToolUse
 from .settings import Limits
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it

@@ -23,12 +23,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
-from .events import ChoiceEnded, Event, Failed, Finished, PromptProgress, PromptRead, RoundDone
 from .log import LOG
 from .metrics import CountedEngine
 from .parameters import check_unknown
 from .parsing import check_limits, read_body
-from .request import GenerationRequest
+from .request import (
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PromptProgress,
+    PromptRead,
+    RoundDone,
+)
 from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's

@@ -18,9 +18,8 @@ from mlx_spec.types import Reason
 
 from .engine_thread import EngineThread, Job, Status
 from .errors import Failure
-from .events import Event, Failed, Finished, PromptRead, RoundDone
 from .log import LOG
-from .request import GenerationRequest
+from .request import Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)  # seconds

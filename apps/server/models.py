@@ -34,8 +34,7 @@ from mlx_spec.text import Text, read_text
 
 from .errors import Failure, unavailable, unknown_model
 from .log import LOG
-from .prefix_cache import PrefixCache
-from .prefix_files import CacheFolder, PrefixFiles, model_key
+from .prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
 from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs

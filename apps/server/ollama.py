@@ -19,13 +19,26 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from . import parsing
 from .engine_thread import EngineThread
 from .errors import invalid, unsupported
-from .events import ChoiceEnded, Event, Failed, Finished, TextDelta, ToolCall, logprob_json, timings_json
 from .http import JSON_LINES, Api, Json, json_line
 from .models import ModelCard
 from .openai_chat import ToolField, parse_tool
 from .parameters import HARMLESS, SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
 from .parsing import MAX_SHOWN_CHARS, Fields
-from .request import Chat, FillIn, GenerationRequest, OutputFormat, RawPrompts
+from .request import (
+    Chat,
+    ChoiceEnded,
+    Event,
+    Failed,
+    FillIn,
+    Finished,
+    GenerationRequest,
+    OutputFormat,
+    RawPrompts,
+    TextDelta,
+    ToolCall,
+    logprob_json,
+    timings_json,
+)
 
 LATEST = ":latest"  # the tag of a name without one
 REFUSED = {  # field -> why it is not supported

@@ -11,7 +11,6 @@ from mlx_spec.types import TokenLogprob
 
 from . import parsing
 from .errors import invalid, unsupported
-from .events import ChoiceEnded, Event, PromptRead, TextDelta, ToolCall, logprob_json
 from .http import Api, Json
 from .openai_common import (
     ChunkWriter,
@@ -26,7 +25,18 @@ from .openai_common import (
 )
 from .parameters import parse_sampling, parse_stop_tokens
 from .parsing import Fields, Parts
-from .request import Chat, GenerationRequest, Tool, ToolUse
+from .request import (
+    Chat,
+    ChoiceEnded,
+    Event,
+    GenerationRequest,
+    PromptRead,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolUse,
+    logprob_json,
+)
 
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 

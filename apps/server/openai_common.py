@@ -15,11 +15,15 @@ from pydantic import BeforeValidator, Field
 from mlx_spec import __version__
 
 from .errors import invalid, missing, unsupported
-from .events import (
+from .http import Json, data_event
+from .parameters import SharedFields, parse_constraint
+from .parsing import MAX_SHOWN_CHARS, Fields, Parts, part_texts
+from .request import (
     ChoiceEnded,
     Event,
     Failed,
     Finished,
+    OutputFormat,
     PromptProgress,
     RoundDone,
     TextDelta,
@@ -27,10 +31,6 @@ from .events import (
     statistics_json,
     timings_json,
 )
-from .http import Json, data_event
-from .parameters import SharedFields, parse_constraint
-from .parsing import MAX_SHOWN_CHARS, Fields, Parts, part_texts
-from .request import OutputFormat
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"

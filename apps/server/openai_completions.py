@@ -11,7 +11,6 @@ from pydantic import Field
 from mlx_spec.types import TokenLogprob
 
 from .errors import invalid, unsupported
-from .events import ChoiceEnded, Event, TextDelta, finite
 from .http import Api, Json
 from .openai_common import (
     ChunkWriter,
@@ -25,7 +24,7 @@ from .openai_common import (
     parse_stop,
 )
 from .parameters import parse_sampling, parse_stop_tokens
-from .request import FillIn, GenerationRequest, RawPrompts
+from .request import ChoiceEnded, Event, FillIn, GenerationRequest, RawPrompts, TextDelta, finite
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
 PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those"

@@ -16,23 +16,24 @@ from pydantic import BeforeValidator, Field
 
 from . import parsing
 from .errors import Failure, invalid, unsupported
-from .events import (
+from .http import Api, Json, named_event
+from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
+from .parsing import ContentPart, Fields
+from .request import (
+    Chat,
     ChoiceEnded,
     Event,
     Failed,
     Finished,
+    GenerationRequest,
+    OutputFormat,
     TextDelta,
     ToolCall,
     Usage,
     logprob_json,
     timings_json,
 )
-from .http import Api, Json, named_event
-from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
-from .parsing import ContentPart, Fields
-from .request import Chat, GenerationRequest, OutputFormat
-from .responses.stored import ItemField, ResponseStore
-from .responses.tools import (
+from .responses_tools import (
     ToolChoiceField,
     ToolField,
     functions,
@@ -41,6 +42,7 @@ from .responses.tools import (
     parse_tools,
     tools_json,
 )
+from .stored_responses import ItemField, ResponseStore
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"

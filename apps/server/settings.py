@@ -1,10 +1,19 @@
-"""The settings of a server."""
+"""The settings of a server, and the options of `mlx-spec serve` that set them.
+
+Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from .. import command
+from ..command import MODEL, BadOptions, Version, above_zero, option
 
 GB = 10**9
 CANNOT_LISTEN = (
@@ -67,3 +76,221 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+DEMO = "demo"
+LIMITS = Limits()
+NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
+model_option = partial(option, panel="Models (the first is loaded at once, the others when asked for)")
+network_option = partial(option, panel="Network")
+limit_option = partial(option, panel="Limits")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Answer requests of OpenAI's, Anthropic's and Ollama's clients on this machine."""
+
+    version: Version = False
+
+    target: Annotated[
+        str | None,
+        model_option(
+            value=MODEL,
+            help="model that answers: Hugging Face name or folder",
+            default="the small bundled demo",
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        model_option(
+            value=MODEL,
+            help='model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding',
+            default="the one made for the target, if there is one",
+        ),
+    ] = None
+    model: Annotated[
+        list[str] | None,
+        model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated"),
+    ] = None
+    alias: Annotated[list[str] | None, model_option(value=ALIAS, help="another name of a model")] = None
+    pin: Annotated[
+        list[str] | None, model_option(value="NAME", help="never unload this model once it is loaded")
+    ] = None
+    num_draft_tokens: Annotated[
+        int | None,
+        model_option(
+            value="K", help="draft tokens in each round; 0 is no speculation", default="what pays", min=0
+        ),
+    ] = None
+    kv_bits: Annotated[Literal[4, 8] | None, model_option(help="quantize the KV cache", default="do not")] = (
+        None
+    )
+
+    host: Annotated[
+        str, network_option(value="HOST", help="address to listen on; the default is this machine only")
+    ] = Settings.host
+    port: Annotated[int, network_option(value="N", help="0 is any", min=0, max=65535)] = Settings.port
+    api_key: Annotated[str | None, network_option(value="KEY", help="refuse requests without this key")] = (
+        None
+    )
+    api_key_file: Annotated[Path | None, network_option(value="FILE", help="the same, read from a file")] = (
+        None
+    )
+    allow_host: Annotated[
+        list[str] | None,
+        network_option(value="NAME", help="another name under which the server may be addressed"),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        network_option(
+            value="ORIGIN",
+            help="web pages that may use the server, such as http://localhost:3000",
+            default="only its own",
+        ),
+    ] = None
+    allow_extra_parameters: Annotated[
+        bool, network_option(help="accept unknown parameters without effect; each is logged once")
+    ] = False
+    log_file: Annotated[
+        Path | None, network_option(value="FILE", help="log requests: path, status, seconds")
+    ] = None
+
+    memory: Annotated[
+        float | None,
+        limit_option(value="GB", help="for weights and caches", default="what fits", callback=above_zero),
+    ] = None
+    idle: Annotated[
+        float | None,
+        limit_option(
+            value="SECONDS", help="unload a model after that long", default="never", callback=above_zero
+        ),
+    ] = None
+    max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = LIMITS.waiting
+    max_running: Annotated[int, limit_option(value="N", help="requests that take turns", min=1)] = (
+        LIMITS.running
+    )
+    conversations: Annotated[
+        int, limit_option(value="N", help="conversations kept with their caches, per model", min=1)
+    ] = Settings.conversations
+    cache_folder: Annotated[
+        Path | None,
+        limit_option(
+            value="FOLDER", help="keep long prompts here, to read them once; private", default="do not"
+        ),
+    ] = None
+    cache_folder_gb: Annotated[
+        float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
+    ] = None
+
+    store: Annotated[
+        Path | None,
+        limit_option(value="FOLDER", help="keep stored responses here, too", default="in memory only"),
+    ] = None
+
+    def settings(self) -> Settings:
+        """Return the settings of the server. Raises BadOptions."""
+        key = _key(self.api_key, self.api_key_file)
+        if key is None and not is_loopback(self.host):
+            raise BadOptions(f"--host {self.host} is open to other machines: give it an --api-key, too")
+        if self.cache_folder_gb is not None and self.cache_folder is None:
+            raise BadOptions("--cache-folder-gb goes with --cache-folder: name the folder, too")
+        size = Settings.cache_folder_bytes if self.cache_folder_gb is None else self.cache_folder_gb * GB
+        for origin in self.cors_origin or []:
+            _check_origin(origin)
+        models = self._models()
+        return Settings(
+            models=models,
+            host=self.host,
+            port=self.port,
+            api_key=key,
+            hosts=tuple(self.allow_host or []),
+            origins=tuple(self.cors_origin or []),
+            aliases=_aliases(self.alias or [], [model.name for model in models]),
+            memory_bytes=None if self.memory is None else round(self.memory * GB),
+            idle_seconds=self.idle,
+            conversations=self.conversations,
+            cache_folder=None if self.cache_folder is None else self.cache_folder.expanduser(),
+            cache_folder_bytes=round(size),
+            limits=Limits(waiting=self.max_waiting, running=self.max_running),
+            allow_extra_parameters=self.allow_extra_parameters,
+            log_file=self.log_file,
+            store=self.store,
+        )
+
+    def _models(self) -> tuple[ServedModel, ...]:
+        named = [_split("--model", text, NAMED) for text in self.model or []]
+        if named and self.drafter is not None and self.target is None:
+            raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
+        found: list[tuple[str, str, str | None]] = []
+        if self.target is not None or DEMO not in [name for name, _ in named]:
+            target = DEMO if self.target is None else self.target
+            found.append((Path(target).expanduser().name or target, target, self.drafter))
+        for name, text in named:
+            target, _, drafter = text.partition(",")
+            found.append((name, target, drafter or None))
+        names = [name for name, _, _ in found]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadOptions(f"two models are called {twice!r}: give each a name of its own")
+        pinned = self.pin or []
+        for name in pinned:
+            _check_known("--pin", name, names)
+        return tuple(
+            ServedModel(name, target, drafter, self.num_draft_tokens, self.kv_bits, pinned=name in pinned)
+            for name, target, drafter in found
+        )
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """Return the settings of a command line. Raises SystemExit with status 2 if an option is wrong."""
+    options = command.parse(Options, "serve", arguments)
+    try:
+        return options.settings()
+    except BadOptions as error:
+        command.refuse("mlx-spec serve", str(error))
+
+
+def _aliases(texts: Sequence[str], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    found = [_split("--alias", text, ALIAS) for text in texts]
+    for alias, name in found:
+        _check_known("--alias", name, names)
+        if alias in names:
+            raise BadOptions(f"--alias {alias}: a model goes by that name")
+    return tuple(found)
+
+
+def _split(option: str, text: str, form: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise BadOptions(f"{option} {text}: write {form}")
+    return name, value
+
+
+def _check_known(option: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise BadOptions(f"{option} {name}: there is no such model, only {', '.join(names)}")
+
+
+def _key(key: str | None, file: Path | None) -> str | None:
+    if key is not None and file is not None:
+        raise BadOptions("--api-key and --api-key-file: give one of them")
+    if file is not None:
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadOptions(f"--api-key-file {file} cannot be read") from error
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise BadOptions("the API key must be printable ASCII, not empty, without spaces around it")
+    return key
+
+
+def _check_origin(origin: str) -> None:
+    if origin == "*":
+        return
+    try:
+        parts = urlsplit(origin)
+        is_origin = bool(parts.scheme and parts.hostname) and parts.port != 0
+    except ValueError:
+        is_origin = False
+    if not is_origin or parts.path or parts.query or parts.username is not None:
+        raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")

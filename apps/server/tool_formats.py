@@ -18,9 +18,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.errors import unsupported
-from mlx_spec.apps.server.events import Event, SourceSpan, TextDelta, ToolCall
 from mlx_spec.apps.server.parsing import PARAGRAPH, merge_turns
-from mlx_spec.apps.server.request import Chat, Tool
+from mlx_spec.apps.server.request import Chat, Event, SourceSpan, TextDelta, Tool, ToolCall
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.stream import TextPart

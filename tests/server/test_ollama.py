@@ -13,10 +13,9 @@ import served
 from endpoint import ANSWER, CHAT, DEMO, HELLO, SHUTDOWN, TURN, Stub, fresh, shared, stubbed, wait_until
 from starlette.testclient import TestClient
 
-from mlx_spec.apps.server.events import Finished
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration
-from mlx_spec.apps.server.request import Chat, FillIn, GenerationRequest, OutputFormat, RawPrompts
+from mlx_spec.apps.server.request import Chat, FillIn, Finished, GenerationRequest, OutputFormat, RawPrompts
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 

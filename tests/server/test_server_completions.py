@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from endpoint import CLOSED, TEXT, TOKENS, Stub, fresh, stubbed
 
-from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, TextDelta
 from mlx_spec.apps.server.openai_completions import logprobs_json
-from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
+from mlx_spec.apps.server.request import ChoiceEnded, GenerationRequest, PromptRead, RawPrompts, TextDelta
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import TokenLogprob
 

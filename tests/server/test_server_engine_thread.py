@@ -32,18 +32,20 @@ from test_session import make_pair
 
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.events import (
+from mlx_spec.apps.server.generation import ChoiceStream
+from mlx_spec.apps.server.models import load_served
+from mlx_spec.apps.server.request import (
     ChoiceEnded,
     Failed,
+    OutputFormat,
     PromptProgress,
     PromptRead,
     RoundDone,
     TextDelta,
+    Tool,
     ToolCall,
+    ToolUse,
 )
-from mlx_spec.apps.server.generation import ChoiceStream
-from mlx_spec.apps.server.models import load_served
-from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table

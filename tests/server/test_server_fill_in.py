@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, processors
 from vocabularies import ROOT, byte_level, sentencepiece_like
 
 from mlx_spec.apps.server.errors import Failure, internal_error
-from mlx_spec.apps.server.events import Failed
-from mlx_spec.apps.server.infill.layouts import LAYOUTS, Layout, fill_in_ends, fill_in_prompt
-from mlx_spec.apps.server.request import FillIn, RawPrompts
+from mlx_spec.apps.server.fill_in import LAYOUTS, Layout, fill_in_ends, fill_in_prompt
+from mlx_spec.apps.server.request import Failed, FillIn, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text

@@ -39,9 +39,8 @@ from mlx_spec import __version__
 from mlx_spec.apps.server import main, metrics
 from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
-from mlx_spec.apps.server.events import Event, Failed, PromptRead, RoundDone
 from mlx_spec.apps.server.metrics import CountedEngine, Metrics
-from mlx_spec.apps.server.request import GenerationRequest, RawPrompts
+from mlx_spec.apps.server.request import Event, Failed, GenerationRequest, PromptRead, RawPrompts, RoundDone
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Positions

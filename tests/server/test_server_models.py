@@ -18,8 +18,8 @@ from served import ENDLESS, QUESTION, answer, begin, body, chat, closed, failure
 from mlx_spec import demo
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.events import RoundDone
 from mlx_spec.apps.server.models import Models, load_served, memory_need
+from mlx_spec.apps.server.request import RoundDone
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_spec.apps.server.arguments import parse
-from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings
+from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 
 
 def test_defaults():

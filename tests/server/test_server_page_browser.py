@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from endpoint import ANSWER, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening
 
-from mlx_spec.apps.server.events import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
+from mlx_spec.apps.server.request import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

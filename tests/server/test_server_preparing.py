@@ -31,9 +31,8 @@ from mlx_spec import demo
 from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.events import ChoiceEnded, PromptRead, RoundDone, TextDelta
 from mlx_spec.apps.server.models import GrammarCache, Models
-from mlx_spec.apps.server.request import OutputFormat
+from mlx_spec.apps.server.request import ChoiceEnded, OutputFormat, PromptRead, RoundDone, TextDelta
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar, GrammarKind

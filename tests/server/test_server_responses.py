@@ -11,9 +11,8 @@ import pytest
 from endpoint import ARGUMENTS, BODIES, CLOSED, RESPONSES, SHUTDOWN, TURN, Place, Stub, said
 
 from mlx_spec.apps.server import parameters
-from mlx_spec.apps.server.events import ChoiceEnded, TextDelta, ToolCall
 from mlx_spec.apps.server.openai_responses import decode_thinking, encode_thinking
-from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.request import ChoiceEnded, OutputFormat, TextDelta, Tool, ToolCall, ToolUse
 from mlx_spec.sampling import Sampling
 
 openai = pytest.importorskip("openai")

@@ -12,9 +12,9 @@ import pytest
 from endpoint import DEMO, READ, RESPONSES, TURN, Endpoint, Stub, error_of, frames, said, stubbed
 from served import working
 
+from mlx_spec.apps.server import stored_responses
 from mlx_spec.apps.server.errors import internal_error
-from mlx_spec.apps.server.events import Failed
-from mlx_spec.apps.server.responses import stored
+from mlx_spec.apps.server.request import Failed
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.errors import InvalidValue
 
@@ -152,7 +152,7 @@ def test_the_client_reads_lists_and_deletes(endpoint: Endpoint):
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 2), ("MAX_BYTES", 3000)])
 def test_the_oldest_make_room(tmp_path: Path, stub: Stub, monkeypatch: Any, limit: str, value: int):
-    monkeypatch.setattr(stored, limit, value)
+    monkeypatch.setattr(stored_responses, limit, value)
     endpoint = stubbed(stub, Settings(DEMO, store=tmp_path))
     ids = [ask(endpoint, "x" * 100)["id"] for _ in range(4)]
     assert "made room" in missing(endpoint, ids[0])

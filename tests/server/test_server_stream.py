@@ -31,12 +31,20 @@ from endpoint import (
 )
 
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
-from mlx_spec.apps.server.events import Event, PromptProgress, PromptRead, TextDelta, Timings, timings_json
 from mlx_spec.apps.server.http import STEP_EVENTS, EventQueue, LoopWaker, read_events
 from mlx_spec.apps.server.openai_chat import ChatWriter
 from mlx_spec.apps.server.openai_completions import TextWriter
 from mlx_spec.apps.server.openai_responses import ResponseWriter
-from mlx_spec.apps.server.request import Chat, GenerationRequest
+from mlx_spec.apps.server.request import (
+    Chat,
+    Event,
+    GenerationRequest,
+    PromptProgress,
+    PromptRead,
+    TextDelta,
+    Timings,
+    timings_json,
+)
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics

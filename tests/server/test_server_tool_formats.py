@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 import mlx_spec
 from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.events import TextDelta, ToolCall
-from mlx_spec.apps.server.request import Chat, Tool, ToolUse
+from mlx_spec.apps.server.request import Chat, TextDelta, Tool, ToolCall, ToolUse
 from mlx_spec.apps.server.tool_formats import (
     ToolCallReader,
     chat_prompt,

@@ -17,11 +17,13 @@ from starlette.testclient import TestClient
 from mlx_spec.apps.server.app import create
 from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, unknown_model
-from mlx_spec.apps.server.events import (
+from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.request import (
     ChoiceEnded,
     Event,
     Failed,
     Finished,
+    GenerationRequest,
     PromptRead,
     RoundDone,
     SourceSpan,
@@ -30,8 +32,6 @@ from mlx_spec.apps.server.events import (
     ToolCall,
     Usage,
 )
-from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Alternative, Reason, TokenLogprob

@@ -23,11 +23,10 @@ from served import raw as raw_request
 from test_session import KINDS, MODELS, alone, make_pair
 
 from mlx_spec import engine
-from mlx_spec.apps.server import prefix_files
-from mlx_spec.apps.server.events import Event, Finished
+from mlx_spec.apps.server import prefix_cache
 from mlx_spec.apps.server.metrics import CountedEngine, Metrics
-from mlx_spec.apps.server.prefix_cache import PrefixCache
-from mlx_spec.apps.server.prefix_files import CacheFolder, PrefixFiles, model_key
+from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
+from mlx_spec.apps.server.request import Event, Finished
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
@@ -47,7 +46,7 @@ VOCABULARY = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models, small steps."""
-    monkeypatch.setattr(prefix_files, "MIN_TOKENS", 64)
+    monkeypatch.setattr(prefix_cache, "MIN_TOKENS", 64)
     monkeypatch.setattr(engine, "PREFILL_STEP", 128)
 
 
@@ -272,7 +271,7 @@ def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:
     found.close([])
     assert not list(tmp_path.iterdir())
     stored(plain, tmp_path)
-    old = time.time() - prefix_files.MAX_AGE_S - 60
+    old = time.time() - prefix_cache.MAX_AGE_S - 60
     os.utime(next(tmp_path.iterdir()), (old, old))
     CacheFolder(tmp_path, GB)
     assert not list(tmp_path.iterdir())
@@ -282,9 +281,9 @@ KILLED = """
 import os, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-import test_prefix_files as t
-from mlx_spec.apps.server import prefix_files
-prefix_files.MIN_TOKENS = 64
+import test_server_prefix_files as t
+from mlx_spec.apps.server import prefix_cache
+prefix_cache.MIN_TOKENS = 64
 os.replace = lambda *names: os.kill(os.getpid(), 9)
 t.stored(t.make_pair("full", "none"), Path(sys.argv[1]))
 """

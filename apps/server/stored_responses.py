@@ -24,10 +24,10 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_spec.errors import InvalidValue
 
-from ..errors import MAX_NAME_CHARS, Failure, invalid, unsupported
-from ..http import Json
-from ..log import LOG
-from ..parsing import ContentPart, Fields, Parts
+from .errors import MAX_NAME_CHARS, Failure, invalid, unsupported
+from .http import Json
+from .log import LOG
+from .parsing import ContentPart, Fields, Parts
 
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
 MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .. import parsing
-from ..errors import unsupported
-from ..http import Json
-from ..parameters import leave_out_tool
-from ..parsing import Fields
-from ..request import Tool, ToolUse
+from . import parsing
+from .errors import unsupported
+from .http import Json
+from .parameters import leave_out_tool
+from .parsing import Fields
+from .request import Tool, ToolUse
 
 HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and results have forms of their own
     "apply_patch|code_interpreter|computer|custom|file_search|image_generation|local_shell|mcp|shell"

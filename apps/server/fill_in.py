@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from mlx_spec.text import Text
 
-from ..errors import unsupported
-from ..request import FillIn
+from .errors import unsupported
+from .request import FillIn
 
 PROJECT, FILE = "project", "file"  # stand for names that no client sends, where a layout has them
 MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..errors import unsupported
-from ..events import ChoiceEnded, Event, Failed, Finished, TextDelta, timings_json
-from ..http import Api, Json, data_event
-from ..openai_common import (
+from .errors import unsupported
+from .http import Api, Json, data_event
+from .openai_common import (
     KEEPALIVE,
     CompletionBody,
     check_options,
@@ -16,9 +15,19 @@ from ..openai_common import (
     parse_max_tokens,
     parse_stop,
 )
-from ..parameters import parse_sampling, parse_stop_tokens
-from ..parsing import Fields
-from ..request import FillIn, GenerationRequest, RawPrompts
+from .parameters import parse_sampling, parse_stop_tokens
+from .parsing import Fields
+from .request import (
+    ChoiceEnded,
+    Event,
+    Failed,
+    FillIn,
+    Finished,
+    GenerationRequest,
+    RawPrompts,
+    TextDelta,
+    timings_json,
+)
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's own
 STOP_TYPES = {"stop": "eos", "length": "limit", "tool_calls": "eos"}

@@ -1,1 +1,0 @@
-"""Filling in the middle of a text: the layouts of code models, and `/infill`."""

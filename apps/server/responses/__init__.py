@@ -1,1 +1,0 @@
-"""Parts of `/v1/responses`: its tools, and the responses that are stored."""
