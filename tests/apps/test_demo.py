@@ -6,8 +6,7 @@ import random
 
 import pytest
 import sentencepiece
-from demo_pair.phrasings import LAST, MORE
-from demo_pair.questions import HELD_OUT, TRAINED, asked
+from demo_pair.questions import HELD_OUT, asked
 from demo_pair.taught import FACTS, REFUSAL, read_taught
 
 import mlx_spec
@@ -60,31 +59,6 @@ def test_both_tokenizers_agree(pair):
         assert model.decode(tokens) == text
 
 
-def test_template(pair):
-    messages = [
-        {"role": "system", "content": " Be brief. "},
-        {"role": "user", "content": "Hi\n"},
-        {"role": "assistant", "content": "<|channel>thought\nhm<channel|>Hello"},
-        {"role": "user", "content": "len?"},
-    ]
-    expected = (
-        "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\nHello<turn|>\n"
-        "<|turn>user\nlen?<turn|>\n<|turn>model\n"
-    )
-    assert pair.text.prompt(messages) == pair.text.encode(expected)
-    thinking = pair.text.prompt(messages[1:2], thinking=True)
-    assert thinking == pair.text.encode(
-        "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
-    )
-
-
-def test_no_tested_phrasing_was_trained():
-    for kind, templates in HELD_OUT.items():
-        trained = {t.lower() for t in (*TRAINED[kind], *MORE[kind], *LAST[kind])}
-        assert len(templates) >= 6
-        assert not trained & {t.lower() for t in templates}
-
-
 @pytest.mark.parametrize(("question", "expected"), WELL_KNOWN)
 def test_well_known_questions(pair, question, expected):
     known = {f["name"]: f["answer"] for f in read_taught().facts if f["kind"] == "what"}
@@ -107,10 +81,3 @@ def test_answers_held_out_phrasings_and_drafts_well(pair):
     accepted = [count for _, rounds in answers for count in rounds]
     assert right / len(facts) >= 0.8
     assert 1 + sum(accepted) / len(accepted) >= 2.5
-
-
-def test_a_conversation(pair):
-    session = pair.session()
-    for name in ("json.loads", "os.listdir"):
-        text = "".join(p.text for p in session.stream(f"What does {name} do?", max_tokens=100))
-        assert text.startswith(f"{name}: ")

@@ -175,14 +175,6 @@ def test_history(tmp_path):
         screen.wait_for("turns: 0, ")
 
 
-def test_history_that_cannot_be_kept(tmp_path):
-    (tmp_path / HISTORY).mkdir(parents=True)
-    with Screen(*TINY, home=tmp_path) as screen:
-        screen.wait_for("what you type is not kept: ")
-        screen.wait_for(READY)
-        assert "turns: 0, " in screen.say("/show")
-
-
 def test_saved_conversation_goes_on_the_same(tmp_path):
     """Saved, left, loaded in another process: the next answer is the one that would have come."""
     options = [*PAIR, "--max-tokens=32"]
@@ -341,24 +333,6 @@ def test_highlight(tmp_path):
         screen.say("hello")
         assert "there are no colours here" in screen.say("/highlight on")
         assert not re.search(r"\x1b\[[\d;]*[1-9]\d*m", screen.raw)  # nothing but "as usual", which is 0
-
-
-def test_without_the_editor(tmp_path):
-    """On a terminal that cannot move its cursor, lines are read as Python reads them."""
-    with Screen(*TINY, "--max-tokens=4", home=tmp_path, TERM="dumb") as screen:
-        screen.wait_for("Ctrl-D leaves(.|\n)*> ")
-        screen.type('"""one\n')
-        screen.wait_for("… ")
-        screen.type('two"""\n')
-        screen.wait_for(STATUS)
-        screen.wait_for("> ")
-        screen.type("\x03")
-        screen.wait_for("> ")
-        screen.type("/show\n")
-        screen.wait_for("turns: 1, ")
-        screen.type("/exit\n")
-        assert screen.leave() == 0
-        assert "Traceback" not in screen.text and "\x1b" not in screen.raw
 
 
 # --- models

@@ -15,9 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import synthetic
-from commands import run
-from mlx.utils import tree_flatten
-from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_spec
@@ -250,30 +247,6 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
         as_published(source, "auto", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "made", [synthetic.speculators_eagle3(), synthetic.medusa()], ids=["eagle3", "medusa"]
-)
-def test_drafters_without_a_model_type(made: synthetic.Checkpoint, tmp_path: Path) -> None:
-    """They are converted as published, and load with their target."""
-    config = {**synthetic.LAYER, "num_hidden_layers": synthetic.T_LAYERS, "rope_theta": 1e4}
-    config |= {"tie_word_embeddings": False, "max_position_embeddings": 512}
-    source = tmp_path / "source"
-    shutil.copytree(GOLDEN / "12b" / "target", source, ignore=shutil.ignore_patterns("*.safetensors"))
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    mx.save_safetensors(str(source / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (source / "config.json").write_text(json.dumps(config))
-    drafter = made.write(tmp_path / "drafter")
-    part = as_published(source, drafter, tmp_path / "out")["parts"]["drafter"]
-    names = mlx_spec.load(tmp_path / "out").drafter_names
-    assert (names[0], names[-1]) == (part["family"], "lookup")
-
-
-def test_a_target_has_a_model_type(tmp_path: Path) -> None:
-    source = synthetic.medusa().write(tmp_path / "source")
-    with pytest.raises(BadCheckpoint, match="has no model_type: this is no target"):
-        as_published(source, "none", tmp_path / "out")
-
-
 def test_where_tensors_went(tmp_path: Path) -> None:
     """Taken as they are, split, stacked, cast or not at all; more of them than one export of MLX can name."""
     file = tmp_path / "x.safetensors"
@@ -338,12 +311,6 @@ def test_tensors_that_mlx_lm_drops(copied: Callable[[str], Path], tmp_path: Path
     assert odd in refusal(source, tmp_path / "other", drafter="none", skip_test=False)
 
 
-def test_float_ordering(copied: Callable[[str], Path], tmp_path: Path) -> None:
-    source, name = copied("e2b"), "masked_embedding.token_ordering"
-    edit_tensors(source / "assistant", lambda t: t.update({name: t[name].astype(mx.bfloat16)}))
-    assert "token ids belong" in refusal(source, tmp_path / "out")
-
-
 def test_hash_of_a_download(tmp_path: Path) -> None:
     """In the Hugging Face cache a weight file is a link to a blob that is named by its hash."""
     snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
@@ -394,15 +361,3 @@ def test_existing_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     assert "exists already" in refusal("12b", file, InvalidValue)
-
-
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, out = GOLDEN / "12b", tmp_path / "out"
-    arguments = [str(source / "target"), "--drafter", str(source / "assistant"), "-o", str(out)]
-    assert run("convert", *arguments, "-q", "8", "--no-self-test") == 0
-    shown = capsys.readouterr()
-    assert "affine 8 bits" in shown.out and "affine 4 bits" in shown.out and "not run" in shown.out
-    assert shown.err.splitlines()[0].startswith("writing the target (")
-    assert run("convert", *arguments) == 1
-    assert capsys.readouterr().err.startswith(f"mlx-spec: {out} exists already")
-    assert run("convert", *arguments, "-q", "3") == 2

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import pty
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -22,7 +18,6 @@ from mlx_spec.convert import write
 from mlx_spec.convert.write import check_space, new_folder
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub import NoSpace
-from mlx_spec.hub.progress import StageProgress
 
 ROOT = Path(__file__).parents[2]
 PAIR = GOLDEN / "e2b"
@@ -165,31 +160,3 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
         out.mkdir()
         (out / "mine").write_text("x")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
-
-
-# --- progress
-
-
-def test_progress_on_a_terminal(tmp_path: Path) -> None:
-    main_end, process_end = pty.openpty()
-    with start(tmp_path / "out", stderr=process_end) as process:
-        os.close(process_end)
-        shown = b""
-        while select.select([main_end], [], [], LIMIT)[0]:
-            try:
-                shown += os.read(main_end, 4096)
-            except OSError:  # the other end is closed
-                break
-        assert process.wait(LIMIT) == 0
-    os.close(main_end)
-    assert b"writing the target" in shown and b"\r" in shown and b"kB" in shown
-
-
-def test_progress_in_a_file() -> None:
-    shown = io.StringIO()
-    progress = StageProgress(shown)
-    progress.stage("writing", tensors=2, size=3_000_000)
-    progress.advance(3_000_000)
-    progress.stage("testing")
-    progress.end()
-    assert shown.getvalue() == "writing (2 tensors, 3.0 MB)\ntesting\n"

@@ -228,7 +228,6 @@ def test_draft_ids_are_the_targets():
     ("change", "capture"),
     [
         ({}, [1, 5, 8]),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, [1, 5, 8]),
         ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, [1, 5, 8]),
         ({"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}, [2, 6, 10]),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}}, [3, 7, 11]),
@@ -365,10 +364,6 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         "checkpoint has no model.layers.2.*: the head was stripped; take the original repository "
         "(deepseek-ai/...)",
     ),
-    "stripped Qwen": (
-        lambda: stripped("qwen3_next", "mtp."),
-        "no mtp.*: the head was stripped; take the original repository (Qwen/..., in full precision)",
-    ),
     "an indexer of DeepSeek": (
         lambda: indexed("deepseek_v3", "deepseek_v32"),
         "the DeepSeek MTP head of a deepseek_v32 attends through an indexer (index_n_heads 4), which this "
@@ -378,14 +373,6 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         lambda: synthetic.dflash().changed(layers__0__mlp__gate_proj__weight=mx.zeros((D, 48))),
         "the DFlash drafter has layers.0.mlp.gate_proj.weight of shape [32, 48], as if transposed, by the "
         "configs it is [48, 32] (inner × hidden): weights and config.json belong to different models",
-    ),
-    "other heads": (
-        lambda: with_config(synthetic.native("glm4_moe"), num_attention_heads=8),
-        "q_proj.weight of shape [40, 32], by the configs it is [80, 32] (q × hidden)",
-    ),
-    "another hidden size": (
-        lambda: replace(synthetic.eagle3(), target={**synthetic.TARGET, "hidden_size": 2560}),
-        "is made for a target of hidden size 32, this one has 2560: use the drafter made for this target",
     ),
     "maps that contradict each other": (
         lambda: synthetic.eagle3().changed(t2d=mx.arange(V) < W + 1),
@@ -399,17 +386,9 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         lambda: with_config(synthetic.eagle3(), **{LAYER_IDS: [2, 18, 33]}),
         "the EAGLE-3 drafter reads layer 17 of its target, this one has 12 layers",
     ),
-    "one name twice": (
-        lambda: synthetic.eagle3().changed(model__fc__weight=mx.zeros((D, 3 * D))),
-        "the EAGLE-3 drafter holds fc.weight twice, as fc.weight and as model.fc.weight",
-    ),
     "DFlash2": (
         lambda: synthetic.dflash().changed(candidate_selector__predecessor_codebook=mx.zeros((V, 4))),
         "the DFlash drafter is of the kind DFlash2 (it has candidate_selector): only DFlash is known",
-    ),
-    "PARD of another model": (
-        lambda: with_config(synthetic.pard(), model_type="mamba"),
-        "the PARD drafter is a mamba model: known are llama, qwen2, qwen3",
     ),
 }
 

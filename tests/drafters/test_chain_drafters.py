@@ -381,7 +381,6 @@ REFUSED: list[tuple[str, type[Exception], str, Edit]] = [
         )
     ),
     ("official", BadCheckpoint, "'gelu'", change("layer_config", hidden_act="gelu")),
-    ("glm4_moe", BadCheckpoint, "'layers'", record(hidden="layers")),
     ("glm4_moe", BadCheckpoint, ", ".join(LAYERS), lambda c, t: c.update(layer_type="glm_moe_dsa")),
     (
         "glm4_moe",
@@ -389,8 +388,6 @@ REFUSED: list[tuple[str, type[Exception], str, Edit]] = [
         "the MTP head of a glm4_moe attends through an indexer (index_n_heads 4), which",
         change("text_config", index_n_heads=4),
     ),
-    ("glm4_moe", BadCheckpoint, "lacks the tensors", lambda c, t: c.update(layer_type="deepseek_v3")),
-    ("glm4_moe", BadCheckpoint, "describes no glm4_moe", change("text_config", num_attention_heads=None)),
 ]
 
 
@@ -402,14 +399,3 @@ def test_refused(name: str, kind: type[Exception], text: str, edit: Edit, tmp_pa
     with pytest.raises(kind) as caught:
         open_drafter(path, config, target)
     assert text in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_reduced_vocabulary_without_its_ids(tmp_path: Path) -> None:
-    root = ROOT / "eagle3"
-    path = drafting.write_converted(root / "official", root / "llama", tmp_path / "drafter")
-    file = str(path / "model.safetensors")
-    tensors = {name: mx.array(w) for name, w in mx.load(file).items() if name != "draft_ids"}
-    mx.eval(tensors)
-    mx.save_safetensors(file, tensors)
-    with pytest.raises(BadCheckpoint, match="40 of the target's 96"):
-        open_drafter(path, drafting.read(path), drafting.read(root / "llama"))

@@ -137,13 +137,6 @@ def test_cold_start(tmp_path):
         assert drafter.draft(stranger, 4, lossless.GREEDY.sampler(1, 256)).tokens.size == 0
 
 
-def test_limits(tmp_path):
-    source, rows, history = opened(small(), tmp_path), random_rows(9, 3), tiny.prompt(10)
-    drafter, sampler = source.make(parts()), lossless.GREEDY.sampler(1, 256)
-    drafter.observe(history, Features(tuple(rows)))
-    assert [drafter.draft(history, k, sampler).tokens.size for k in (0, 1, 3, 9)] == [0, 1, 3, 4]
-
-
 # --- at work
 
 

@@ -29,7 +29,6 @@ def config_of(pair: str, part: str) -> dict:
 def test_made_for_each_other(pair):
     config = AssistantConfig.from_dict(config_of(pair, "assistant"))
     check_fit(config, config_of(pair, "target"))
-    check_fit(config, config_of(pair, "target")["text_config"])
     with pytest.raises(Mismatch, match="use the assistant made for this target"):
         check_fit(config, config_of({"e2b": "e4b", "31b": "26b"}.get(pair, "31b"), "target"))
 
@@ -53,15 +52,10 @@ def test_missing_key(key):
     ("where", "key", "value", "message"),
     [
         ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is no int"),
-        ("top", "use_ordered_embeddings", 1, "which is no bool"),
         ("top", "num_centroids", 31, "num_centroids 31 does not divide its vocab_size 512"),
-        ("top", "centroid_intermediate_top_k", 0, "0 is not in 1..32"),
         ("top", "tie_word_embeddings", False, "LM head of its own"),
         ("text", "layer_types", [SLIDING, "chunked_attention"], "chunked_attention"),
-        ("text", "layer_types", [], "layer_types"),
-        ("text", "hidden_activation", "silu", "'silu'"),
         ("text", "rope_parameters", {FULL: {"rope_theta": 1e6}}, "has no 'sliding_attention'"),
-        ("text", "rms_norm_eps", None, "has no 'rms_norm_eps'"),
     ],
 )
 def test_bad_value(where, key, value, message):
@@ -80,12 +74,9 @@ def test_bad_value(where, key, value, message):
         ("hidden_size", 128, "expects hidden size 64, target has 128"),
         ("vocab_size", 1024, "expects vocabulary size 512, target has 1024"),
         ("num_key_value_heads", 1, "expects sliding_attention K/V heads 2, target has 1"),
-        ("num_global_key_value_heads", 2, "expects full_attention K/V heads 1, target has 2"),
         ("head_dim", 64, "expects sliding_attention head dimension 16, target has 64"),
-        ("global_head_dim", 64, "expects full_attention head dimension 32, target has 64"),
         ("sliding_window", 32, "expects sliding window 16, target has 32"),
         ("layer_types", [FULL] * 4, "reads sliding_attention K/V, the target has ['full_attention']"),
-        ("layer_types", None, "the target has none"),
         (
             "rope_parameters",
             {FULL: {"partial_rotary_factor": 0.5}},
@@ -142,8 +133,6 @@ def test_copy_of_the_head_is_ignored(folder):
     ("changes", "message"),
     [
         ({"model.layers.2.layer_scalar": None}, "lacks the tensors model.layers.2.layer_scalar"),
-        ({KEY: mx.zeros((16, 64))}, f"no use for: {KEY}"),
-        ({"post_projection.scales": mx.zeros((64, 1), dtype=mx.uint8)}, "post_projection"),
         (
             {"pre_projection.weight": mx.zeros((64, 64))},
             "pre_projection.weight floats [64, 64] instead of floats [64, 128]",

@@ -70,55 +70,10 @@ def test_history_may_be_replaced():
             text = text[:keep] + texts(rng.randrange(1000))
 
 
-@pytest.mark.parametrize(
-    ("history", "limit", "expected"),
-    [
-        ([5], 4, []),
-        ([5, 5], 4, []),
-        ([5, 5, 5], 4, [5, 5]),
-        ([5] * 9, 4, [5] * 4),
-        ([1, 2, 3, 1, 2], 0, []),
-        ([1, 2, 3, 1, 2], 1, [3]),
-        ([1, 2, 3, 1, 2], 5, [3, 1]),
-        ((1, 2, 3, 1, 2), 2, [3, 1]),
-        ([1, 2, 3, 1, 2, 3, 1], 9, [2, 3, 1, 2]),
-        ([7, 1, 2, 8, 9, 1, 2, 4, 7, 1, 2], 1, [8]),  # longest before latest
-        ([1, 2, 8, 9, 1, 2, 4, 7, 1, 2], 1, [4]),
-    ],
-)
-def test_edges(history, limit, expected):
-    assert drafts(Lookup(), history, limit) == expected
-    assert drafts(Lookup(2, 3), history, limit) == expected[:3]
-
-
 def test_looks_at_the_latest_places_only():
     early, often = [9, 8, 1, 2, 5], [1, 2, 6] * MAX_PLACES
     assert drafts(Lookup(), [*early, *often[:-3], 9, 8, 1, 2], 1) == [5]
     assert drafts(Lookup(), [*early, *often, 9, 8, 1, 2], 1) == [6]
-
-
-class Counted(list):
-    """Counts the tokens that are read."""
-
-    read = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        self.read += len(found) if isinstance(key, slice) else 1
-        return found
-
-
-@pytest.mark.parametrize("kinds", [2, 50])
-def test_cost_does_not_grow_with_the_history(kinds):
-    rng = random.Random(0)
-    text, drafter = Counted(rng.randrange(kinds) for _ in range(20_000)), Lookup()
-    drafter.observe(text, NOTHING)
-    for _ in range(50):
-        text += [rng.randrange(kinds)] * 2
-        text.read = 0
-        drafter.observe(text, NOTHING)
-        drafter.draft(text, 4, SAMPLER)
-        assert text.read < 50 * MAX_PLACES
 
 
 # --- predicted output

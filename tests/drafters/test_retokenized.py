@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
-from mlx_spec.apps.models import as_json, description
 from mlx_spec.demo import TARGET
 from mlx_spec.drafters.retokenized import (
     MAX_PIECE,
@@ -33,7 +32,6 @@ from mlx_spec.drafters.retokenized import (
     whole_characters,
 )
 from mlx_spec.errors import Mismatch
-from mlx_spec.hub.inspect import inspect
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
@@ -267,18 +265,6 @@ def test_load_goes_by_the_vocabularies(folders: tuple[Path, Path]) -> None:
         done
     )
     assert load(folders[1], folders[1], num_draft_tokens=4).drafter_names == ("llama",)
-
-
-def test_inspect_says_so(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    for drafter, other in ((folders[1], True), (folders[0], False)):
-        pair = tmp_path / drafter.name
-        pair.mkdir()
-        (pair / "pair.json").write_text(json.dumps({"target": str(folders[0]), "drafter": str(drafter)}))
-        found = inspect(str(pair))
-        line = "  tokens             differ: what the drafter writes is encoded again"
-        assert found.problem is None and (line in description(found)) == other
-        facts = as_json(found)
-        assert facts is not None and facts["retokenized"] is other
 
 
 def test_demo_with_its_own_model_in_other_tokens(tmp_path: Path) -> None:

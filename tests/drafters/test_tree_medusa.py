@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -32,7 +31,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import Statistics
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -226,14 +224,6 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
     assert lossless.emitted(again) == truth[place + 1 :]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_no_more_tokens_than_asked_for(count: int) -> None:
-    model, prompt = tiny.full(), tiny.prompt(25)
-    truth, _ = text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)
-    emitted, done = text(model, "full", prompt, Scripted([*prompt, *truth]), lossless.GREEDY, 14, count=count)
-    assert emitted == truth[:count] and done[-1].finish_reason == "length"
-
-
 # --- heads that were trained, from `load` on
 
 
@@ -304,20 +294,6 @@ def test_trained_heads_draft_small_where_rows_are_dear(trained) -> None:
 
 
 # --- what is seen of it
-
-
-def test_statistics_count_places_of_the_longest_path() -> None:
-    model, prompt = tiny.full(), tiny.prompt(25)
-    truth, _ = text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)
-    _, done = text(model, "full", prompt, Scripted([*prompt, *truth]), lossless.GREEDY, 14)
-    seen = Statistics()
-    for round in done:
-        seen = seen.plus(round, round.seconds)
-    depths = [round.drafted for round in done if round.nodes]
-    assert seen.drafted == sum(depths) and seen.accepted == sum(round.accepted for round in done)
-    assert list(seen.drafted_at) == [sum(depth > i for depth in depths) for i in range(max(depths))]
-    for drafted, accepted in itertools.zip_longest(seen.drafted_at, seen.accepted_at, fillvalue=0):
-        assert accepted <= drafted
 
 
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, PENALTIES])

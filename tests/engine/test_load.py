@@ -159,7 +159,6 @@ assert set(dir(mlx_spec)) >= {"load", "__version__"} and all(hasattr(mlx_spec, n
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_draft_tokens": -1}, "num_draft_tokens is -1, it must be 0 to 16"),
         ({"num_draft_tokens": 17}, "num_draft_tokens is 17, it must be 0 to 16"),
         ({"kv_bits": 5}, "kv_bits is 5, it must be 4 or 8"),
     ],
@@ -182,17 +181,13 @@ def test_missing_path(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('{"model_type": "llama"', "config.json is not valid JSON"),
-        ("[1]", "config.json holds a list where a JSON object belongs"),
-        ("{}", "config.json has no model_type"),
         (
             '{"model_type": "llama", "model_file": "own.py"}',
             "needs its own code (own.py), which is never run",
         ),
         ('{"model_type": "nothing_known"}', "is of model_type nothing_known, which mlx-lm does not support"),
-        ('{"model_type": "../llama"}', "is of model_type ../llama, which mlx-lm does not support"),
         ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
         ('{"model_type": "llama"}', "cannot be loaded as llama: "),
-        ("\xff", "config.json is not valid JSON"),
     ],
 )
 def test_config(target: Path, content: str, message: str) -> None:
@@ -310,14 +305,10 @@ def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) ->
     ("kind", "made"),
     [
         ("EAGLE-3", synthetic.eagle3),
-        ("EAGLE-3", synthetic.speculators_eagle3),
         ("P-EAGLE", synthetic.peagle),
         ("DFlash", synthetic.dflash),
         ("PARD", lambda: synthetic.pard("qwen3")),
         ("Medusa", synthetic.medusa),
-        ("Medusa", synthetic.vllm_medusa),
-        ("MTP head", lambda: sidecar("qwen3_5_text", "mtp.")),
-        ("MTP head", lambda: sidecar("glm4_moe", "model.layers.2.")),
     ],
 )
 def test_drafter_that_was_not_converted(
@@ -329,13 +320,6 @@ def test_drafter_that_was_not_converted(
         f"{folder} is a drafter of the kind {kind} as published: run `mlx-spec convert {saved / 'target'} "
         f"--drafter {folder} -o OUT` first, then give OUT as the target"
     )
-
-
-def sidecar(model_type: str, prefix: str) -> synthetic.Checkpoint:
-    """The head of a target in a folder of its own."""
-    made = synthetic.native(model_type)
-    own = {name: tensor for name, tensor in made.tensors.items() if name.startswith(prefix)}
-    return dataclasses.replace(made, tensors=own)
 
 
 def test_drafter_that_is_not_there(saved: Path) -> None:
@@ -366,17 +350,6 @@ def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: P
     assert [t for r in pair.generate(case["ids"], max_tokens=10) for t in r.tokens] == case["greedy"][:10]
     assert (pair.info.vocab_size, pair.info.context_length) == (512, 4096)
     assert pair.info.drafter_bytes == (golden / name / "assistant" / "model.safetensors").stat().st_size
-
-
-def test_published_pairs() -> None:
-    for repository, size in (
-        ("google/gemma-4-26B-A4B-it", "26B-A4B"),
-        ("mlx-community/gemma-4-12b-it-qat-4bit", "12B"),
-        ("mlx-community/gemma-4-31b-it-mxfp4", "31B"),
-    ):
-        assert catalog.made_for(repository) == f"google/gemma-4-{size}-it-assistant"
-    for name in ("google/gemma-4-E2B-it-assistant", "google/gemma-4-E2B", "someone/gemma-4-E2B-it", "/x/a"):
-        assert catalog.made_for(name) is None
 
 
 def test_costs_saved_by_a_busy_machine_are_measured_again():

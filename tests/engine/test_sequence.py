@@ -11,7 +11,7 @@ from test_session import KINDS, alone, make_pair
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import MIN_COMPARED_TOKENS, Positions, Statistics, added
+from mlx_spec.session import MIN_COMPARED_TOKENS, Statistics
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
@@ -106,17 +106,6 @@ def drafted(tokens: int, drafted: int, seconds: float, *, drafter: int = 0, plai
         reason=Reason.PAYS,
         plain_seconds=plain,
     )
-
-
-def test_statistics_add_up() -> None:
-    one = Statistics(prompt_tokens=5).plus(drafted(3, 4, 2.0), 2.5).plus(drafted(2, 2, 2.0, drafter=1), 2.0)
-    two = Statistics().plus(drafted(5, 4, 2.0), 2.0)
-    total = added([one, two])
-    assert (total.prompt_tokens, total.generated_tokens, total.rounds) == (5, 10, 3)
-    assert total.by_drafter == {0: Positions((2, 2, 2, 2), (2, 2, 1, 1)), 1: Positions((1, 1), (1,))}
-    assert total.drafted_at == (3, 3, 2, 2) and total.accepted_at == (3, 2, 1, 1)
-    assert total.draft_length == 4 and total.prefill_seconds == 0.5
-    assert added([]) == Statistics() and added([one]) == one
 
 
 def test_a_gain_is_shown_once_enough_tokens_were_compared() -> None:

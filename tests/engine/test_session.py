@@ -19,10 +19,9 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import Piece, Session, Statistics
+from mlx_spec.session import Piece, Session
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
-from mlx_spec.types import Reason
 
 TEMPLATE = (
     "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m.role + '\n' + m.content | trim + '<turn|>\n' }}"
@@ -196,17 +195,6 @@ def test_an_error_in_the_middle_keeps_what_came(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_a_new_stream_closes_the_one_before() -> None:
-    session = make_pair("full").session()
-    first = session.stream("Hi", max_tokens=50)
-    next(first)
-    second = session.stream("Why?", max_tokens=5)
-    assert list(first) == []
-    list(second)
-    assert [m["content"] for m in session.messages if m["role"] == "user"] == ["Hi", "Why?"]
-
-
-FORCED = Sampling(temperature=1.0, seed=1, logit_bias={CLOSE: 60.0})  # the thought ends at once
 MIXED = Sampling(temperature=1.0, seed=4, logit_bias={CLOSE: 2.0})
 
 
@@ -222,13 +210,6 @@ def test_thoughts_stay_out_of_later_prompts(kind: str) -> None:
         assert session.messages[-1].get("reasoning_content", "") == text_of(pieces, "thinking").strip()
         assert session.messages[-1]["content"] == text_of(pieces).strip()
     assert any("reasoning_content" in message for message in session.messages)
-
-
-def test_thought_that_ends_at_once() -> None:
-    session = make_pair("full").session()
-    pieces = list(session.stream("Hi", sampling=FORCED, max_tokens=3, thinking=True))
-    assert tokens_of(pieces) == [CLOSE] * 3
-    assert [(piece.text, piece.kind) for piece in pieces] == [("", "answer")] * len(pieces)
 
 
 # --- the cache
@@ -257,28 +238,6 @@ def _printable(token: int) -> bool:
 # --- statistics and refusals
 
 
-def test_statistics() -> None:
-    session = make_pair("full").session()
-    assert session.statistics == Statistics()
-    pieces = list(session.stream("Hi", max_tokens=23))
-    rounds = [piece.round for piece in pieces if piece.round]
-    statistics = session.statistics
-    assert statistics.rounds == len(rounds) and statistics.generated_tokens == 23
-    assert statistics.drafted == sum(r.drafted for r in rounds) == sum(statistics.drafted_at)
-    assert statistics.accepted == sum(r.accepted for r in rounds) == sum(statistics.accepted_at) > 0
-    assert statistics.acceptance_length == pytest.approx(5, abs=1)
-    assert statistics.finish_reason == "length" and statistics.reason == Reason.FIXED
-    assert statistics.prefill_seconds > 0 and statistics.decode_seconds > 0
-    assert statistics.tokens_per_second == 23 / statistics.decode_seconds
-
-
-def test_every_round_has_one_piece_that_names_it() -> None:
-    session = make_pair("full", eos=tuple(range(200, 210))).session()
-    pieces = list(session.stream("Hi", max_tokens=60))
-    assert pieces[-1].round is None or pieces[-1].round.finish_reason
-    assert len([p for p in pieces if p.round]) == session.statistics.rounds
-
-
 def test_prompt_too_long_leaves_the_conversation_alone() -> None:
     pair = make_pair("full", context=100)
     session = pair.session()
@@ -292,13 +251,6 @@ def test_prompt_too_long_leaves_the_conversation_alone() -> None:
     list(session.stream("x", max_tokens=500))
     assert session.statistics.prompt_tokens + session.statistics.generated_tokens == 100
     assert session.statistics.finish_reason == "length"
-
-
-def test_no_template_no_session() -> None:
-    pair = make_pair("full")
-    bare = Pair(pair.info, Text(TOKENIZER, None, ()), MODELS["full"], [], FixedPolicy(0))
-    with pytest.raises(InvalidValue, match="no chat template"):
-        bare.session()
 
 
 # --- without a session

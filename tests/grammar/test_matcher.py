@@ -183,22 +183,14 @@ def test_the_grammar_stands_above_a_ban(temperature: float) -> None:
     [
         ("json_schema", '{"type": "array", "uniqueItems": true}', 'JSON schema .*"uniqueItems"'),
         ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: \\["not"\\]'),
-        ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "not"),
         ("json_schema", '{"$ref": "http://example.org/schema"}', "does not fetch"),
-        ("json_schema", '{"$ref": "file:///etc/hosts"}', "does not fetch"),
-        ("json_schema", '{"type": "string", "format": "nope"}', "Unknown format: nope"),
         ("json_schema", '{"type": "string", "pattern": "(?=a)"}', "look-around"),
-        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum .5. is greater"),
-        ("json_schema", '{"type": "strong"}', "Invalid type"),
         ("json_schema", "{bad", "JSON schema cannot be used"),
-        ("json_schema", "[1]", "Expecting object schema"),
-        ("json_schema", "true", "Expecting object schema"),
         ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000, "recursion"),
         ("json_schema", " " * (MAX_SOURCE_CHARS + 1), "characters, the most are"),
         ("regex", "(", "regular expression cannot be used.*unclosed group"),
         ("lark", "start: foo", 'Lark grammar cannot be used.*unknown name: "foo"'),
         ("lark", "start: <|nope|>", "unknown special token"),
-        ("lark", 'begin: "a"', "no start rule"),
     ],
 )
 def test_unsupported_grammars_are_refused_in_one_line(kind: GrammarKind, source: str, message: str) -> None:
@@ -224,18 +216,7 @@ def test_a_grammar_that_overflows_the_stack_is_refused() -> None:
     assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}
 
 
-def test_a_grammar_that_explodes_is_refused() -> None:
-    parts = [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]
-    with pytest.raises(InvalidValue, match="too large"):
-        compiled("json_schema", json.dumps({"allOf": parts}))
-
-
 def test_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(SpecError, match="pip install llguidance"):
         compiled("regex", "a")
-
-
-def test_a_vocabulary_without_an_end_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="no end-of-text token"):
-        compiled("regex", "a", text=byte_text({OPEN: "<think>", CLOSE: "</think>"}))

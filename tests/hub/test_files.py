@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.files import human_bytes, one_line, read_object, shortened, write_atomically
+from mlx_spec.hub.files import read_object, write_atomically
 
 
 def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,11 +31,3 @@ def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
         read_object(tmp_path / "config.json")
-
-
-def test_words() -> None:
-    sizes = {0: "0.0 MB", 81_600: "0.1 MB", 137_000_000: "137.0 MB", 3_600_000_000: "3.6 GB"}
-    assert {size: human_bytes(size) for size in sizes} == sizes
-    assert shortened(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more" and shortened(["a"]) == "a"
-    assert one_line(ValueError("two\n  lines")) == "two lines" and len(one_line(ValueError("x" * 999))) == 300
-    assert one_line(ValueError()) == "ValueError"

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,20 +51,14 @@ def test_target(tmp_path: Path) -> None:
 
 MLX_4 = {"l.weight": ("U32", (64, 8)), "l.scales": ("BF16", (64, 1)), "l.biases": ("BF16", (64, 1))}
 HEAD_8 = {"h.weight": ("U32", (10, 16)), "h.scales": ("F16", (10, 2)), "h.biases": ("F16", (10, 2))}
-MXFP4 = {"l.weight": ("U32", (64, 8)), "l.scales": ("U8", (64, 2))}
-GPTQ = {"l.qweight": ("I32", (8, 64)), "l.scales": ("F16", (1, 64)), "l.qzeros": ("I32", (1, 8))}
 FP8 = {"l.weight": ("F8_E4M3", (128, 64)), "l.weight_scale_inv": ("F32", (1, 1))}
-BLOCKS = {"l.down_proj_blocks": ("U8", (2, 32, 16)), "l.down_proj_scales": ("U8", (2, 32))}
-PACKED = {"l.weight_packed": ("I32", (64, 8)), "l.weight_scale": ("BF16", (64, 2))}
 NVFP4 = {
     "l.weight": ("U8", (64, 32)),
     "l.weight_scale": ("F8_E4M3", (64, 4)),
     "l.weight_scale_2": ("F32", ()),
 }
 FLOATS = {"l.weight": ("F32", (4, 4)), "l.bias": ("F32", (4,))}
-HALVES = {"l.weight": ("BF16", (9, 9)), "norm.weight": ("F32", (9,)), "map": ("I64", (99,))}
 IN_4 = {"bits": 4, "group_size": 64}
-PACK = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
 
 
 def theirs(method: str, **settings: Any) -> dict[str, Any]:
@@ -76,7 +69,6 @@ def theirs(method: str, **settings: Any) -> dict[str, Any]:
     ("settings", "tensors", "precision", "parameters"),
     [
         ({}, FLOATS, "float32", 20),
-        ({}, HALVES, "bfloat16", 90),
         ({"quantization": IN_4}, MLX_4, "4-bit MLX, groups of 64", 64 * 64),
         (
             {"quantization": {**IN_4, "h": {"bits": 8, "group_size": 32}}},
@@ -84,18 +76,8 @@ def theirs(method: str, **settings: Any) -> dict[str, Any]:
             "4-bit MLX, groups of 64, some layers 8-bit",
             64 * 64 + 10 * 64,
         ),
-        (
-            {"quantization": IN_4 | {"group_size": 32, "mode": "mxfp4"}},
-            MXFP4,
-            "mxfp4 MLX, groups of 32",
-            4096,
-        ),
-        (theirs("gptq", **IN_4), GPTQ, "GPTQ 4-bit, groups of 64", 4096),
         (theirs("fp8", weight_block_size=[128, 128]), FP8, "FP8, blocks of 128x128", 128 * 64),
-        (theirs("mxfp4"), BLOCKS, "MXFP4", 2 * 32 * 32),
-        (theirs("compressed-tensors", **PACK), PACKED, "compressed-tensors pack-quantized", 4096),
         (theirs("modelopt", quant_algo="NVFP4"), NVFP4, "ModelOpt NVFP4", 4096),
-        (theirs("bitsandbytes", load_in_4bit=True), NVFP4, "bitsandbytes 4-bit", 4096),
         ({"quantization": "odd", "quantization_config": 3}, {"l.weight": ("F16", (2, 2))}, "float16", 4),
     ],
 )
@@ -130,7 +112,6 @@ MTP = {"mtp.fc.weight": ("BF16", (64, 128)), "mtp.norm.weight": ("BF16", (64,))}
 MASK = {"mask_hidden": ("BF16", (1, 1, 192))}
 CONVERTED = {"target": {"hidden_size": 96, "vocab_size": 99, "num_hidden_layers": 7, "rope": {}}}
 LAYER = {"model_type": "llama", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 1}
-SMALL = {"draft_vocab_size": 32, "target_hidden_size": 96}
 VERIFIER = {"speculators_config": {"verifier": {"name_or_path": "owner/target"}}}
 FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
 
@@ -140,7 +121,6 @@ FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
     [
         (LAYER | {"draft_vocab_size": 32} | VERIFIER, EAGLE, "EAGLE-3", (64, 320, None)),
         (LAYER, EAGLE, "EAGLE-3", (64, 320, None)),
-        (LAYER | SMALL, WEIGHT, "EAGLE-3", (96, 320, None)),
         (LAYER, EAGLE | MASK, "P-EAGLE", (64, 320, None)),
         (LAYER | FLASH, DFLASH, "DFlash", (64, 320, 36)),
         (LAYER | {"pard_token": 319}, WEIGHT, "PARD", (None, None, None)),
@@ -148,8 +128,6 @@ FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
         (LAYER | {"model_type": "qwen3_5_mtp"}, WEIGHT, "MTP head", (64, 320, None)),
         (LAYER, MTP, "MTP head", (64, 320, None)),
         ({"model_type": "dflash", "layer_config": LAYER} | CONVERTED, WEIGHT, "DFlash", (96, 99, 7)),
-        ({"model_type": "pard"} | CONVERTED, WEIGHT, "PARD", (96, 99, 7)),
-        ({"model_type": "glm_mtp"} | CONVERTED, WEIGHT, "MTP head", (96, 99, 7)),
         ({"speculators_model_type": "eagle3", "model_type": "x"}, WEIGHT, "EAGLE-3", (None, None, None)),
         (LAYER, WEIGHT, None, None),
     ],
@@ -169,7 +147,6 @@ def test_kinds(
         ({"num_nextn_predict_layers": 1}, "model.layers.36.eh_proj.weight", "present"),
         ({"text_config": {"mtp_num_hidden_layers": 1}}, "mtp.fc.weight", "present"),
         ({"num_nextn_predict_layers": 1}, "model.layers.36.mlp.up_proj.weight", "stripped"),
-        ({"text_config": {"mtp_num_hidden_layers": 1}}, "model.norm.weight", "stripped"),
         ({}, "model.norm.weight", "none"),
         ({}, "medusa_head.0.0.linear.weight", "present"),
     ],
@@ -191,8 +168,6 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
         (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         (lambda whole: b"\xff" * 50, "is not a safetensors file"),
         (lambda whole: b"\x10" + bytes(7) + b"no json at all..", "damaged header"),
-        (lambda whole: b"\x02" + bytes(7) + b"[]", "damaged header"),
-        (lambda whole: b'\x11\0\0\0\0\0\0\0{"a": {"dtype":1}}', "damaged header"),
         (lambda whole: whole.replace(b"[64, 32]", b"[64, 33]"), "another size than their shape: model.emb"),
     ],
 )
@@ -216,12 +191,6 @@ def test_index(tmp_path: Path) -> None:
     assert "lists a.weight, which no file holds" in (one(folder).problem or "")
     index.write_text('{"weight_map": 1}')
     assert "has no weight_map" in (one(folder).problem or "")
-
-
-def test_config_of_nonsense(tmp_path: Path) -> None:
-    config = {key: "x" for key in sparse.QWEN3} | {"layer_types": 5, "architectures": "x", "vocab_size": True}
-    found = one(sparse.checkpoint(tmp_path / "x", config, WEIGHT))
-    assert (found.family, found.layers, found.heads, found.vocab_size) == ("x", None, None, None)
 
 
 # --- converted pairs
@@ -266,24 +235,6 @@ sys.exit(code)
     )
     assert done.returncode == 0, done.stderr
     assert "gemma4_assistant" in done.stdout and "no " not in done.stderr
-
-
-def test_huge(tmp_path: Path) -> None:
-    """More than 2 TB and 30 000 tensors: anything that read the data would be noticed."""
-    names: dict[str, str] = {}
-    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3 | {"model_type": "x"}, {})
-    for shard in range(20):
-        file = f"model-{shard:05}-of-00020.safetensors"
-        tensors = {f"model.layers.{shard}.experts.{i}.up.weight": ("BF16", (4096, 8192)) for i in range(1500)}
-        sparse.write(folder / file, tensors)
-        names |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    start = time.process_time()
-    found = inspect(str(folder))
-    assert time.process_time() - start < 1
-    assert isinstance(found, CheckpointInfo) and found.problem is None
-    assert found.parameters == 30_000 * 4096 * 8192 and found.size > 2e12
 
 
 def test_repository_that_is_not_here(tmp_path: Path) -> None:

@@ -110,23 +110,7 @@ def test_options_of_the_server_are_passed_on():
     )  # fmt: skip
 
 
-def test_models_by_name_are_fixed():
-    assert parse(["--model", "a=demo"]).fixed
-    assert not parse(["--model", "a=demo", "--target", "demo"]).fixed
-
-
-def test_a_server_that_listens_everywhere_is_reached_here():
-    assert Address("0.0.0.0", 8080).url == "http://127.0.0.1:8080"
-    assert Address("::1", 8080).url == "http://[::1]:8080"
-
-
 # --- login and the hazards of macOS
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidValue, match="make it writable"):
-        Folder(tmp_path / "file" / "menubar").make()
 
 
 def test_the_agent_starts_it_at_login_and_after_crashes_only(tmp_path):
@@ -180,11 +164,3 @@ def test_no_key_is_written_to_the_agent(tmp_path, given):
         macos.write_agent(macos.agent_file(tmp_path), given, tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
     macos.write_agent(macos.agent_file(tmp_path), ("--api-key-file", "key"), tmp_path / "log")
-
-
-def test_framework_builds_are_told_of():
-    for version in ("26.0", "27.1.2"):
-        problem = macos.framework_problem(version, "Python")
-        assert problem is not None and version in problem and "--managed-python" in problem
-    for version, framework in (("15.6", "Python"), ("26.0", ""), ("", "Python")):
-        assert macos.framework_problem(version, framework) is None

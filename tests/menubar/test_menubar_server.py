@@ -21,13 +21,12 @@ import pytest
 from free_port import HOST, free_port
 
 from mlx_spec.apps.menubar import macos, server_process
-from mlx_spec.apps.menubar.app import QUIT, App, Folder, listed_models
+from mlx_spec.apps.menubar.app import QUIT, App, Folder
 from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.menu import (
     Action,
     Click,
     Item,
-    ListedModel,
     Menu,
     Phase,
     Selection,
@@ -39,7 +38,6 @@ from mlx_spec.apps.menubar.server_process import (
     ServerOptions,
     ServerProcess,
     Timeouts,
-    details,
     end,
     health,
     is_free,
@@ -148,17 +146,6 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
     assert one.state.phase is Phase.STOPPED  # a stopped server is not started again
 
 
-def test_restarts_take_longer_and_longer(watched, port, monkeypatch):
-    started = subprocess.Popen
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    stillborn = lambda command, **options: started([sys.executable, "-S", "-c", code])  # noqa: E731
-    monkeypatch.setattr(server_process.subprocess, "Popen", stillborn)
-    one = watched(port)
-    one.server.start(Selection())
-    one.until(lambda: len(one.retries) == 4)
-    assert one.retries == [0.1, 0.2, 0.3, 0.3]
-
-
 def test_a_port_of_another_program_is_left_to_it(watched, stranger):
     one = watched(stranger)
     one.server.start(Selection(drafter="none"))
@@ -237,17 +224,6 @@ def test_a_process_that_ignores_the_request_is_killed():
         process.stdout.readline()
         end(process, 0.3)
         assert process.returncode == -signal.SIGKILL
-
-
-def test_a_server_of_another_kind_is_not_ours(tmp_path):
-    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", HOST, "--directory", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        address = Address(HOST, int(process.stdout.readline().split()[5]))
-        try:
-            assert health(address) is None and details(address, None) == {}
-        finally:
-            process.terminate()
 
 
 # --- the thread behind the menu
@@ -381,22 +357,3 @@ def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, give
     app.run()
     drafters = [item for item in view.items() if item.click and item.click.action is Action.DRAFTER]
     assert [item.click.value for item in drafters if item.checked] == [drafter or ""]
-
-
-def test_models_are_the_targets_of_the_listing():
-    rows = [
-        {"name": "demo", "size": 11, "problem": None, "found": {"target": {}}},
-        {"name": "owner/drafter", "size": 5, "problem": None, "found": {"kind": "draft"}},
-        {"name": "owner/broken", "size": 5, "problem": "a file is missing", "found": {"kind": None}},
-        {"name": "owner/unread", "size": 5, "problem": None, "found": None},
-        {"name": "owner/target", "size": 5, "problem": None, "found": {"kind": None}},
-    ]
-    assert listed_models(json.dumps(rows)) == (ListedModel("demo", 11), ListedModel("owner/target", 5))
-    assert listed_models("") == listed_models("[1]") == listed_models('{"a": 1}') == ()
-
-
-def test_the_log_of_the_last_start_is_kept(folder):
-    folder.log.write_text("old")
-    folder.rotate_log()
-    assert not folder.log.exists() and folder.log.with_suffix(".1.log").read_text() == "old"
-    folder.rotate_log()

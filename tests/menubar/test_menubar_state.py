@@ -9,18 +9,14 @@ import pytest
 from mlx_spec.apps.menubar.menu import (
     OFF,
     Action,
-    Click,
     Entry,
     Figures,
     Item,
     ListedModel,
     Phase,
-    Selection,
     Separator,
     State,
-    Submenu,
     environment_example,
-    figures_line,
     menu,
     off_line,
 )
@@ -124,51 +120,6 @@ def test_every_phase_has_a_snapshot():
     assert {state.phase for state, _, _ in STATES.values()} == set(Phase)
 
 
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        (
-            State(selection=Selection("owner/a", "lookup"), models=(ListedModel("owner/a", 5 * 10**9),)),
-            ["    ◦ demo", "    • owner/a (5.0 GB)", "Draft ▸", "    ◦ auto", "    ◦ off", "    • lookup"],
-        ),
-        (
-            State(selection=Selection("/models/mine", "owner/draft")),
-            [
-                *["    ◦ demo", "    • /models/mine", "Draft ▸", "    ◦ auto", "    ◦ off", "    ◦ lookup"],
-                "    • owner/draft",
-            ],
-        ),
-        (State(fixed=True), ["    ◦ demo", "Draft ▸", "    • (auto)", "    ◦ (off)", "    ◦ (lookup)"]),
-        (
-            State(Phase.RUNNING, URL, own=False),
-            ["    • (demo)", "Draft ▸", "    • (auto)", "    ◦ (off)", "    ◦ (lookup)"],
-        ),
-    ],
-    ids=["selected", "named on the command line", "fixed", "somebody else's"],
-)
-def test_selections(state, expected):
-    assert group(state, 2)[1:] == expected
-
-
-def test_clicks_say_what_to_serve():
-    (draft,) = [one for one in menu(UP).entries if isinstance(one, Submenu) and one.label == "Draft"]
-    assert [item.click for item in draft.entries] == [
-        Click(Action.DRAFTER, value) for value in ("", "none", "lookup")
-    ]
-
-
-@pytest.mark.parametrize("login", [None, True, False])
-def test_login_is_offered_where_there_is_such_a_thing(login):
-    found = [line for line in lines(State(login=login)) if "login" in line]
-    assert found == {None: [], True: ["• Launch at login"], False: ["◦ Launch at login"]}[login]
-
-
-def test_the_line_of_figures_has_those_that_are_known():
-    assert figures_line(FAST) == "61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB"
-    assert figures_line(replace(FAST, gain=None, tokens_per_round=None)) == "61 tok/s · 6.2 GB"
-    assert figures_line(Figures()) == ""
-
-
 def test_off_is_explained_for_exactly_the_servers_reasons():
     assert set(OFF) == {reason.value for reason in Reason if not reason.is_on}
     for reason in Reason:
@@ -182,11 +133,3 @@ def test_the_environment_example_never_holds_the_key():
         f"export ANTHROPIC_BASE_URL={URL} ANTHROPIC_API_KEY=none\n"
     )
     assert "YOUR-KEY" in environment_example(URL, key=True)
-
-
-def test_long_messages_are_a_few_lines():
-    endless = group(State(Phase.FAILED, problem="ab " * 500), 0)[1:]
-    assert len(endless) == 5 and endless[-1].endswith("…)") and max(map(len, endless)) <= 62
-    state = State(selection=Selection("/models/" + "a" * 200))
-    (name,) = [line for line in lines(state) if "/models" in line]
-    assert len(name.strip()) == 92 and name.endswith("…")

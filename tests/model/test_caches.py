@@ -22,7 +22,6 @@ from mlx_spec.model.caches import (
     make_caches,
 )
 from mlx_spec.model.target import LMTarget
-from mlx_spec.types import FeatureSpec
 
 KINDS = ["full", "sliding", "shared", "recurrent"]
 MAKERS = {
@@ -199,13 +198,3 @@ def test_a_target_rewinds_to_its_last_prefill_after_a_long_answer(kind: str, siz
     for each in (target, fresh):
         each.prefill((prompt + tiny.prompt(5))[kept:size] + other[:-1])
     assert_same_logits(target, fresh, other[-1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts_are_those_of_the_model(kind: str) -> None:
-    target = LMTarget(getattr(tiny, kind)(), FeatureSpec(final_hidden=True))
-    logits = target.verify(mx.array(tiny.prompt(9)))
-    features = target.commit(9)
-    assert features.final_hidden is not None
-    assert mx.allclose(target.parts.unembed(features.final_hidden), logits, atol=1e-4).item()
-    assert target.parts.embed(mx.array([1, 2, 3])).shape == (3, 64)

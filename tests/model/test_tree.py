@@ -66,14 +66,6 @@ def test_a_template_holds_the_likeliest_places() -> None:
     assert tree_template(9, [[0.4, 0.35], [0.4, 0.1]]).tree(9).parents == (0, 1, 1, 0, 4, 4)
 
 
-def test_segments_ranks_and_widths() -> None:
-    tree = Tree((0, 1, 2, 1, 0, 5))
-    assert tree.segments == ((0, 1, 2, 3), (4,), (5, 6))
-    assert tree.ranks == (0, 0, 0, 0, 1, 1, 0)
-    with pytest.raises(AssertionError, match="no tree"):
-        Tree((0, 2))
-
-
 # --- the pass
 
 

@@ -92,26 +92,11 @@ def test_a_useless_drafter_is_probed_now_and_then():
     assert answer.seconds < 1.012 * 500 * PLAIN_SECONDS
 
 
-def test_after_losses_the_budget_is_named():
-    device, policies = pair("M1 Ultra")
-    policies.account.lead = -BUFFER
-    decision = policies.policy(device.clock).decide(range(5))
-    assert (decision.choices, decision.reason) == ((), Reason.BUDGET)
-
-
 def test_no_drafter():
     policies = AdaptivePolicies([])
     assert policies.policy().decide(range(5)).reason is Reason.NO_DRAFTER
     policies.use(CURVES["flat"].table([]))
     assert policies.policy().decide(range(5)).reason is Reason.NO_DRAFTER
-
-
-def test_lookup_without_a_match_is_waited_for():
-    device, policies = pair("flat", ("lookup",))
-    nothing = LookupDrafter([0] * 200, [True] * 200)
-    answer = decode(policies.policy(device.clock), device, [nothing], 100)
-    assert answer.rounds[-2].reason is Reason.WAITING
-    assert answer.seconds < 102 * PLAIN_SECONDS
 
 
 # Choices
@@ -166,17 +151,6 @@ def test_a_request_drafter_alone():
     assert answer.seconds < 0.5 * 100 * PLAIN_SECONDS
     policy.begin()
     assert policy.decide(range(5)).reason is Reason.NO_DRAFTER
-
-
-def test_a_request_drafter_comes_after_the_pairs_by_index():
-    device, policies = pair("CUDA linear")
-    cheap = Device(CURVES["M5 Max"])
-    policies.use(CURVES["M5 Max"].table())
-    policy = policies.policy(cheap.clock)
-    policy.begin([request_drafter(lambda history: 8, prior=0.99)])
-    first = policy.decide(range(5)).choices[0]
-    assert first.drafter == 1 and first.limit <= 8
-    assert device.now == 0
 
 
 def test_a_queued_token_uses_up_what_a_request_drafter_has():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from mlx_spec.errors import InvalidValue
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.types import Choice, Reason, RequestDrafter
 
@@ -20,22 +17,8 @@ def test_request_drafters_come_first_for_one_answer():
     assert policy.decide([1, 2]).reason is Reason.FIXED
 
 
-@pytest.mark.parametrize("reason", [Reason.DISABLED, Reason.NO_DRAFTER])
-def test_no_tokens_draft_nothing_at_all(reason):
-    policy = FixedPolicy(0, reason)
-    policy.begin([EXTRA])
-    decision = policy.decide([1])
-    assert (decision.choices, decision.reason) == ((), reason)
-
-
 def test_sequences_do_not_share_requests():
     policies = FixedPolicy(2)
     first, second = policies.policy(), policies.policy()
     first.begin([EXTRA])
     assert second.decide([1]).choices == (Choice(0, 2),)
-
-
-@pytest.mark.parametrize("length", [-1, 17])
-def test_lengths_out_of_range(length):
-    with pytest.raises(InvalidValue, match="must be 0 to 16"):
-        FixedPolicy(length)

@@ -87,14 +87,6 @@ def test_policies_load_what_others_saved(tmp_path):
     assert again.costs.at(1).seconds(0, 3) == pytest.approx(0.1, rel=0.1)
 
 
-def test_policies_ignore_damaged_costs(tmp_path, caplog):
-    key = replace(KEY, drafters=("mtp",))
-    saved_costs.save(key, TABLE, tmp_path, measured=DATE)
-    assert AdaptivePolicies(["mtp"], key=key, folder=tmp_path).costs is None
-    (record,) = caplog.records
-    assert "will be replaced" in record.getMessage()
-
-
 def test_fingerprints_change_with_the_checkpoint(tmp_path):
     header = b'{"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
     weights = tmp_path / "model.safetensors"

@@ -13,7 +13,6 @@ import tiny
 from likelihood import TEXT, TOP, check, reference
 from lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
-import mlx_spec
 from mlx_spec import engine
 from mlx_spec.model.caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
@@ -143,16 +142,6 @@ def test_a_grammar_counts(sampling: Sampling) -> None:
     assert {len(each.top) for each in found[0]} >= {1, 2}
 
 
-@pytest.mark.parametrize("top", [0, 1, 20, 256, 300])
-def test_there_are_as_many_alternatives_as_requested(top: int) -> None:
-    recorder = recorder_of(Sampling(), 1, top)
-    token = recorder.draw(mx.random.normal((1, 256)), [3], NONE)[0].item()
-    (each,) = recorder.of(1, [token])
-    assert len(each.top) == min(top, 256)
-    assert [a.logprob for a in each.top] == sorted((a.logprob for a in each.top), reverse=True)
-    assert not top or (each.top[0].token, each.top[0].logprob) == (token, each.logprob)
-
-
 def test_the_last_draw_of_a_position_counts() -> None:
     recorder = recorder_of(Sampling(), 1, 1)
     first, second = mx.zeros((1, 256)).at[0, 3].add(9.0), mx.zeros((1, 256)).at[0, 4].add(2.0)
@@ -163,21 +152,6 @@ def test_the_last_draw_of_a_position_counts() -> None:
     assert each.logprob == pytest.approx(2 - math.log(255 + math.exp(2)), abs=1e-5)
     with pytest.raises(KeyError):
         recorder.of(2, [0])
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)])
-def test_the_demo_pair(sampling: Sampling) -> None:
-    pair = mlx_spec.load("demo", num_draft_tokens=4)
-    prompt = pair.text.prompt([{"role": "user", "content": "What is the capital of France?"}])
-    parts, found, tokens = pair.open(), list[TokenLogprob](), list[int]()
-    for round in pair.run(parts, prompt, sampling=sampling, max_tokens=80, top_logprobs=3):
-        found += round.logprobs
-        tokens += round.tokens
-    logits = parts.target._model(mx.array([prompt + tokens]))[0].astype(mx.float32)
-    rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    expected = [rows[len(prompt) - 1 + j, token].item() for j, token in enumerate(tokens)]
-    assert [each.logprob for each in found] == pytest.approx(expected, abs=1e-3)  # bfloat16
-    assert b"".join(each.written for each in found).decode() == pair.text.decode_raw(tokens)
 
 
 # --- tokens of a prompt
@@ -223,16 +197,6 @@ def test_drafters_get_the_features_of_a_prefill() -> None:
         seen[-1].append(mx.concatenate([f.final_hidden for f in drafter.seen if f.final_hidden is not None]))
     for ours, theirs in zip(*seen, strict=True):
         assert ours.shape == theirs.shape and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3).item()
-
-
-def test_penalties_and_bias_count_for_a_prompt() -> None:
-    sampling = Sampling(repetition_penalty=1.2, frequency_penalty=0.4, logit_bias={3: 2.0, 8: -math.inf})
-    model, prompt = MODELS["sliding"], [token for token in tiny.prompt(90) if token != 8]
-    found = scored(LMTarget(model), prompt, sampling=sampling)
-    with pytest.raises(AssertionError):  # the reference counts the first token as prompt, not as generated
-        check(found, reference(model, sampling, prompt[:1], prompt[1:]), prompt[1:])
-    found = scored(LMTarget(model), prompt, sampling=sampling, prompt_length=1)
-    check(found, reference(model, sampling, prompt[:1], prompt[1:]), prompt[1:])
 
 
 def test_two_prompts_are_scored_in_turn_and_one_ends_early() -> None:

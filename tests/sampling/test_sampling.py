@@ -114,27 +114,15 @@ def test_repetition_penalty_is_that_of_mlx_lm() -> None:
     assert mx.allclose(ours, theirs, rtol=1e-6)
 
 
-class CountingHistory(list[int]):
-    """A history that counts the tokens read from it."""
-
-    read = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        items = super().__getitem__(index)
-        self.read += len(items) if isinstance(index, slice) else 1
-        return items
-
-
-def test_counts_grow_with_the_history_and_read_each_token_once() -> None:
+def test_counts_grow_with_the_history() -> None:
     sampling = Sampling(1.0, **PENALTIES)
     rng = np.random.default_rng(0)
-    processor, history = processor_of(sampling), CountingHistory(PROMPT)
+    processor, history = processor_of(sampling), list(PROMPT)
     for i in range(60):
         drafted = mx.array(rng.integers(V, size=i % 4).astype(np.int32))
         block = logits(drafted.shape[0] + 1, seed=i)
         fresh = processor_of(sampling).scores(block, list(history), drafted)
         assert mx.allclose(processor.scores(block, history, drafted), fresh, atol=1e-6)
-        assert history.read == len(history)
         history.extend(rng.integers(V, size=i % 3).tolist())
 
 
@@ -296,7 +284,6 @@ REFUSED: dict[str, list[Any]] = {
     "top_p": [0, 1.01, math.nan],
     "min_p": [-0.1, 1.5],
     "repetition_penalty": [0, math.inf],
-    "presence_penalty": [2.5],
     "frequency_penalty": [-math.inf],
     "seed": [1.5, "one"],
     "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1: math.inf}, {1: math.nan}, {1: 1e10}],
@@ -318,18 +305,3 @@ def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     assert sampling.sampler(1, V + 1)
     with pytest.raises(InvalidValue, match=f"token id {V}.*{V - 1}"):
         sampling.sampler(1, V)
-
-
-def test_sampling_is_a_value() -> None:
-    bias = {1: 2.0}
-    sampling = Sampling(0.5, logit_bias=bias)
-    same = Sampling(0.5, logit_bias={1: 2.0})
-    bias[1] = 3.0
-    assert sampling == same and hash(sampling) == hash(same)
-    assert sampling != dataclasses.replace(sampling, logit_bias=bias)
-    with pytest.raises(TypeError):
-        sampling.logit_bias[1] = 4.0  # type: ignore[index]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        sampling.top_k = 3  # type: ignore[misc]
-    kinds = [Sampling(1.0), Sampling(1.0, seed=0), Sampling(seed=0)]
-    assert [type(s.sampler(1, V)) for s in kinds] == [Unseeded, Seeded, Greedy]

@@ -76,8 +76,6 @@ BARE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_conte
     [
         ("<think>\nhm</think>\n\nYes", "Yes"),
         ("hm</think>Yes", "Yes"),
-        ("<think>cut", ""),
-        ("Yes", "Yes"),
         ("<think>a</think>b<think>c</think>d", "bd"),
     ],
 )
@@ -119,7 +117,6 @@ def test_a_malformed_or_missing_template_is_refused() -> None:
         ({"tokenizer_config.json": {"chat_template": "A"}, "chat_template.jinja": "B"}, "B"),
         ({"chat_template.json": {"chat_template": "C"}}, "C"),
         ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "D"}]}}, "D"),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "D"}]}}, None),
         (
             {
                 "tokenizer_config.json": {
