@@ -23,7 +23,7 @@ anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from endpoint import frames  # noqa: E402
-from openai.types import Completion, Model  # noqa: E402
+from openai.types import Completion  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from serving import CHAT, Serving, serving  # noqa: E402
@@ -181,14 +181,6 @@ def test_completions(server: Serving, client: Any) -> None:
     Completion.model_validate_json(reply.body, strict=True)
 
 
-def test_models(server: Serving, client: Any) -> None:
-    assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").owned_by
-    Model.model_validate_json(server.send("/v1/models/demo").body, strict=True)
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
 @pytest.mark.skipif(find_spec("litellm") is None, reason="needs LiteLLM")
 def test_litellm(server: Serving) -> None:
     program = [sys.executable, str(SUPPORT / "litellm_client.py"), server.url, "demo"]
@@ -199,20 +191,6 @@ def test_litellm(server: Serving) -> None:
     whole, *others = found["texts"]  # OpenAI's dialect and Ollama's, whole and streamed
     assert "iterable" in whole and others == [whole] * 3
     assert found["refused"] == 404
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_langchain(server: Serving) -> None:
-    module = pytest.importorskip("langchain_openai")
-    ask = {"model": "demo", "temperature": 0, "max_retries": 0, "api_key": "none"}
-    chat = module.ChatOpenAI(base_url=f"{server.url}/v1", max_tokens=8, **ask)
-    found = chat.invoke("What does zip do?")  # max_tokens travels as max_completion_tokens
-    assert found.usage_metadata["output_tokens"] == 8
-    assert found.response_metadata["finish_reason"] == "length"
-    assert "".join(str(piece.content) for piece in chat.stream("What does zip do?")) == found.content
-    longer = module.ChatOpenAI(base_url=f"{server.url}/v1", max_tokens=100, **ask)
-    called = longer.bind_tools([WEATHER], tool_choice="required").invoke("Weather?")
-    assert called.tool_calls[0]["name"] == "weather" and "city" in called.tool_calls[0]["args"]
 
 
 # --- Anthropic's Messages API and OpenAI's Responses API
@@ -269,14 +247,6 @@ def test_messages_streamed_and_whole_are_the_same(claude: Any, kind: str):
         assert whole.content[-1].input["days"] in (1, 2)
 
 
-def test_a_stop_sequence_is_named(claude: Any):
-    text = claude.messages.create(**CLAUDE).content[0].text
-    stop = text[5:9]
-    found = claude.messages.create(**CLAUDE, stop_sequences=["never said", stop])
-    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
-    assert found.content[0].text == text[: text.index(stop)]
-
-
 GPT_ASKS = {
     "text": {"max_output_tokens": 12, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
     "schema": {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
@@ -325,14 +295,6 @@ def test_a_call_that_is_cut_off_is_text_without_markup(claude: Any, client: Any)
     assert choice.message.tool_calls is None and not any(piece.tool_calls for piece in pieces)
     (text,) = {said.content[0].text, response.output_text, choice.message.content, streamed}
     assert text.startswith('call:weather{city:"') and not set("<|>") & set(text)
-
-
-def test_the_next_turn_reads_on(claude: Any):
-    first = claude.messages.create(**CLAUDE)
-    turns = [*ZIP, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And map?"}]
-    usage = claude.messages.create(**(CLAUDE | {"messages": turns})).usage
-    read = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
-    assert read - 3 <= usage.cache_read_input_tokens < read and 0 < usage.input_tokens < 20
 
 
 def test_both_protocols_say_the_same(claude: Any, client: Any):

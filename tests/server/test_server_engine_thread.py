@@ -149,18 +149,6 @@ def test_choices_are_those_of_seeds_in_a_row(engine: EngineThread) -> None:
     assert usage.prompt_tokens == next(e.prompt_tokens for e in events if isinstance(e, PromptRead))
 
 
-def test_prompts_are_counted_together(engine: EngineThread) -> None:
-    prompts: tuple[str | tuple[int, ...], ...] = ("What does", "os.path.join: Join", (2, 5, 9))
-    events = answer(engine, raw(*prompts, n=2))
-    opened = [e.prompt_tokens for e in events if isinstance(e, PromptRead)]
-    assert len(opened) == 3 and opened[2] == 3
-    assert closed(events).usage.prompt_tokens == sum(opened)
-    assert [e.index for e in events if isinstance(e, ChoiceEnded)] == [0, 1, 2, 3, 4, 5]
-    for i, prompt in enumerate(prompts):
-        single = text_of(answer(engine, raw(prompt)))
-        assert text_of(events, 2 * i) == text_of(events, 2 * i + 1) == single
-
-
 def test_the_next_turn_is_cached_up_to_the_stop_string(engine: EngineThread, plain: EngineThread) -> None:
     first = answer(engine, chat("Explain len()", stop=("of",)))
     prompt = closed(first).usage.prompt_tokens
@@ -168,19 +156,6 @@ def test_the_next_turn_is_cached_up_to_the_stop_string(engine: EngineThread, pla
     events = answer(engine, again)
     assert closed(events).usage.cached_tokens > prompt
     assert body(events) == body(answer(plain, again))
-
-
-def test_echo_and_scores(engine: EngineThread) -> None:
-    events = answer(engine, raw("os.path.join: Join two", echo=True, top_logprobs=1, max_tokens=4))
-    pieces = [e for e in events if isinstance(e, TextDelta)]
-    assert pieces[0].text == "os.path.join: Join two"
-    scores = pieces[0].logprobs
-    assert len(scores) == closed(events).usage.prompt_tokens
-    assert scores[0].logprob != scores[0].logprob  # nan
-    assert all(score.logprob <= 0 for score in scores[1:])
-    unscored = answer(engine, raw("os.path.join: Join two", max_tokens=4))
-    assert text_of(events) == "os.path.join: Join two" + text_of(unscored)
-    assert closed(answer(engine, raw("Hi", echo=True, max_tokens=0))).usage.completion_tokens == 0
 
 
 TOOL = Tool("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"enum": ["os", "re"]}}})
@@ -235,13 +210,6 @@ def test_how_much_of_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch, engine: E
     assert [event.read_tokens for event in found] == [*range(cached, total - 1, 16), total - 1]
 
 
-def test_concurrent_requests_do_not_mix(engine: EngineThread, plain: EngineThread) -> None:
-    requests = [chat(f"What does {name} do?") for name in ("json.loads", "re.sub", "map")]
-    streams = [begin(engine, request) for request in requests]
-    for request, stream in zip(requests, streams, strict=True):
-        assert body(stream.all()) == body(answer(plain, request))
-
-
 # --- cancelling
 
 
@@ -278,13 +246,6 @@ def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
         streams[0].job.cancel()
         closed(streams[2].all())
         assert streams[1].events.empty()
-
-
-def test_as_many_as_may_run_and_wait_are_admitted_at_once() -> None:
-    with working(replace(DEMO, limits=Limits(running=2, waiting=1))) as engine:
-        streams = [begin(engine, chat(QUESTION, max_tokens=40)) for _ in range(3)]
-        for stream in streams:
-            closed(stream.all())
 
 
 def test_close_ends_what_runs_and_what_waits() -> None:
@@ -376,28 +337,6 @@ def test_an_error_fails_one_request(
     assert "secret" not in found.message and "a secret of the house" in caplog.text
     closed(other.all())
     assert body(answer(engine, request)) == body(answer(plain, request))
-
-
-def test_a_client_that_cannot_take_events_is_cancelled(
-    engine: EngineThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_: Any) -> None:
-        raise OSError("hung up")
-
-    with caplog.at_level(logging.CRITICAL, logger="mlx_spec.server"):
-        engine.submit(chat(QUESTION, sampling=ENDLESS, max_tokens=3000), refuse)
-        wait_until_idle(engine)
-    closed(answer(engine, chat(QUESTION, max_tokens=2)))
-
-
-def test_names_and_status_are_for_any_thread(engine: EngineThread) -> None:
-    """Names and status are for any thread, and touch nothing of the engine."""
-    assert engine.resolve(None) == "demo"
-    card = engine.models()[0]
-    assert (card.name, card.loaded, card.context_length) == ("demo", True, 4096)
-    assert card.thinks and card.tools
-    status = engine.status()
-    assert status.state == "ready" and status.models[0].weights > 10**7 and status.memory.active > 10**7
 
 
 def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> None:

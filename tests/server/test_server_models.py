@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +11,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import served
-from served import ENDLESS, QUESTION, answer, begin, body, chat, closed, failure, working
+from served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, working
 
 from mlx_spec import demo
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Models, load_served, memory_need
 from mlx_spec.apps.server.request import RoundDone
-from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
-from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.errors import InvalidValue
 
 ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
 NEED = memory_need(ONE)
@@ -92,17 +90,6 @@ def demo_bytes(folder: Path) -> int:
     return sum(array.nbytes for array in tensors.values())
 
 
-def test_the_need_of_a_model_that_is_not_here(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"not on this machine: fetch it with `mlx-spec pull nobody/nothing`"):
-        memory_need(ServedModel("x", "nobody/nothing"))
-    shutil.copytree(demo.TARGET, tmp_path / "target")
-    (tmp_path / "pair.json").write_text('{"target": "target", "drafter": null}')
-    assert memory_need(ServedModel("x", str(tmp_path))).weights == demo_bytes(demo.TARGET)
-    (tmp_path / "target" / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(BadCheckpoint):
-        memory_need(ServedModel("x", str(tmp_path)))
-
-
 def test_the_model_used_longest_ago_makes_room() -> None:
     with working(settings(ONE, TWO, THREE, room=2.5)) as engine:
         assert loaded(engine) == ["one"]
@@ -131,17 +118,6 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
             assert f"{number / 10**6:.1f} MB" in found.message
         assert loaded(engine) == ["one"]
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
-
-
-def test_conversations_make_room_for_a_model() -> None:
-    with working(settings(ONE, TWO, room=2.05)) as engine:
-        for i in range(6):
-            closed(answer(engine, chat(f"{i} and more of it", model="one", max_tokens=3)))
-        caches = engine.status().models[0].caches
-        closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
-        status = engine.status()
-        assert loaded(engine) == ["one", "two"] and status.models[0].caches <= caches
-        assert sum(model.weights + model.caches for model in status.models) <= status.budget
 
 
 def test_a_model_in_use_is_not_unloaded() -> None:
@@ -199,40 +175,3 @@ def test_a_model_that_cannot_be_loaded(breaks: str, tmp_path: Path, caplog: pyte
         assert ("Traceback" in caplog.text) == (breaks == "crashes")
         assert engine.status().state == "ready"
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
-
-
-def test_a_first_model_that_cannot_be_loaded() -> None:
-    with working(settings(ServedModel("one", "nobody/nothing"), TWO), loader_of_two) as engine:
-        assert not engine.wait_loaded(0)
-        status = engine.status()
-        assert status.state == "failed" and "nothing here" in str(status.problem)
-        assert failure(answer(engine, chat(QUESTION, model="one"))).status == 503
-        closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
-        assert (engine.status().state, engine.status().problem) == ("ready", None)
-
-
-def loader_of_two(one: ServedModel) -> Any:
-    if one.name == "one":
-        raise NotFound("nothing here")
-    return load_served(one)
-
-
-def test_others_are_admitted_while_one_loads() -> None:
-    loading, go = threading.Event(), threading.Event()
-
-    def slowly(one: ServedModel) -> Any:
-        if one.name == "two":
-            loading.set()
-            go.wait(served.TIMEOUT_S)
-        return load_served(one)
-
-    with working(settings(ONE, TWO, limits=Limits(waiting=1, running=2)), slowly) as engine:
-        two = begin(engine, chat(QUESTION, model="two", max_tokens=3))
-        loading.wait(served.TIMEOUT_S)
-        one = begin(engine, chat(QUESTION, model="one"))
-        assert engine.status().waiting == 2 and engine.status().loading == "two"
-        go.set()
-        closed(two.all())
-        assert engine.status().loading is None
-        with working(settings(ONE)) as fresh:
-            assert body(one.all()) == body(answer(fresh, chat(QUESTION, model="one")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,32 +57,11 @@ def test_unchanged_files_are_not_sent_again():
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/page",
-        "/page/",
-        "/page/index.html",
-        "/page/__init__.py",
-        "/page/nothing.js",
-        "/page/CHAT.js",
-        "/page/..%2fapp.py",
-        "/page/%2e%2e/app.py",
-        "/page//etc/passwd",
-        "/chat.js",
-    ],
+    ["/page/__init__.py", "/page/..%2fapp.py", "/page/%2e%2e/app.py"],
 )
 def test_other_names_are_404(path):
     found = stubbed(Stub()).client.get(path)
     assert found.status_code == 404 and found.json()["error"]["code"] == "unknown_url"
-
-
-def test_page_needs_no_key_and_keeps_the_other_guards():
-    client = stubbed(Stub(), replace(OWN, api_key="secret")).client
-    assert client.get("/").status_code == client.get("/page/chat.js").status_code == 200
-    assert client.get("/v1/models").status_code == 401
-    assert client.get("/", headers={"host": "evil.example"}).status_code == 403
-    assert client.get("/page/chat.js", headers={"origin": "http://evil.example"}).status_code == 403
-    assert client.post("/").status_code == 401
-    assert stubbed(Stub()).client.post("/").status_code == 405
 
 
 @pytest.mark.parametrize("name", page.FILES)

@@ -166,14 +166,6 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     assert tab.value(paint) == "none", "no mark of any kind when nobody wants them"
 
 
-def test_the_page_tells_how_to_use_the_server_elsewhere(tab):
-    with listening(Stub(()), Settings(DEMO)) as url:
-        tab.open(url)
-        tab.until(READY)
-        assert text(tab, "#endpoint") == f"{url}/v1"
-        assert f"ANTHROPIC_BASE_URL={url}" in text(tab, ".elsewhere")
-
-
 def test_a_key_is_asked_for_and_kept_in_memory(tab):
     with listening(Stub(ANSWER), Settings(DEMO, api_key="secret")) as url:
         tab.open(url)

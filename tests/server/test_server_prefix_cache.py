@@ -49,21 +49,6 @@ def test_a_conversation_continues_its_sequence(pair: Pair) -> None:
     assert len(cache) == 2
 
 
-def test_a_short_common_prefix_starts_a_new_sequence(pair: Pair) -> None:
-    cache = prefix_cache(pair)
-    a = served(pair, cache, [7] * 8 + A)  # 31 tokens are cached
-    assert served(pair, cache, [7] * 8 + B) is not a
-    assert served(pair, cache, [7] * 8 + A[:10] + [1, 2]) is a  # 18 of them
-
-
-def test_a_repeated_prompt_replaces_its_old_answer(pair: Pair) -> None:
-    cache = prefix_cache(pair)
-    a = served(pair, cache, A, 60)
-    assert served(pair, cache, A, 60) is a and len(cache) == 1
-    assert served(pair, cache, [*A[:10], 1]) is not a  # an earlier place of it, not the same again
-    assert served(pair, cache, A[:1]) is not a and served(pair, cache, A[:2]) is not a
-
-
 def test_a_sequence_in_use_is_never_lent_again(pair: Pair) -> None:
     cache = prefix_cache(pair, count=1)
     a = served(pair, cache, A)
@@ -82,12 +67,6 @@ def test_the_oldest_sequence_is_forgotten(pair: Pair) -> None:
     assert served(pair, cache, [*B, 1]) is not b
 
 
-def test_a_sequence_that_would_be_forgotten_is_used_again(pair: Pair) -> None:
-    cache = prefix_cache(pair, count=2)
-    a, _ = served(pair, cache, [7] * 8 + A), served(pair, cache, C)
-    assert served(pair, cache, [7] * 8 + B) is a
-
-
 def test_bytes_have_a_limit(pair: Pair) -> None:
     one = prefix_cache(pair)
     served(pair, one, A)
@@ -100,13 +79,6 @@ def test_bytes_have_a_limit(pair: Pair) -> None:
     assert served(pair, cache, [*A, 1]) is not a
     cache.shrink(reserved=one.nbytes)
     assert len(cache) == 1
-
-
-def test_caches_of_drafters_count(pair: Pair) -> None:
-    alone = served(pair, prefix_cache(pair), A)
-    drafted = make_pair("full", "same")
-    sequence = served(drafted, prefix_cache(drafted), A)
-    assert sequence.nbytes == 2 * alone.nbytes == 2 * sequence.parts.target.nbytes > 0
 
 
 def test_a_sequence_is_dropped_after_an_error(pair: Pair) -> None:

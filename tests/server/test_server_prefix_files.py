@@ -25,14 +25,14 @@ from test_session import KINDS, MODELS, alone, make_pair
 from mlx_spec import engine
 from mlx_spec.apps.server import prefix_cache
 from mlx_spec.apps.server.metrics import CountedEngine, Metrics
-from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
+from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixFiles, model_key
 from mlx_spec.apps.server.request import Event, Finished
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.retokenized import retokenized_source
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.sequence import CachedSequence, reusable
+from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
@@ -134,31 +134,6 @@ def test_a_restored_sequence_goes_on_as_the_one_in_memory(
     same = [name for name in left if name in right and left[name].shape == right[name].shape]
     assert len(same) > 1 and all(mx.array_equal(left[name], right[name]) for name in same)
     assert kind != "full" or tokens_of(found) == alone(pair, kind, prompt, 12, Sampling())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reach_says_what_rewind_keeps(kind: str) -> None:
-    pair = make_pair(kind, "none")
-    sequence = CachedSequence(pair.open())
-    generate(pair, sequence, PROMPT)
-    state, size = sequence.state(), len(sequence.tokens)
-    for shared in (0, 300, 365, 380, 386, 387, 400, 418, 419, size - 4, size):
-        again = CachedSequence(pair.open())
-        again.restore(sequence.tokens, state)
-        assert again.parts.target.rewind(shared) == reusable(sequence.parts.target.reach(), shared)
-
-
-def test_what_cannot_be_cut_back_is_read_again(tmp_path: Path) -> None:
-    """Rows before a window, and states before a checkpoint, are gone."""
-    prompt = tiny.prompt(900)
-    for kind in ("sliding", "recurrent"):
-        pair = make_pair(kind, "none")
-        stored(pair, tmp_path / kind, prompt)
-        found = files(pair, tmp_path / kind)
-        assert found.restore([*prompt[:200], 9, 9, 9], 0, pair.open) is None
-        assert (
-            found.restore([*PROMPT[:-20], 9, 9, 9], len(PROMPT) - 50, pair.open) is None
-        )  # saves too little
 
 
 # --- files
@@ -352,17 +327,6 @@ def test_a_conversation_goes_on_while_it_is_written(plain: Pair, tmp_path: Path)
     assert all(mx.array_equal(before[name], after[name]) for name in before)
 
 
-class Forgetful(SequenceDrafter):
-    """A new family, whose author forgot `state`."""
-
-    nbytes = 8
-
-
-def test_a_drafter_that_cannot_save_its_caches_is_refused_by_name() -> None:
-    with pytest.raises(InvalidValue, match="Forgetful cannot save its caches"):
-        Forgetful().state()
-
-
 # --- through the server
 
 
@@ -392,13 +356,3 @@ def test_a_restart_reads_a_prompt_once(
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         "demo: --cache-folder is not used: the drafter Gemma4Assistant cannot save its caches"
     ]
-
-
-def test_the_oldest_conversation_makes_room_for_a_restored_one(plain: Pair, tmp_path: Path) -> None:
-    stored(plain, tmp_path)
-    cache = PrefixCache(plain.open, 1, lambda: GB, files(plain, tmp_path))
-    with cache.borrow([7] * 80) as first:
-        generate(plain, first, [7] * 80)
-    with cache.borrow([*PROMPT, 1, 2]) as restored:
-        assert len(restored.tokens) == len(PROMPT) and len(cache) == 1
-    cache.close()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,17 +24,12 @@ from served import (
     working,
 )
 
-from mlx_spec import demo
 from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.models import GrammarCache, Models
 from mlx_spec.apps.server.request import ChoiceEnded, OutputFormat, PromptRead, RoundDone, TextDelta
-from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
-from mlx_spec.errors import InvalidValue
+from mlx_spec.apps.server.settings import Limits
 from mlx_spec.grammar import Grammar, GrammarKind
-from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.grammar.sandbox import CompileSandbox
 
 PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
 SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
@@ -78,26 +70,6 @@ def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(engine: EngineT
     assert slow.events.empty()
 
 
-def test_an_engine_that_only_waits_for_grammars_rests(engine: EngineThread) -> None:
-    slow = begin(engine, chat(QUESTION, format=SLOW))
-    time.sleep(0.1)
-    spent = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - spent < 0.2
-    assert failure(slow.all()).status == 400
-
-
-def test_closing_does_not_wait_for_a_grammar() -> None:
-    limits = Limits(grammar_seconds=30)
-    with working(replace(DEMO, limits=limits)) as engine:
-        slow = begin(engine, chat(QUESTION, format=SLOW))
-        time.sleep(0.1)
-        began = time.monotonic()
-        engine.close()
-        assert time.monotonic() - began < 5
-        assert failure(slow.all()).status == 503
-
-
 # --- grammars that come again
 
 
@@ -118,18 +90,6 @@ def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.Mo
     assert texts[:2] == texts[2:] and texts[0] != texts[1]
     closed(answer(engine, chat(QUESTION, thinking=True, format=OutputFormat("regex", "[a-f]{4}"))))
     assert len(sources) == 2
-
-
-def test_only_the_latest_grammars_are_kept() -> None:
-    text = Models(DEMO).text("demo")
-    grammars = GrammarCache(text, len(text.vocabulary()), count=2)
-    first, second = (grammars.compile("regex", source, seconds=9) for source in "ab")
-    assert grammars.compile("regex", "a", seconds=9) is first
-    grammars.compile("regex", "c", seconds=9)  # b was used longest ago
-    assert grammars.compile("regex", "a", seconds=9) is first
-    assert grammars.compile("regex", "b", seconds=9) is not second
-    with pytest.raises(InvalidValue):
-        grammars.compile("regex", "(", seconds=9)
 
 
 # --- prompts
@@ -153,42 +113,4 @@ def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
     assert caught.value.status == 404
 
 
-def test_tokens_are_counted_of_models_that_are_not_loaded(engine: EngineThread, tmp_path: Path) -> None:
-    request = chat("What is a list?")
-    targets = {"demo": "demo", "other": str(demo.TARGET), "gone": str(tmp_path)}
-    other = EngineThread(Settings(tuple(ServedModel(*each) for each in targets.items())))  # never started
-    counts = [other.count_tokens(replace(request, model=name)) for name in ("demo", "other")]
-    assert counts == [engine.count_tokens(request)] * 2
-    with pytest.raises(Failure, match="'gone' could not be loaded") as caught:
-        other.count_tokens(replace(request, model="gone"))
-    assert caught.value.status == 503
-
-
 # --- the process that compiles
-
-
-def test_a_sandbox_can_be_closed_and_used_again() -> None:
-    text, sandbox = Models(DEMO).text("demo"), CompileSandbox()
-    found = compile_grammar("regex", "a", text, len(text.vocabulary()), seconds=9)
-    request = {"kind": "regex", "source": "a", "options": {}, "tokenizer": found.vocabulary.small}
-    for _ in range(2):
-        sandbox.compile("regular expression", request, 9)
-        sandbox.close()
-    sandbox.close()
-
-
-def test_a_process_that_compiled_ends_without_a_word() -> None:
-    code = """
-from mlx_spec.apps.server.models import Models
-from mlx_spec.apps.server.settings import ServedModel, Settings
-from mlx_spec.grammar.matcher import compile_grammar
-text = Models(Settings((ServedModel("demo", "demo"),))).text("demo")
-compile_grammar("regex", "a", text, len(text.vocabulary()), seconds=9)
-"""
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", code],
-        capture_output=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr == b""

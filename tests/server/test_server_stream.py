@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import httpx2
 import pytest
 from endpoint import (
     ANSWER,
@@ -26,12 +26,14 @@ from endpoint import (
     TURN,
     Stub,
     events_of,
+    listening,
     said,
     stubbed,
+    wait_until,
 )
 
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
-from mlx_spec.apps.server.http import STEP_EVENTS, EventQueue, LoopWaker, read_events
+from mlx_spec.apps.server.http import read_events
 from mlx_spec.apps.server.openai_chat import ChatWriter
 from mlx_spec.apps.server.openai_completions import TextWriter
 from mlx_spec.apps.server.openai_responses import ResponseWriter
@@ -102,50 +104,6 @@ def test_silence_loses_nothing():
     assert [event for event in asyncio.run(read()) if event is not None] == [*deltas, said()[-1]]
 
 
-def test_text_waits_for_the_end_of_its_step():
-    async def read() -> list[object]:
-        queue = EventQueue(STEP_EVENTS, None)
-        waiting = asyncio.create_task(queue.get())
-        await asyncio.sleep(0)
-        for event in (DELTA, DELTA):
-            queue.put(event)
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        queue.put(DONE)
-        return [await waiting, await queue.get(), await queue.get()]
-
-    assert asyncio.run(read()) == [DELTA, DELTA, DONE]
-
-
-def test_a_loop_is_woken_once_until_it_looks(monkeypatch):
-    async def read() -> list[object]:
-        queue = EventQueue(STEP_EVENTS, None)
-        for _ in range(100):
-            queue.put(DONE)  # the loop is busy: it runs this
-        found = [await queue.get() for _ in range(100)]
-        await asyncio.sleep(0.05)
-        queue.put(DONE)
-        return [*found, await queue.get()]
-
-    calls, call = list[object](), LoopWaker.call
-    monkeypatch.setattr(LoopWaker, "call", lambda self, *args: (calls.append(args), call(self, *args)))
-    assert asyncio.run(read()) == [DONE] * 101 and len(calls) == 2
-
-
-def test_a_late_wake_up_is_no_silence():
-    async def read() -> object:
-        queue = EventQueue(STEP_EVENTS, 60.0)
-        queue.put(DONE)
-        assert await queue.get() is DONE  # before the loop was woken for it
-        waiting = asyncio.create_task(queue.get())
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        queue.put(DONE)
-        return await asyncio.wait_for(waiting, 10)
-
-    assert asyncio.run(read()) is DONE
-
-
 # --- chunks
 
 
@@ -164,17 +122,6 @@ def test_a_round_is_a_chunk():
     assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
     assert not any("usage" in chunk or "mlx_spec" in chunk for chunk in found)
     assert [i for i, chunk in enumerate(found) if "timings" in chunk] == [4]
-
-
-def test_usage_comes_last_and_is_null_before():
-    found = stubbed(Stub()).chunks(stream_options={"include_usage": True})
-    assert [chunk["usage"] for chunk in found[:-1]] == [None] * 5
-    last = found[-1]
-    assert last["choices"] == [] and last["object"] == "chat.completion.chunk"
-    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
-    assert last["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 3
-    assert [i for i, chunk in enumerate(found) if "timings" in chunk] == [5]
-    assert last["timings"] == timings_json(CLOSED.timings)
 
 
 def test_sources_are_shown_on_request():
@@ -198,23 +145,22 @@ def test_progress_is_shown_on_request(path):
     assert not stub.requests[1].progress
 
 
-def test_a_call_comes_in_one_chunk():
-    found = stubbed(Stub(TURN)).chunks()
-    calls = [call for chunk in found for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
-    assert [(call["index"], call["id"], call["function"]["name"]) for call in calls] == [
-        (0, "call_1", "weather"),
-        (1, "call_2", "now"),
-    ]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Köln", "days": [1, 2]}
-    assert found[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_an_error_after_the_headers_ends_the_stream(path):
-    found = events_of(stubbed(Stub((*ANSWER[:5], SHUTDOWN))).post(path, **BODIES[path], stream=True).text)
-    error = json.loads(found[-1])["error"]
-    assert error["code"] == "shutting_down" and set(error) == {"message", "type", "param", "code"}
-    assert not any("[DONE]" in one for one in found) and len(found) > 1
+def test_a_failure_after_the_headers_ends_the_stream():
+    for path in (CHAT, TEXT, MESSAGES, RESPONSES):
+        text = stubbed(Stub((*TURN[:6], SHUTDOWN))).post(path, **BODIES[path], stream=True).text
+        last = json.loads(text.rstrip().rpartition("data: ")[2])
+        assert text.count("data: ") > 1
+        if path == MESSAGES:
+            assert last == {
+                "type": "error",
+                "error": {"type": "overloaded_error", "message": "shutting down"},
+            }
+        elif path == RESPONSES:
+            assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+            assert last["response"]["error"] == {"code": "server_error", "message": "shutting down"}
+            assert [item["status"] for item in last["response"]["output"]] == ["completed", "incomplete"]
+        else:
+            assert last == SHUTDOWN.failure.body
 
 
 @pytest.mark.parametrize(
@@ -244,12 +190,6 @@ def test_a_bug_of_ours_is_written_as_a_failure(path, writer, name, begins, monke
     error = found["error"] if "error" in found else found["response"]["error"]
     assert "its log says why" in error["message"] and "secret" not in response.text
     assert stub.jobs[0].cancelled.wait(9) and "a secret of the house" in caplog.text
-
-
-def test_a_bug_before_the_first_text_is_written_as_well(monkeypatch, caplog):
-    monkeypatch.setattr(MessageWriter, "read", lambda self, event: 1 / 0)
-    text = stubbed(Stub()).post(MESSAGES, **BODIES[MESSAGES], stream=True).text
-    assert text.startswith("event: error\ndata: ") and "division" in caplog.text
 
 
 def test_only_the_stream_ends_lines():
@@ -289,48 +229,19 @@ def test_stream_options_without_a_stream_are_refused(path):
 # --- clients that hang up
 
 
-async def hang_up(app: Any, body: dict[str, Any], after: int) -> list[dict[str, Any]]:
-    """Send a request and hang up after so many messages. Return the messages until then."""
-    sent: list[dict[str, Any]] = []
-    gone = asyncio.Event()
-    bodies = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if bodies:
-            return bodies.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        if len(sent) >= after:
-            gone.set()
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": CHAT,
-        "raw_path": CHAT.encode(),
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-    }
-    if after == 0:
-        asyncio.get_running_loop().call_later(0.1, gone.set)
-    await asyncio.wait_for(app(scope, receive, send), 10)
-    return sent
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_cancels(stream):
-    rounds: Sequence[Event] = (*ANSWER[:5], *ANSWER[5:7] * 10_000)
-    stub = Stub(rounds, pause=0.001)
-    endpoint = stubbed(stub)
-    sent = asyncio.run(hang_up(endpoint.app, {"messages": HELLO, "stream": stream}, after=4 if stream else 0))
-    assert stub.jobs[0].cancelled.is_set()
-    assert len(sent) < 100 if stream else sent[0]["status"] == 499
-    assert 'mlx_spec_cancelled_total{model="demo"} 1.0' in endpoint.client.get("/metrics").text
+    stub = Stub((*ANSWER[:5], *ANSWER[5:7] * 10_000), pause=0.001)
+    with listening(stub, Settings(DEMO)) as url:
+        ask = {"url": url + CHAT, "json": {"messages": HELLO, "stream": stream}}
+        if stream:
+            with httpx2.stream("POST", **ask) as response:
+                assert next(response.iter_lines()).startswith("data: ")
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                httpx2.post(**ask, timeout=0.3)
+        wait_until(lambda: stub.jobs[0].cancelled.is_set())
+        wait_until(lambda: 'mlx_spec_cancelled_total{model="demo"} 1.0' in httpx2.get(url + "/metrics").text)
 
 
 def test_an_answer_that_was_read_to_its_end_is_not_counted_as_cancelled():

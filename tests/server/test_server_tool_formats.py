@@ -24,7 +24,7 @@ from mlx_spec.apps.server.tool_formats import (
 )
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
-from mlx_spec.text.chat_template import ChatTemplate, read_template
+from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
 
@@ -65,40 +65,20 @@ def test_random_arguments(name):
         assert parse(name, body, tools) == (expected, "")
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_body_cut_anywhere_is_text_until_it_is_complete(name):
-    arguments = {"a": 'x "y"\n🙂', "b": {"c": [1, "z", None]}, "n": -12.5, "t": True}
-    tools = [described("f", arguments)]
-    body = WRITERS[name]("f", arguments)
-    for end in range(len(body)):
-        calls, rest = parse(name, body[:end], tools)
-        if calls:  # only white space is missing
-            assert calls == [("f", arguments)] and body[end:].strip() == "" and rest == ""
-        else:
-            assert rest == (body[:end] if body[:end].strip() else "")
-
-
-BAD_ARGUMENTS = "{a:01} {a:1,} {a:celsius} {a} {:1} {a:[1} {a:NaN} {a:1e999}".split()
+BAD_ARGUMENTS = "{a:01} {a:celsius} {a:[1} {a:NaN}".split()
 
 
 @pytest.mark.parametrize(
     ("name", "body"),
     [
         *(("gemma4", "call:f" + arguments) for arguments in (*BAD_ARGUMENTS, "{a:" + "[" * 100_000)),
-        ("gemma4", "f{a:1}"),
         ("gemma4", "call:{a:1}"),
         ("hermes", '{"name": "f", "arguments": [1]}'),
-        ("hermes", '{"arguments": {}}'),
-        ("hermes", '{"name": 1, "arguments": {}}'),
         ("hermes", '{"name": "\\ud800", "arguments": {}}'),
-        ("hermes", '{"name": "f", "arguments": "x"}'),
         ("hermes", '{"name": "f", "arguments": {"a": "\\x"}}'),
         ("hermes", '{"name": "f", "arguments": ' + '{"a":' * 100_000),
-        ("hermes", "no JSON"),
         ("qwen3-coder", "<function=f><parameter=a>1</function>"),
-        ("qwen3-coder", "<function=><parameter=a>1</parameter></function>"),
         ("qwen3-coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
-        ("qwen3-coder", "<function=f>text</function>"),
     ],
 )
 def test_malformed_calls_stay_whole(name, body):
@@ -202,13 +182,6 @@ def test_a_broken_call_is_text_without_markup(format, body, shown):
     assert reader.complete == 0 and reader.read(TextPart("call", "", call=1, closed=True)) == []
 
 
-def test_text_after_a_call_is_not_lost(format):
-    reader = ToolCallReader(0, format, [])
-    events = reader.read(TextPart("call", "call:f{}call:g{a:", call=0, closed=True))
-    assert reader.complete == 1 and [type(event) for event in events] == [ToolCall, TextDelta]
-    assert events[-1].text == "call:g{a:"
-
-
 def test_cut_at_every_token(text, format):
     """No text is lost wherever an answer ends, and a call counts only once it is complete."""
     written = 'Sure. <|tool_call>call:f{a:<|"|>x é<|"|>,b:[1,2]}<tool_call|><|tool_call>call:g{}<tool_call|>'
@@ -295,12 +268,6 @@ def test_the_template_tells_how_calls_are_written(name):
         assert syntax.parse(call, []) == ([], call), "these parsers find a call in nearly any text"
 
 
-def test_several_calls_between_two_markers_of_a_library_parser():
-    found = templated(*TEMPLATES["pythonic"])
-    calls, rest = find_tool_format(found).syntax.parse('[f(a=1), g(b="x")]', [Tool("f"), Tool("g")])
-    assert calls == [("f", '{"a":1}'), ("g", '{"b":"x"}')] and rest == ""
-
-
 def test_unknown_calls_and_markers_that_are_no_tokens_have_no_format():
     assert find_tool_format(templated("{{ c }}", *MARKERS)) is None
     source = template(HERMES, *MARKERS)
@@ -326,11 +293,6 @@ def test_what_a_template_cannot_write_is_refused(text, properties):
     use = ToolUse((Tool("f", None, {"type": "object", "properties": properties}),))
     with pytest.raises(InvalidValue, match="the chat template refuses"):
         chat_prompt(Chat(tuple(CONVERSATION[:1]), use), text, "demo")
-
-
-def test_with_none_the_prompt_lists_no_tools(text):
-    use = ToolUse((WEATHER,), "none")
-    assert chat_prompt(Chat(tuple(CONVERSATION[:1]), use), text, "demo") == text.prompt(CONVERSATION[:1])
 
 
 def test_a_template_without_tools_refuses_them():
@@ -365,16 +327,6 @@ def test_results_go_where_the_template_reads_them():
     twice = results_in_calls([*CONVERSATION, CONVERSATION[2]])[1]["tool_responses"]
     assert twice == 2 * [{"name": "get_weather", "response": "sunny"}]
     assert results_in_calls(CONVERSATION[2:]) == CONVERSATION[2:]
-
-
-def test_what_gemmas_template_writes_is_parsed():
-    rng, gemma = random.Random(4), read_template(demo.TARGET)
-    for _ in range(100):
-        arguments = call_texts.random_arguments(rng)
-        call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
-        written = gemma.render([{"role": "assistant", "tool_calls": [call]}], thinking=False)
-        body = written.split("<|tool_call>")[1].split("<tool_call|>")[0]
-        assert parse("gemma4", body) == ([("get_weather", arguments)], "")
 
 
 def template(body, open, close):

@@ -254,10 +254,11 @@ def listening(engine: Any, settings: Settings) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Place:
+    """One route of the shared stub."""
+
     stub: Stub
     endpoint: Endpoint
     path: str
-    url: str  # of a server with the same stub
 
     def post(self, **changes: Any) -> tuple[int, Any]:
         response = self.endpoint.post(self.path, **BODIES[self.path] | changes)
@@ -269,6 +270,7 @@ class Place:
         return frames(response.text)
 
     def request(self, **changes: Any) -> Any:
+        """The request that a body becomes."""
         status, reply = self.post(**changes)
         assert status == 200, reply
         return self.stub.requests[-1]
@@ -278,8 +280,22 @@ class Place:
         status, reply = self.post(**changes)
         error: dict[str, Any] = reply["error"]
         assert (status, error["type"]) == (400, "invalid_request_error"), reply
+        assert set(error) == {"type", "message", *(() if self.path == MESSAGES else ("param", "code"))}
         assert "\n" not in error["message"] and self.stub.requests == []
         return error
+
+
+def place_of(path: str) -> Place:
+    """A route that says Hi."""
+    return Place(*fresh(said("Hi")), path)
+
+
+def parsed(path: str, **changes: Any) -> Any:
+    return place_of(path).request(**changes)
+
+
+def refused(path: str, **changes: Any) -> dict[str, Any]:
+    return place_of(path).error(**changes)
 
 
 def frames(stream: str) -> list[tuple[str | None, Any]]:
