@@ -108,17 +108,6 @@ def test_defaults_are_ollamas() -> None:
     assert (found.max_tokens, found.format, found.keep_alive, found.top_logprobs) == (None, None, None, None)
 
 
-def test_options() -> None:
-    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    idle = {"num_ctx": 8192, "num_gpu": 99, "num_thread": 4, "typical_p": 1.0, "mirostat": 0, "seed": -1}
-    found = parsed(options={**penalties, **idle, "repeat_last_n": -1, "num_predict": -2, "min_p": 0.1})
-    assert found.sampling == Sampling(0.8, 40, 0.9, 0.1, 1.1, 0.5, 0.25) and found.max_tokens is None
-    assert parsed(options={"regex": "a+"}).format == OutputFormat("regex", "a+", "regex")  # of other runtimes
-    assert parsed(options={"repeat_last_n": 64, "seed": None}).sampling == Sampling(
-        0.8, 40, 0.9
-    )  # no penalty: no window
-
-
 @pytest.mark.parametrize(
     ("body", "prompt"),
     [
@@ -251,13 +240,11 @@ def test_the_guards_stand_before_these_routes() -> None:
     other = stubbed(Stub(), Settings(DEMO, api_key="secret")).client
     for headers, status in (
         ({}, 401),
-        ({"authorization": "Bearer secret"}, 200),
         ({"host": "evil.example"}, 403),
         ({"origin": "http://evil.example"}, 403),
     ):
         response = other.get("/api/tags", headers=headers)
-        assert response.status_code == status
-        assert status == 200 or isinstance(response.json()["error"], str)
+        assert response.status_code == status and isinstance(response.json()["error"], str)
 
 
 # --- with a real engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from endpoint import CHAT, DEMO, HELLO, Stub, parsed, refused, stubbed
+from endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, parsed, refused, stubbed
 
 from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Limits, Settings
@@ -66,24 +66,17 @@ def test_thinking(body, expected):
 
 
 def test_a_conversation():
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}]
+    calls += [{"id": "b", "type": "function", "function": {"name": "now", "arguments": ""}}]
     messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": parts, "name": None},
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
-        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
-        {"role": "user", "content": ""},
+        {"role": "developer", "content": "Be brief.\n\nBe kind."},
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("Rain", "in Köln?")]},
+        {"role": "assistant", "content": "One moment.", "tool_calls": calls, "reasoning_content": "I ask."},
+        {"role": "tool", "tool_call_id": "a", "content": "dry"},
+        {"role": "tool", "tool_call_id": "b", "content": "Error: no clock"},
+        {"role": "user", "content": "So?", "name": None},
     ]
-    function = {"name": "weather", "arguments": {"city": "Oslo"}}
-    calls = [{"id": "c", "type": "function", "function": function}]
-    assert chat_of(messages=messages).messages == (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a\n\nb"},
-        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c", "name": "weather", "content": "sunny"},
-        {"role": "user", "content": ""},
-    )
+    assert list(chat_of(messages=messages).messages) == CONVERSATION
 
 
 # --- refusals

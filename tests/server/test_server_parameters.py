@@ -76,6 +76,9 @@ def test_forms_of_response_format():
         ({"type": "json_schema", "name": "n", "schema": SCHEMA}, schema("text.format")),
     ):
         assert parsed(RESPONSES, text={"format": given}).format == expected
+    given = {"type": "json_schema", "schema": SCHEMA}
+    request = parsed(MESSAGES, output_config={"format": given, "effort": "low"})
+    assert request.format == schema("output_config.format") and not request.prompt.thinking
     for kind in ("json_object", "json_schema"):
         found = parsed(CHAT, response_format={"type": kind, "schema": SCHEMA}).format
         assert found == schema("response_format.schema")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
 import pytest
-from endpoint import ARGUMENTS, BODIES, CLOSED, RESPONSES, TURN, Place, Stub, said
+from endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, RESPONSES, TURN, Place, Stub, said
 
 from mlx_spec.apps.server import parameters
 from mlx_spec.apps.server.openai_responses import decode_thinking, encode_thinking
@@ -98,19 +97,9 @@ def test_the_client_accumulates_the_whole_answer(client: Any, stub: Stub, script
         for event in stream:
             if event.type in ("response.completed", "response.incomplete"):
                 snapshot = event.response
-    assert snapshot is not None
+    assert snapshot is not None and (snapshot.status == "incomplete") == (script is CUT)
     whole = client.responses.create(model="demo", **BODY)
     assert settled(snapshot.model_dump(exclude_none=True)) == settled(whole.model_dump(exclude_none=True))
-
-
-@pytest.mark.parametrize("script", [CUT, said("a", "b", reason="length")], ids=["after a call", "text"])
-def test_an_answer_that_is_cut_is_incomplete(place: Place, client: Any, stub: Stub, script: Any):
-    stub.events = script
-    response = client.responses.create(model="demo", **BODY, max_output_tokens=17)
-    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
-    assert response.output[-1].status == "incomplete" and response.completed_at is None
-    assert all(item.status == "completed" for item in response.output[:-1])
-    assert place.frames()[-1][0] == "response.incomplete"
 
 
 def test_encoded_thinking_can_be_sent_back(place: Place, client: Any, stub: Stub):
@@ -131,7 +120,7 @@ def test_encoded_thinking_can_be_sent_back(place: Place, client: Any, stub: Stub
 def test_a_conversation_with_everything(place: Place):
     thought = [{"type": "reasoning_text", "text": "I ask."}]
     said = [{"type": "output_text", "text": "One moment.", "annotations": [], "logprobs": []}]
-    noon = [{"type": "input_text", "text": "noon"}]
+    noon = [{"type": "input_text", "text": "Error: no clock"}]
     request = place.request(
         model="alias",
         instructions="Be brief.",
@@ -148,23 +137,7 @@ def test_a_conversation_with_everything(place: Place):
             {"role": "user", "content": "So?"},
         ],
     )
-    calls = [("a", "weather", json.loads(ARGUMENTS)), ("b", "now", {})]
-    assert request.model == "demo" and list(request.prompt.messages) == [
-        {"role": "system", "content": "Be brief.\n\nBe kind."},
-        {"role": "user", "content": "Rain\n\nin Köln?"},
-        {
-            "role": "assistant",
-            "content": "One moment.",
-            "reasoning_content": "I ask.",
-            "tool_calls": [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name, arguments in calls
-            ],
-        },
-        {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "dry"},
-        {"role": "tool", "tool_call_id": "b", "name": "now", "content": "noon"},
-        {"role": "user", "content": "So?"},
-    ]
+    assert request.model == "demo" and list(request.prompt.messages) == CONVERSATION
 
 
 def test_sampling_and_reasoning(place: Place):

@@ -16,7 +16,6 @@ from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
-from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
@@ -211,16 +210,6 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
 def test_what_is_no_schema_is_refused(text, syntax, schema, message):
     with pytest.raises(Failure, match=f"the parameters of 'f' are no JSON schema: {message}"):
         answer_grammar(format_of(text, syntax), ToolUse((Tool("f", None, schema),), "required"))
-
-
-def test_one_of_in_a_response_format_counts_as_any_of(text):
-    schema = json.dumps({"oneOf": [{"type": "number"}, {"type": "integer"}]})
-    size = len(text.vocabulary())
-    with pytest.raises(InvalidValue, match="oneOf"):
-        compile_grammar("json_schema", schema, text, size, seconds=10)
-    assert compile_grammar("json_schema", answer_schema(schema), text, size, seconds=10)
-    for other in ('{"oneOf"', '{"type": "object"}', '["oneOf"]'):
-        assert answer_schema(other) == other
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -100,6 +100,23 @@ TURN: tuple[Event, ...] = (  # thinking, text and two calls, with borders in awk
     ChoiceEnded(0, "tool_calls"),
     CLOSED,
 )
+CALLS = [("a", "weather", json.loads(ARGUMENTS)), ("b", "now", {})]
+CONVERSATION = [  # what every dialect's own way to write it becomes
+    {"role": "system", "content": "Be brief.\n\nBe kind."},
+    {"role": "user", "content": "Rain\n\nin Köln?"},
+    {
+        "role": "assistant",
+        "content": "One moment.",
+        "reasoning_content": "I ask.",
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, name, arguments in CALLS
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "dry"},
+    {"role": "tool", "tool_call_id": "b", "name": "now", "content": "Error: no clock"},
+    {"role": "user", "content": "So?"},
+]
 SHUTDOWN = Failed(Failure(503, "shutting down", type="server_error", code="shutting_down"))
 
 
