@@ -10,17 +10,39 @@ from typing import Any
 
 import pytest
 import served
-from endpoint import ANSWER, CHAT, DEMO, HELLO, SHUTDOWN, TURN, Stub, fresh, shared, stubbed, wait_until
+from endpoint import (
+    ANSWER,
+    CALLS,
+    CONVERSATION,
+    DEMO,
+    HELLO,
+    SHUTDOWN,
+    TURN,
+    Stub,
+    fresh,
+    shared,
+    stubbed,
+    wait_until,
+)
 from starlette.testclient import TestClient
 
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration
-from mlx_spec.apps.server.request import Chat, FillIn, Finished, GenerationRequest, OutputFormat, RawPrompts
+from mlx_spec.apps.server.request import (
+    Chat,
+    FillIn,
+    Finished,
+    GenerationRequest,
+    OutputFormat,
+    RawPrompts,
+    Tool,
+    ToolUse,
+)
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 
 OLLAMA, GENERATE = "/api/chat", "/api/generate"
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -28,7 +50,6 @@ WEATHER = {
     },
 }
 BRIEF, HI = {"role": "system", "content": "Be brief."}, ({"role": "user", "content": "Hi"},)
-WEATHER_CALL = {"name": "weather", "arguments": {"city": "Köln"}}
 
 
 def post(path: str = OLLAMA, **body: Any) -> Any:
@@ -60,45 +81,27 @@ def lines(path: str = OLLAMA, **body: Any) -> list[dict[str, Any]]:
 # --- requests
 
 
-def test_a_conversation_is_the_same_request_as_in_openais_dialect() -> None:
-    ask = {"role": "user", "content": "Weather?"}
-    answer = {"role": "assistant", "content": "", "thinking": "Hm."}
-    ours = parsed(
+def test_a_conversation_with_everything() -> None:
+    calls = [{"function": {"name": name, "arguments": arguments}} for _, name, arguments in CALLS]
+    answer = {"role": "assistant", "content": "One moment.", "thinking": "I ask.", "tool_calls": calls}
+    results = [
+        {"role": "tool", "tool_name": "weather", "content": "dry"},
+        {"role": "tool", "tool_name": "now", "content": "Error: no clock"},
+    ]
+    found = parsed(
         model="demo:latest",
-        messages=[
-            BRIEF,
-            ask,
-            answer | {"tool_calls": [{"function": WEATHER_CALL}]},
-            {"role": "tool", "tool_name": "weather", "content": "sun"},
-        ],
+        messages=[*CONVERSATION[:2], answer, *results, CONVERSATION[-1]],
         tools=[WEATHER],
         think=False,
         options={"temperature": 1, "top_k": 0, "top_p": 1, "num_predict": 9, "stop": ["x", "x"], "seed": 3},
         format={"type": "object"},
     )
-    called = {"name": "weather", "arguments": json.dumps(WEATHER_CALL["arguments"])}
-    theirs_body = {
-        "messages": [
-            BRIEF,
-            ask,
-            {
-                "role": "assistant",
-                "reasoning_content": "Hm.",
-                "tool_calls": [{"id": "call_2_0", "type": "function", "function": called}],
-            },
-            {"role": "tool", "tool_call_id": "call_2_0", "content": "sun"},
-        ],
-        "tools": [WEATHER],
-        "top_k": 0,
-        "max_tokens": 9,
-        "stop": "x",
-        "seed": 3,
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
-    }
-    assert client().post(CHAT, json=theirs_body).status_code == 200
-    theirs = shared()[0].requests[-1]
-    assert replace(ours, format=None) == replace(theirs, format=None)
-    assert ours.format == OutputFormat("json_schema", '{"type": "object"}', "format")
+    ids = json.dumps(CONVERSATION).replace('"a"', '"call_2_0"').replace('"b"', '"call_2_1"')
+    tools = ToolUse((Tool("weather", None, WEATHER["function"]["parameters"]),))
+    assert found.prompt == Chat(tuple(json.loads(ids)), tools)
+    assert found.sampling == Sampling(1.0, top_k=0, top_p=1.0, seed=3)
+    assert (found.max_tokens, found.stop) == (9, ("x",))
+    assert found.format == OutputFormat("json_schema", '{"type": "object"}', "format")
 
 
 def test_defaults_are_ollamas() -> None:
@@ -238,11 +241,8 @@ def test_other_routes_are_refused_in_ollamas_shape(path: str) -> None:
 
 def test_the_guards_stand_before_these_routes() -> None:
     other = stubbed(Stub(), Settings(DEMO, api_key="secret")).client
-    for headers, status in (
-        ({}, 401),
-        ({"host": "evil.example"}, 403),
-        ({"origin": "http://evil.example"}, 403),
-    ):
+    foreign = ({"host": "evil.example"}, 403), ({"origin": "http://evil.example"}, 403)
+    for headers, status in (({}, 401), *foreign):
         response = other.get("/api/tags", headers=headers)
         assert response.status_code == status and isinstance(response.json()["error"], str)
 

@@ -54,22 +54,15 @@ def test_refusals(body, param, code):
 def test_logprobs_name_bytes_and_offsets():
     tokens = (
         TokenLogprob(0, b"a", math.nan),
-        TokenLogprob(1, "\u00e9".encode()[:1], -1.0),
-        TokenLogprob(2, "\u00e9".encode()[1:], -math.inf),
-        *TOKENS,
+        TokenLogprob(1, b"\xc3", -1.0),
+        TokenLogprob(2, b"\xa9", -math.inf),
+        TOKENS[0],
     )
-    assert logprobs_json(tokens, 10) == {
-        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9", "Hel", "lo"],
-        "token_logprobs": [None, -1.0, -9999.0, -0.5, -0.5],
-        "top_logprobs": [
-            None,
-            {},
-            {},
-            {"Hel": -0.5, "bytes:\\xff": -9999.0},
-            {"lo": -0.5, "bytes:\\xff": -9999.0},
-        ],
-        "text_offset": [10, 11, 11, 12, 15],
-    }
+    found = logprobs_json(tokens, 10)
+    assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "Hel"]
+    assert found["token_logprobs"] == [None, -1.0, -9999.0, -0.5]
+    assert found["top_logprobs"] == [None, {}, {}, {"Hel": -0.5, "bytes:\\xff": -9999.0}]
+    assert found["text_offset"] == [10, 11, 11, 12]
 
 
 def test_chunks():

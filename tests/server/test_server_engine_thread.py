@@ -73,20 +73,14 @@ def plain() -> Iterator[EngineThread]:
 
 REQUESTS = {
     "chat": chat(QUESTION),
-    "length": chat(QUESTION, max_tokens=5),
     "to the end": chat(QUESTION, max_tokens=None),
     "thinking": chat(QUESTION, thinking=True),
     "n": chat(QUESTION, n=3, sampling=Sampling(temperature=1.0, seed=3)),
     "stop": chat(QUESTION, stop=("path.jo", "two")),
-    "stop at once": chat(QUESTION, stop=("o",)),
     "prompts": raw("What does", "os.path.join: Join", (2, 5, 9), n=2),
     "echo": raw("os.path.join: Join", echo=True),
-    "logprobs": chat(QUESTION, top_logprobs=2),
     "echo with logprobs": raw("os.path.join: Join two or more", echo=True, top_logprobs=1, max_tokens=0),
     "min_tokens": chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=32)),
-    "min_tokens, seeded": chat(
-        QUESTION, max_tokens=40, sampling=Sampling(temperature=1.0, seed=1, min_tokens=32)
-    ),
     "ignore_eos": chat(QUESTION, max_tokens=40, ignore_eos=True),
     "penalties": chat(QUESTION, sampling=Sampling(presence_penalty=1.0, logit_bias={5: 2.0})),
     "prediction": chat(QUESTION, prediction="os.path.join: Join three or more pathname components"),
