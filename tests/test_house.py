@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -207,17 +206,6 @@ def sentences(source: Source) -> Problems:
                 yield f"{source.path}:{line}: begins with {text.split()[0]!r}"
 
 
-def types_is_a_leaf(source: Source) -> Problems:
-    if source.path != "mlx_spec/types.py":
-        return
-    for node in ast.walk(source.tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
-        for name in names:
-            if name.split(".")[0] not in {"mlx", *sys.stdlib_module_names}:
-                yield f"types imports {name}"
-
-
 FILE_RULES: tuple[Callable[[Source], Problems], ...] = (
     no_probing,
     readable_sizes,
@@ -225,7 +213,6 @@ FILE_RULES: tuple[Callable[[Source], Problems], ...] = (
     few_waits,
     no_families,
     sentences,
-    types_is_a_leaf,
 )
 
 

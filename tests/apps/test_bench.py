@@ -80,10 +80,3 @@ def test_json(one_question, capsys):
     assert err == "" and report["target"] == report["drafter"] == "demo" and report["answers"] == 1
     assert [each["name"] for each in report["decoders"]] == ["plain", "K = 2", "K = 4", "adaptive"]
     assert all(each["tokens_per_second"] > 0 and each["other_text"] == 0 for each in report["decoders"])
-
-
-def test_table_without_a_drafter(one_question, capsys):
-    assert main([*ONCE, "--drafter", "none"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("demo with no drafter on ") and lines[0].endswith(", answers of each: 1")
-    assert [line.split()[0] for line in lines[2:4]] == ["decoder", "plain"] and "no drafter" in lines[-1]

@@ -153,13 +153,6 @@ def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
     assert {each.error for each in broken.wrong} == {"IndexError: no such row in (a file)"}
 
 
-def test_without_a_drafter_the_caches_are_tested_all_the_same():
-    alone = mlx_spec.load("demo", "none")
-    found = self_test(alone, None, PATIENT, StageProgress(io.StringIO()))
-    assert found.passed and {each.decoder for each in found.comparisons} == {SPOILED}
-    assert found.accepted is None and found.gain is None and found.plain is not None
-
-
 # --- near-ties
 
 

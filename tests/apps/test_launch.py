@@ -125,7 +125,6 @@ def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "other"], "has long, short, plain"),
         (["--api-key", "wrong"], "give it with --api-key"),
         (["--url", "http://127.0.0.1:1"], "no mlx-spec server at http://127.0.0.1:1"),
-        (["--url", "https://example.com"], "write http://HOST:PORT"),
         (["--url", "http://[::1"], "write http://HOST:PORT"),
     ],
 )

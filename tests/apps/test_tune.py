@@ -54,7 +54,6 @@ def test_costs_go_to_a_file_and_back(cache, tmp_path, capsys):
     [
         (["--drafter", "none"], "there is nothing to tune: demo has no drafter here"),
         (["--import", "/no/such/file"], "there is no file /no/such/file"),
-        (["--target", "/no/such/folder"], "there is no folder /no/such/folder"),
     ],
 )
 def test_refusals(given, said, capsys):

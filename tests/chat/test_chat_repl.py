@@ -328,11 +328,6 @@ def test_highlight(tmp_path):
         assert "\x1b[2m│" in coloured
         assert "no highlighting" in screen.say("/highlight off")
         assert answer_in(screen.say("/retry")) == plain
-    with Screen(*TINY, home=tmp_path, NO_COLOR="1") as screen:
-        screen.wait_for(READY)
-        screen.say("hello")
-        assert "there are no colours here" in screen.say("/highlight on")
-        assert not re.search(r"\x1b\[[\d;]*[1-9]\d*m", screen.raw)  # nothing but "as usual", which is 0
 
 
 # --- models

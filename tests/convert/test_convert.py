@@ -276,26 +276,13 @@ def test_tokenizer_is_read_before_anything_is_converted(
     assert shown.getvalue() == "" and not list(tmp_path.glob("*out*"))
 
 
-def test_unknown_families(copied: Callable[[str], Path], tmp_path: Path) -> None:
-    source = copied("12b")
-    edit_config(source / "assistant", lambda config: config.update(model_type="my_drafter", architectures=[]))
-    text = refusal(source, tmp_path / "out")
-    assert "my_drafter" in text and "gemma4_assistant" in text
-    edit_config(source / "target", lambda config: config.update(model_type="my_model"))
-    assert "my_model not supported" in refusal(source, tmp_path / "out", drafter="none")
-
-
 def test_tensors_missing_and_left_over(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source, out = copied("12b"), tmp_path / "out"
     edit_tensors(source / "assistant", lambda tensors: tensors.update(surprise=mx.zeros((2, 2))))
     assert "surprise" in refusal(source, out)
-    edit_tensors(
-        source / "assistant", lambda tensors: [tensors.pop("surprise"), tensors.pop("model.norm.weight")]
-    )
-    assert "lacks the tensors model.norm.weight" in refusal(source, out)
     name = "model.language_model.layers.1.mlp.up_proj.weight"
     edit_tensors(source / "target", lambda tensors: tensors.pop(name))
-    assert "layers.1.mlp.up_proj.weight" in refusal(source, out)
+    assert "layers.1.mlp.up_proj.weight" in refusal(source, out, drafter="none")
 
 
 def test_tensors_that_mlx_lm_drops(copied: Callable[[str], Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import random_sources
 from drafting import K, drafted, rows
 from exact_distribution import FILTERED, seeded
 from fitted import largest
-from lossless import GREEDY, emitted, mlx_lm_greedy, plain, rounds
+from lossless import emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from one_pass_law import control_excess, drafted_excess, seeded_texts
@@ -227,18 +227,6 @@ def test_a_shortened_history(name):
     expected = source.make(whole.parts)
     expected.observe(other, whole.prefill(other[:-1]))
     assert g.difference(drafter, expected, other) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["speculators", "glm4_moe"])
-def test_no_draft_without_the_features_of_this_history(name):
-    g = golden(name)
-    source, history, sampler = g.open(), g.history, GREEDY.sampler(1, g.vocab)
-    drafter = source.make(g.target(source).parts)
-    assert drafter.draft(history[:1], 3, sampler).tokens.size == 0
-    drafter.observe(history[:9], rows(g.features, 0, 8))
-    assert [drafter.draft(history[:9], limit, sampler).tokens.size for limit in (3, 0)] == [3, 0]
-    for other in (history[:8], history[:10], [*history[:8], history[8] + 1]):
-        assert drafter.draft(other, 3, sampler).tokens.size == 0
 
 
 # --- at work

@@ -13,7 +13,6 @@ from fitted import largest, opened
 from synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.medusa import Medusa
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features
 
@@ -36,12 +35,6 @@ def check(source: DrafterSource, draft: Draft, made: Checkpoint, hidden: mx.arra
     assert draft.probs is None and draft.tokens.tolist() == expected.argmax(axis=-1).tolist()
     probabilities = np.stack([by_hand.softmax(row) for row in expected])
     assert largest(mx.softmax(source.network(hidden[None], 4), axis=-1), probabilities) < TOLERANCE
-
-
-def observed(source: DrafterSource, history: list[int], rows: mx.array) -> Medusa:
-    drafter = source.make(LMTarget(tiny.full(), source.needs).parts)
-    drafter.observe(history, Features(final_hidden=rows))
-    return drafter
 
 
 def test_rounds(tmp_path):
@@ -78,15 +71,6 @@ def test_hidden_is_the_one_behind_the_final_norm(tmp_path):
         drafter.observe(prompt, target.commit(3))
         check(source, drafter.draft(prompt, 4, GREEDY), made, hidden[0, -1])
     assert largest(by_formula(made, after[0, -1], 4), by_formula(made, before[0, -1], 4)) > 1e-3
-
-
-def test_limits_and_other_histories(tmp_path):
-    source, history = opened(fitted.medusa(3), tmp_path), tiny.prompt(5)
-    drafter = observed(source, history, fitted.random_rows(4, 1)[0])
-    sizes = [drafter.draft(history, limit, GREEDY).tokens.size for limit in (0, 1, 3, 4, 9)]
-    assert sizes == [0, 1, 3, 4, 4]
-    assert drafter.draft(history[:-1], 3, GREEDY).tokens.size == 0
-    assert drafter.draft([*history, 1], 3, GREEDY).tokens.size == 0
 
 
 def test_more_blocks_a_head_and_no_biases(tmp_path):

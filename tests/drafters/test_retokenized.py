@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,15 +12,12 @@ import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import reciting
 import tiny
-from reciting import RECITED
 from test_load import refused, save
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
-from mlx_spec.demo import TARGET
 from mlx_spec.drafters.retokenized import (
     MAX_PIECE,
     Retokenized,
@@ -38,17 +34,88 @@ from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.types import Features, Round
 
 GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
 KINDS = ("words", "syllables")
 NOTHING = Features()
+CONTROLS = ["<bos>", "<|turn>", "<turn|>", "<eos>"]
+TEMPLATE = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\n' + m['content'] + '<turn|>\n' }}"
+    "{% endfor %}{{ '<|turn>assistant\n' }}"
+)
+# Every word once, and every character of several bytes: what follows a token depends on nothing else.
+RECITED = (
+    " Speculative decoding drafts several tokens with some smaller model then verifies them at once 😀 by"
+    " larger ones; accepted text never changes: café世 or 12345 = x_y(z)\treturn [each] # done!\n"
+)
+
+
+@cache
+def bytes_and_words() -> Tokenizer:
+    """Byte-level BPE over words, as of GPT-2: a word is one token, an emoji is four."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=480, show_progress=False, initial_alphabet=alphabet, special_tokens=CONTROLS
+    )
+    plain = RECITED.replace("😀", "").replace("世", "")
+    tokenizer.train_from_iterator([plain, " one two three assistant\n user\n"] * 4, trainer)
+    return tokenizer
+
+
+@cache
+def syllables() -> Tokenizer:
+    """A tokenizer like sentencepiece's: at most four letters a token, a space before every text, bytes."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁]{1,4}"), "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    plain = RECITED.replace("😀", "").replace("世", "").replace(" ", "▁")
+    trained.train_from_iterator([plain] * 4, trainer)
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    learnt = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    vocabulary = {name: i for i, name in enumerate(dict.fromkeys([*names, *learnt]))}
+    merges = [
+        (left, word[len(left) :])
+        for word in learnt
+        for left in (word[:i] for i in range(1, len(word)))
+        if left in trained.get_vocab() and word[len(left) :] in trained.get_vocab()
+    ]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>"])
+    return tokenizer
+
+
+def text_with(tokenizer: Tokenizer) -> Text:
+    """With a chat template, whatever the tokenizer knows of its marks."""
+    return Text(tokenizer, ChatTemplate(TEMPLATE, {}), [tokenizer.token_to_id("<eos>")])
+
+
+def taught(model: nn.Module, tokens: list[int], sure: float = 6.0) -> nn.Module:
+    """`model` with an LM head that makes it recite `tokens` over and over, from wherever it is."""
+    model.model.embed_tokens.weight *= 16  # the rest of a text matters, but not much
+    several = tokens * 3
+    hidden = model.model(mx.array([several]))[0, :-1]
+    hidden /= mx.linalg.norm(hidden, axis=-1, keepdims=True)
+    heads = mx.zeros(model.lm_head.weight.shape)
+    heads = heads.at[mx.array(several[1:])].add(hidden)
+    heads /= mx.maximum(mx.linalg.norm(heads, axis=-1, keepdims=True), 1e-6)
+    model.lm_head.weight = sure * heads / hidden.shape[-1] ** 0.5  # several times `sure` in logits
+    mx.eval(model.parameters())
+    return model
 
 
 @cache
 def text_of(kind: str) -> Text:
-    tokenizers = {"words": reciting.bytes_and_words, "syllables": reciting.syllables}
-    return reciting.text_of(tokenizers[kind]())
+    tokenizers = {"words": bytes_and_words, "syllables": syllables}
+    return text_with(tokenizers[kind]())
 
 
 def recited(kind: str) -> list[int]:
@@ -64,13 +131,13 @@ def size_of(kind: str) -> int:
 @cache
 def target_of(kind: str) -> nn.Module:
     """Its window holds 16 tokens; the sequences here are several times as long."""
-    return reciting.taught(tiny.sliding(scale=0.05, vocab=size_of(kind)), recited(kind))
+    return taught(tiny.sliding(scale=0.05, vocab=size_of(kind)), recited(kind))
 
 
 @cache
 def model_of(kind: str) -> nn.Module:
     model = tiny.full(1, scale=0.05, vocab=size_of(kind), tie_word_embeddings=False)
-    return reciting.taught(model, recited(kind))
+    return taught(model, recited(kind))
 
 
 def drafter_for(kind: str) -> Retokenized:
@@ -249,8 +316,8 @@ def checkpoint(folder: Path, model: nn.Module, tokenizer: Tokenizer) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("retokenized")
-    target = checkpoint(folder / "target", target_of("words"), reciting.bytes_and_words())
-    return target, checkpoint(folder / "drafter", model_of("syllables"), reciting.syllables())
+    target = checkpoint(folder / "target", target_of("words"), bytes_and_words())
+    return target, checkpoint(folder / "drafter", model_of("syllables"), syllables())
 
 
 def test_load_goes_by_the_vocabularies(folders: tuple[Path, Path]) -> None:
@@ -265,30 +332,6 @@ def test_load_goes_by_the_vocabularies(folders: tuple[Path, Path]) -> None:
         done
     )
     assert load(folders[1], folders[1], num_draft_tokens=4).drafter_names == ("llama",)
-
-
-def test_demo_with_its_own_model_in_other_tokens(tmp_path: Path) -> None:
-    """The bundled target drafts for itself, every id but those of control tokens another one."""
-    other = Path(shutil.copytree(TARGET, tmp_path / "other"))
-    weights = mx.load(str(other / "model.safetensors"))
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    fixed, size = 18, len(vocabulary)
-    moved = [*range(fixed), *((i - fixed + 1000) % (size - fixed) + fixed for i in range(fixed, size))]
-    tokenizer["model"]["vocab"] = {token: moved[i] for token, i in vocabulary.items()}
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert isinstance(weights, dict)
-    order = mx.argsort(mx.array(moved))
-    tables = {name: array[order] for name, array in weights.items() if "embed_tokens" in name}
-    mx.save_safetensors(str(other / "model.safetensors"), weights | tables)
-    sessions = [load(TARGET, path, num_draft_tokens=4).session() for path in (other, "none")]
-    for question in ("What does os.path.join do?", "Thanks! 😀"):
-        ours, plain = (
-            "".join(piece.text for piece in session.stream(question, max_tokens=24)) for session in sessions
-        )
-        assert ours == plain
-        found = sessions[0].statistics
-        assert found.accepted > 0.8 * found.drafted > 0
 
 
 def test_text_that_does_not_come_back(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
 from mlx_spec.convert.source import open_source
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NotRewindable, SpecError
-from mlx_spec.hub import catalog
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.checkpoint import GGUF
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
 from mlx_spec.load import WITHOUT, load
@@ -233,9 +232,6 @@ def test_gguf(saved: Path, target: Path, tmp_path: Path, role: str, place: str) 
             inspect(str(name))
     with pytest.raises(error, match=sentence):
         open_source(str(name))
-    if place == "file":
-        with pytest.raises(NotFound, match=sentence):
-            catalog.resolve(str(name))  # as `mlx-spec chat NAME` and `pull` do
 
 
 def test_tensors_that_do_not_fit(target: Path) -> None:
@@ -248,14 +244,6 @@ def test_tensors_that_do_not_fit(target: Path) -> None:
     assert "extra.weight" in refused(BadCheckpoint, target)
     mx.save_safetensors(str(target / "model.safetensors"), weights | {name: mx.zeros((2, 2))})
     assert name in refused(BadCheckpoint, target)
-
-
-def test_cache_without_a_rule(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd:
-        pass
-
-    monkeypatch.setattr("mlx_spec.model.caches.make_prompt_cache", lambda model: [Odd()])
-    assert "no exact rollback rule for the cache class Odd" in refused(NotRewindable, target)
 
 
 # --- pairs that do not fit

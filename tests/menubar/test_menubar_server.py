@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_port import HOST, free_port
 
 from mlx_spec.apps.menubar import macos, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
@@ -44,6 +44,9 @@ from mlx_spec.apps.menubar.server_process import (
     last_words,
 )
 
+HOST = "127.0.0.1"
+# Below those that Linux (from 32768) and macOS (from 49152) hand out to whoever asks for any.
+PORTS = range(20_000, 32_000)
 LIMIT = 60  # seconds until something counts as never to come
 QUICK = Timeouts(first_retry=0.1, longest_retry=0.3, stable=600.0, shutdown=20.0)
 
@@ -96,6 +99,14 @@ def watched(tmp_path: Path) -> Iterator[Callable[[int], Watched]]:
 @pytest.fixture
 def port() -> int:
     return free_port()
+
+
+def free_port() -> int:
+    """Return a port with a free one behind it."""
+    while True:
+        found = random.SystemRandom().choice(PORTS)
+        if is_free(Address(HOST, found)) and is_free(Address(HOST, found + 1)):
+            return found
 
 
 @pytest.fixture

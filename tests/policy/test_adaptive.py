@@ -92,13 +92,6 @@ def test_a_useless_drafter_is_probed_now_and_then():
     assert answer.seconds < 1.012 * 500 * PLAIN_SECONDS
 
 
-def test_no_drafter():
-    policies = AdaptivePolicies([])
-    assert policies.policy().decide(range(5)).reason is Reason.NO_DRAFTER
-    policies.use(CURVES["flat"].table([]))
-    assert policies.policy().decide(range(5)).reason is Reason.NO_DRAFTER
-
-
 # Choices
 
 
@@ -162,17 +155,6 @@ def test_a_queued_token_uses_up_what_a_request_drafter_has():
     assert policy.decide(range(6)).choices == ()
     policy.observe(Round([0], 0, 0, "landed", seconds=PLAIN_SECONDS))
     assert policy.decide(range(7)).choices == (Choice(0, 1),)
-
-
-def test_every_request_begins_with_a_fresh_belief():
-    device, policies = pair("M5 Max", ())
-    policy, wrong = policies.policy(device.clock), LookupDrafter([300] * 400, [False] * 400)
-    extra = request_drafter(lambda history: 300)
-    first = decode(policy, device, [wrong], 60, [extra])
-    assert sum(round.kind == "draft" for round in first.rounds) <= 8
-    policies.account.lead = 0.0
-    policy.begin([extra])
-    assert policy.decide(range(5)).choices
 
 
 # Costs that nobody measured

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grammars
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 import tiny
-from likelihood import TEXT, TOP, check, reference
+from exact_distribution import reference as distribution
+from grammars import byte_text
 from lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
 from mlx_spec import engine
@@ -21,6 +24,8 @@ from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder, score_prompt
 from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Round, Sampler, TokenLogprob
 
+TOP = 4
+TEXT = byte_text({})
 MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}
 NONE = mx.array([], dtype=mx.int32)
 PENALTIES = Sampling(
@@ -35,6 +40,31 @@ SAMPLINGS = {
     "seeded": Sampling(temperature=1.3, top_p=0.9, seed=5),
     "unseeded": Sampling(temperature=0.7, top_k=20, presence_penalty=0.5, logit_bias={9: 3.0}),
 }
+
+
+def reference(
+    model: nn.Module, sampling: Sampling, prompt: list[int], emitted: list[int], temperature: float = 1.0
+) -> np.ndarray:
+    """Return log-probabilities [N, V] at the emitted tokens, by one forward pass without a cache."""
+    logits = np.array(model(mx.array([prompt + emitted]))[0].astype(mx.float32), dtype=np.float64)
+    plain = replace(sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, grammar=None)
+    rows = [
+        distribution(plain, row, [*prompt, *emitted[:j]], len(prompt))
+        for j, row in enumerate(logits[len(prompt) - 1 : -1])
+    ]
+    with np.errstate(divide="ignore"):  # a banned token
+        return np.log(np.array(rows))
+
+
+def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], within: float = 1e-5) -> None:
+    assert [each.token for each in found] == emitted and len(rows) == len(emitted)
+    for each, row in zip(found, rows, strict=True):
+        assert abs(each.logprob - row[each.token]) < within
+        order = sorted(-row)[:TOP]
+        assert [-a.logprob for a in each.top] == pytest.approx([o for o in order if o < math.inf], abs=within)
+        assert all(abs(a.logprob - row[a.token]) < within for a in each.top)
+        assert len({a.token for a in each.top}) == len(each.top)
+        assert each.written == TEXT.token_bytes(each.token)
 
 
 def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> LogprobRecorder:
@@ -181,22 +211,6 @@ def test_a_prompt_is_scored_and_then_continued(kind: str, length: int) -> None:
     seen = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
     assert drafter.histories == [sum(seen[: i + 1]) + 1 for i in range(len(seen))]
     assert sum(seen) == length - 1
-
-
-def test_drafters_get_the_features_of_a_prefill() -> None:
-    prompt, needs = tiny.prompt(100), FeatureSpec(final_hidden=True, hidden_layers=(1,))
-    seen = []
-    for how in ("score", "prefill"):
-        target, drafter = LMTarget(MODELS["sliding"], needs), Scripted([], needs=needs)
-        if how == "score":
-            scored(target, prompt, [drafter])
-        else:
-            list(engine.prefill(target, [drafter], prompt))
-        assert drafter.histories[-1] == len(prompt)
-        seen.append([mx.concatenate([f.hidden[0] for f in drafter.seen])])
-        seen[-1].append(mx.concatenate([f.final_hidden for f in drafter.seen if f.final_hidden is not None]))
-    for ours, theirs in zip(*seen, strict=True):
-        assert ours.shape == theirs.shape and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3).item()
 
 
 def test_two_prompts_are_scored_in_turn_and_one_ends_early() -> None:
