@@ -105,9 +105,9 @@ class Pair:
     def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:
         """Measure what passes and drafts cost, on a scratch sequence. Costs do not depend on its text.
 
-        Known costs are kept unless they are clearly dearer than the new ones: those were measured on a busy
-        machine and could keep drafting off. `again` replaces them. Takes a second, or a check of known costs
-        about half of one.
+        Known costs of rounds are kept, in plain tokens of now, unless they are clearly dearer than the new
+        ones: those were measured on a busy machine and could keep drafting off. `again` replaces them. Takes
+        a second, or a check of known costs about half of one.
         """
         policies = self.policies
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
@@ -126,6 +126,8 @@ class Pair:
         found = measure(parts.target, parts.drafters, history, policies.copying, limit)
         if known is None or known.dearer(found):
             policies.use(found)
+        else:
+            policies.use(known.at_speed_of(found), policies.measured)
 
     def check_costs(self) -> None:
         """Measure costs again if a drafter was too dear to try. Call it while nobody waits for an answer."""

@@ -4,9 +4,6 @@ At every token the text is on one of a few levels; on level s a draft token is a
 r_s. With probability CHANGE per token the level is drawn anew from the frequencies seen so far.
 Every verified draft token updates the belief about the level by Bayes' rule (the forward filter). Without
 evidence the belief returns to the frequencies, so a drafter that was given up is tried again after a while.
-
-The level is uncertain, so the tokens of one draft are not independent: if the first is accepted, the next is
-more likely to be accepted. `expected_tokens` has that built in.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Seconds of rounds: a measured table, corrected by every round with a Kalman filter on the logarithm.
 
-The filter follows one number per draft length K: how much slower a pass of K + 1 rows is than the table says.
-Its prior covariance has three parts, which decide what one slow round means for the other lengths:
-
-  heat    all work is slower by the same factor, plain decoding included (a random walk: it keeps changing)
-  slope   rows cost more than measured: the error grows with the number of rows
-  own     this length alone, and a little its neighbours (kernels switch at certain numbers of rows)
+The filter follows how much slower a pass is than the table says, by draft length. The error has three parts:
+heat slows all work alike and keeps changing, slope grows with the rows, own is of one length and those near.
 """
 
 from __future__ import annotations
@@ -75,6 +71,13 @@ class Table:
             raise BadCosts(f"saved costs are of {len(table.draft)} drafters, this pair has {drafters}")
         return table
 
+    def at_speed_of(self, now: Table) -> Table:
+        """Return these costs on a machine that decodes plainly as fast as `now` says."""
+        factor = now.plain / self.plain
+        verify = {rows: factor * seconds for rows, seconds in self.verify.items()}
+        draft = [{k: factor * seconds for k, seconds in points.items()} for points in self.draft]
+        return replace(self, plain=now.plain, verify=verify, draft=draft, host=factor * self.host)
+
     def dearer(self, now: Table) -> bool:
         """Return whether a round costs more here than by a table measured now, in plain tokens."""
         if _bucket(self.context) != _bucket(now.context):
@@ -140,6 +143,9 @@ class CostModel:
         What the draft takes by the table is subtracted; the rest was the pass. One outlier is a pause of the
         machine and is charged as expected; a second one in a row is charged as passes of single rows at most.
         """
+        if seconds < self.plain * math.exp(-3 * NOISE):  # no round takes less than a pass of one row
+            self._error += math.log(seconds / self.plain)
+            self._compute_seconds()
         drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
         outlier = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
         self.longest = max(self.longest, 2 * rows)

@@ -1,7 +1,6 @@
 """Files of measured costs, one per device, target, drafters and quantization, for the processes that follow.
 
-A file is written to a temporary name and renamed, so it is whole or not there. A file that is damaged, or was
-measured with something else, is ignored with one line of warning.
+A file that is damaged, or was measured with something else, is ignored with one line of warning.
 """
 
 from __future__ import annotations

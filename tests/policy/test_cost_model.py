@@ -63,6 +63,24 @@ def test_a_round_is_charged_as_single_rows_at_most():
     assert model.observe_round(0, 2, 18 * FLAT.plain) <= 3 * model.plain + model.drafting(0, 2)
 
 
+def test_a_table_of_a_busy_machine_does_not_inflate_gains():
+    """Plain decoding was believed to take 10 times as long: answers with drafts showed 8 x plain."""
+    curve = CURVES["M5 Max"].table()
+    slow = {rows: 10 * seconds for rows, seconds in curve.verify.items()}
+    model, taken = CostModel(replace(curve, plain=10 * curve.plain, verify=slow)), true_seconds(curve, 4)
+    for _ in range(3):
+        model.observe_round(0, 4, taken)
+    assert model.plain <= 1.2 * taken
+
+
+def test_known_costs_are_taken_at_the_speed_of_now():
+    busy = replace(FLAT, plain=3 * FLAT.plain, verify={n: 3 * s for n, s in FLAT.verify.items()})
+    found = busy.at_speed_of(FLAT)
+    assert found.plain == pytest.approx(FLAT.plain)
+    assert found.verify[5] == pytest.approx(FLAT.verify[5])
+    assert found.draft[0][4] == pytest.approx(FLAT.draft[0][4] / 3)
+
+
 def test_contexts_have_costs_of_their_own():
     costs = Costs(FLAT)
     for _ in range(60):
