@@ -216,6 +216,10 @@ def test_small_chats_and_small_growth_are_not_written(plain: Pair, tmp_path: Pat
         names.append([path.name for path in tmp_path.iterdir()])
     assert [len(each) for each in names] == [0, 1, 1, 1, 1]  # the longer one replaces the others
     assert names[1] == names[2] and len({*names[2], *names[3], *names[4]}) == 3
+    sequence = write(found, plain, [*PROMPT, *range(70)])
+    assert [path.name for path in tmp_path.iterdir()] == names[4]
+    found.close([sequence])  # the last chance
+    assert [path.name for path in tmp_path.iterdir()] != names[4]
 
 
 def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:
