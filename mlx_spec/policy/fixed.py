@@ -39,7 +39,6 @@ class FixedPolicy:
         self._decision = Decision(choices, self._reason)
 
     def decide(self, history: Sequence[int]) -> Decision:
-        """Return the fixed length."""
         return self._decision
 
     def observe(self, round: Round) -> None:

@@ -2,8 +2,8 @@
 
     speed(K) = expected tokens(K) / seconds(K)        K = 0 is plain decoding
 
-One pass verifies the pending and the draft tokens of all sequences. The k-th draft token of a sequence costs
-one row and is worth the probability that k tokens in a row are accepted, so the most likely ones get the rows.
+One pass verifies the tokens of all sequences. The k-th draft token of a sequence costs one row and is worth
+the probability that k tokens in a row are accepted, so the most likely ones get the rows.
 """
 
 from __future__ import annotations
