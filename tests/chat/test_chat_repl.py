@@ -330,6 +330,24 @@ def test_highlight(tmp_path):
         assert answer_in(screen.say("/retry")) == plain
 
 
+def test_without_the_editor(tmp_path):
+    """On a terminal that cannot move its cursor, lines are read as Python reads them."""
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path, TERM="dumb") as screen:
+        screen.wait_for("Ctrl-D leaves(.|\n)*> ")
+        screen.type('"""one\n')
+        screen.wait_for("… ")
+        screen.type('two"""\n')
+        screen.wait_for(STATUS)
+        screen.wait_for("> ")
+        screen.type("\x03")
+        screen.wait_for("> ")
+        screen.type("/show\n")
+        screen.wait_for("turns: 1, ")
+        screen.type("/exit\n")
+        assert screen.leave() == 0
+        assert "Traceback" not in screen.text and "\x1b" not in screen.raw
+
+
 # --- models
 
 
@@ -373,6 +391,17 @@ def _never_read(checkpoint: Path) -> None:
     os.mkfifo(weights)
 
 
+def _wait_for_reader(checkpoint: Path) -> int:
+    """Wait until somebody waits for its weights. The file that is returned must stay open."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            return os.open(checkpoint / "model.safetensors", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_model_that_cannot_be_loaded(tmp_path):
     """The conversation goes on with the one before."""
     broken, stuck = _converted(tmp_path, "broken"), _converted(tmp_path, "stuck") / "target"
@@ -395,12 +424,13 @@ def test_model_that_cannot_be_loaded(tmp_path):
         assert "turns: 2, " in screen.say("/show")
         _never_read(first)
         screen.type("/model stuck\r")
-        screen.wait_for("loading .*stuck\\s")
+        writing = _wait_for_reader(stuck)  # so the one before is gone
         screen.type("\x03")
         screen.wait_for("interrupted")
         screen.type("\x03")  # while the one before is loaded again
         screen.wait_for("interrupted")
         assert screen.leave() == 130
+    os.close(writing)
 
 
 def test_model_is_downloaded(tmp_path):

@@ -348,5 +348,3 @@ def test_costs_saved_by_a_busy_machine_are_measured_again():
     )
     policies.use(busy)
     assert load("demo").policies.costs.table().draft != busy.draft
-    policies.use(cheap := dataclasses.replace(busy, draft=[{1: 1e-6, 4: 1e-6}, {}]))
-    assert load("demo").policies.costs.table().draft == cheap.draft  # rounds will correct it
