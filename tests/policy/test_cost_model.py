@@ -73,11 +73,6 @@ def test_a_table_of_a_busy_machine_does_not_inflate_gains():
     assert model.plain <= 1.2 * taken
 
 
-def test_only_dearer_costs_are_stale():
-    cheap, dear = (replace(FLAT, draft=({k: f * s for k, s in FLAT.draft[0].items()},)) for f in (0.01, 50))
-    assert dear.dearer(FLAT) and not cheap.dearer(FLAT) and not FLAT.dearer(FLAT)
-
-
 def test_known_costs_are_taken_at_the_speed_of_now():
     busy = replace(FLAT, plain=3 * FLAT.plain, verify={n: 3 * s for n, s in FLAT.verify.items()})
     found = busy.at_speed_of(FLAT)
