@@ -131,7 +131,7 @@ class Pair:
 
     def check_costs(self) -> None:
         """Measure costs again if a drafter was too dear to try. Call it while nobody waits for an answer."""
-        if isinstance(self.policies, AdaptivePolicies) and self.policies.is_check_due():
+        if isinstance(self.policies, AdaptivePolicies) and self.policies.claim_check():
             self.calibrate()
 
     def run(

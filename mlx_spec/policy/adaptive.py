@@ -275,8 +275,8 @@ class AdaptivePolicies:
         self._set(table, measured or datetime.now(UTC).isoformat(timespec="seconds"))
         self.save()
 
-    def is_check_due(self) -> bool:
-        """Return whether to measure costs again: after 1, 2, 4, 8, ... answers with a drafter too dear."""
+    def claim_check(self) -> bool:
+        """Return True once after 1, 2, 4, 8, ... answers with a drafter too dear: time to measure again."""
         due = self.too_dear >= self._next_check
         self._next_check *= 2 if due else 1
         return due

@@ -72,11 +72,11 @@ def test_costs_that_keep_a_drafter_off_are_to_be_measured_again():
     due = []
     for _ in range(9):
         decode(policy, device, [model(0.9)], 40)
-        due.append(policies.is_check_due())
+        due.append(policies.claim_check())
     assert [n for n, is_due in enumerate(due, 1) if is_due] == [1, 2, 4, 8]
     policies.use(CURVES["flat"].table())
     assert decode(policy, device, [model(0.9)], 400).seconds < 0.5 * 400 * PLAIN_SECONDS
-    assert not policies.is_check_due()
+    assert not policies.claim_check()
 
 
 def test_a_useless_drafter_is_probed_now_and_then():
