@@ -24,7 +24,7 @@ HEAT, SLOPE, OWN = 0.05, 0.25, 0.10  # log seconds: prior deviations of the thre
 OWN_WIDTH = 1.5  # draft tokens: the distance at which a length's own error fades
 HEAT_WALK = 0.01  # log seconds: change of the heat from one round to the next
 NOISE = 0.05  # log seconds: deviation of one measurement
-OUTLIER = 6.0  # deviations: a larger surprise counts as this much, so one pause of the machine spoils nothing
+DELAYED = 0.1  # per log second: density of the delays that other programs cause in a round
 ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
 DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
 STALE = 1.25  # times what a round costs now: dearer saved costs were measured while other programs ran
@@ -102,11 +102,10 @@ class Costs:
     def at(self, context: int) -> CostModel:
         """Return the model for this context length. A new one begins as a copy of the nearest."""
         bucket = _bucket(context)
-        model = self._models.get(bucket)
-        if model is None:
+        if bucket not in self._models:
             nearest = min(self._models, key=lambda other: abs(other - bucket))
-            model = self._models[bucket] = copy.deepcopy(self._models[nearest])
-        return model
+            self._models[bucket] = copy.deepcopy(self._models[nearest])
+        return self._models[bucket]
 
     def table(self) -> Table:
         """Return the measured table with what was learned at its context length."""
@@ -130,7 +129,7 @@ class CostModel:
         near[0, :] = near[:, 0] = 0.0
         self._covariance = HEAT**2 + SLOPE**2 * np.outer(slope, slope) + OWN**2 * near
         self._error = np.zeros(MAX_DRAFT_TOKENS + 1)
-        self._paused = False  # the last round was an outlier
+        self._paused = False  # the last round was delayed
         self._compute_seconds()
 
     def observe_plain(self, seconds: float) -> None:
@@ -140,16 +139,16 @@ class CostModel:
     def observe_round(self, drafter: int, rows: int, seconds: float) -> float:
         """Learn from a round with `rows` draft tokens. Return the seconds to charge for it.
 
-        What the draft takes by the table is subtracted; the rest was the pass. One outlier is a pause of the
-        machine and is charged as expected; a second one in a row is charged as passes of single rows at most.
+        What the draft takes by the table is subtracted; the rest was the pass. A delayed round is charged as
+        expected, a second one in a row as passes of single rows at most.
         """
         if seconds < self.plain * math.exp(-3 * NOISE):  # no round takes less than a pass of one row
             self._error += math.log(seconds / self.plain)
             self._compute_seconds()
         drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
-        outlier = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
+        delayed = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
+        self._paused = delayed and not self._paused
         self.longest = max(self.longest, 2 * rows)
-        self._paused = outlier and not self._paused
         return min(seconds, expected if self._paused else drafting + (rows + 1) * self.plain)
 
     def drafting(self, drafter: int, tokens: int) -> float:
@@ -171,17 +170,18 @@ class CostModel:
         return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
 
     def _update(self, length: int, observed: float) -> bool:
-        """Update the filter. Return True for an outlier, which counts as OUTLIER deviations."""
+        """Update the filter, less for a pass that may have been delayed. Return whether it probably was."""
         self._covariance += HEAT_WALK**2
         row = self._covariance[length]
         variance = float(row[length]) + NOISE**2
         surprise = observed - float(self._base[length] + self._error[length])
-        most = OUTLIER * math.sqrt(variance)
+        density = 1 / (math.pi * (1 + surprise**2 / variance) * math.sqrt(variance))  # Cauchy: heavy tails
+        weight = density / (density + DELAYED) if surprise > 0 else 1.0  # probability of no delay
         gain = row / variance
-        self._error += gain * min(max(surprise, -most), most)
-        self._covariance -= gain[:, None] * row
+        self._error += weight * surprise * gain
+        self._covariance -= weight * max(variance - (1 - weight) * surprise**2, 0.0) * np.outer(gain, gain)
         self._compute_seconds()
-        return abs(surprise) > most
+        return weight < 0.5
 
     def _compute_seconds(self) -> None:
         passes = np.exp(self._base + self._error)

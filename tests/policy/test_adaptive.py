@@ -64,6 +64,24 @@ def test_rows_that_cost_too_much():
     assert all(round.kind == "plain" for round in answer.rounds[:-1])
 
 
+@pytest.mark.parametrize("name", ["M1 Ultra", "M3 Max", "M4 Pro", "M5 Max", "flat"])
+@pytest.mark.parametrize("delay", [2.0, 4.0])
+def test_a_delayed_first_round_does_not_turn_drafting_off(name, delay):
+    """One round of 4 times its seconds once made all lengths too dear: no draft and no probe followed."""
+    seconds = []
+    for slowdown in (1.0, delay):
+        device, policies = Device(CURVES[name]), AdaptivePolicies(["mtp"])
+        policies.use(CURVES[name].table())
+        policy = policies.policy(device.clock)
+        device.slowdown = slowdown
+        decode(policy, device, [ModelDrafter([0.0] * 99, [1.0] * 99)], 3)  # one round
+        device.slowdown, start = 1.0, device.now
+        for index in range(4):
+            decode(policy, device, make_text("ind80", 96, [index]), 96)
+        seconds.append(device.now - start)
+    assert seconds[1] < 1.1 * seconds[0]
+
+
 def test_costs_that_keep_a_drafter_off_are_to_be_measured_again():
     """A table from a busy machine used to switch drafting off for good: nothing was timed again."""
     device, policies = Device(CURVES["flat"]), AdaptivePolicies(["mtp"])
