@@ -59,6 +59,8 @@ class _AppendOnlyCache:
     """A cache that keeps every position: rollback moves `offset`, and the rows after it are dead."""
 
     attention_type = "full_attention"
+    window: int | None = None
+    first = 0  # position of row 0 of the buffers
 
     def __init__(self) -> None:
         self.offset = 0
@@ -113,6 +115,16 @@ class _AppendOnlyCache:
     def first_size(self, saved: Any) -> int:
         """Return the smallest size that `rewind` can return to from a snapshot."""
         return 0
+
+    def take(self) -> list[mx.array]:
+        """Return the buffers and keep none until `put`."""
+        buffers, self._keys, self._values = self.arrays(), [], []
+        return buffers
+
+    def put(self, buffers: list[mx.array], first: int, size: int) -> None:
+        """Take buffers that hold the positions up to `size`."""
+        half = len(buffers) // 2
+        self._keys, self._values, self.offset = buffers[:half], buffers[half:], size
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate after a prefill."""
@@ -172,20 +184,20 @@ class SlidingCache:
     def __init__(self, window: int) -> None:
         self.window = window
         self.offset = 0
-        self._first = 0  # position of row 0 of the buffers
+        self.first = 0  # position of row 0 of the buffers
         self._visible = 0  # position of the first row that the last block could see
         self._buffers: list[mx.array] = []  # keys and values [1, H, capacity, D]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D]. Return the rows that the block can see, [1, H, min(S, window - 1) + T, D]."""
         base, end = self.offset, self.offset + keys.shape[2]
-        if not self._buffers or end - self._first > self._buffers[0].shape[2]:
-            first = max(base - self.window + 1 - MAX_UNCOMMITTED, self._first)
+        if not self._buffers or end - self.first > self._buffers[0].shape[2]:
+            first = max(base - self.window + 1 - MAX_UNCOMMITTED, self.first)
             old: Sequence[mx.array | None] = self._buffers or (None, None)
             self._buffers = [self._moved(old[0], keys, first), self._moved(old[1], values, first)]
-            self._first = first
+            self.first = first
         else:
-            at = slice(base - self._first, end - self._first)
+            at = slice(base - self.first, end - self.first)
             self._buffers[0][..., at, :] = keys
             self._buffers[1][..., at, :] = values
         self.offset = end
@@ -202,7 +214,7 @@ class SlidingCache:
         capacity = kept + rows.shape[2] + WINDOW_SLACK
         moved = mx.zeros((*rows.shape[:2], capacity, rows.shape[3]), rows.dtype)
         if buffer is not None:
-            moved[..., :kept, :] = buffer[..., first - self._first : self.offset - self._first, :]
+            moved[..., :kept, :] = buffer[..., first - self.first : self.offset - self.first, :]
         moved[..., kept : kept + rows.shape[2], :] = rows
         return moved
 
@@ -225,13 +237,13 @@ class SlidingCache:
         return KVRows(*self._slice(max(size - self.window + 1, 0), size))
 
     def _slice(self, low: int, high: int) -> tuple[mx.array, mx.array]:
-        rows = slice(low - self._first, high - self._first)
+        rows = slice(low - self.first, high - self.first)
         keys, values = self._buffers
         return keys[..., rows, :], values[..., rows, :]
 
     def can_rewind(self, size: int) -> bool:
         """Return True if the buffer still has all rows that a query at position `size` can see."""
-        return size <= self.offset and max(size - self.window + 1, 0) >= self._first
+        return size <= self.offset and max(size - self.window + 1, 0) >= self.first
 
     def rewind(self, size: int) -> None:
         assert self.can_rewind(min(size, self.offset)), f"rows before {size} are gone"
@@ -239,14 +251,14 @@ class SlidingCache:
 
     def keep_rows(self, start: int, rows: mx.array) -> None:
         for buffer in self._buffers:
-            _move_rows(buffer, start - self._first, rows)
+            _move_rows(buffer, start - self.first, rows)
 
     def snapshot(self) -> Any:
         """Return references for `restore`: live rows are moved, never rewritten."""
-        return self.offset, self._first, list(self._buffers)
+        return self.offset, self.first, list(self._buffers)
 
     def restore(self, saved: Any) -> None:
-        self.offset, self._first, buffers = saved
+        self.offset, self.first, buffers = saved
         self._buffers = list(buffers)
 
     def state(self, saved: Any) -> CacheState:
@@ -268,6 +280,15 @@ class SlidingCache:
         """Return the smallest size that `rewind` can return to from a snapshot."""
         first: int = saved[1]
         return first + self.window - 1 if first else 0
+
+    def take(self) -> list[mx.array]:
+        """Return the buffers and keep none until `put`."""
+        buffers, self._buffers = self._buffers, []
+        return buffers
+
+    def put(self, buffers: list[mx.array], first: int, size: int) -> None:
+        """Take buffers that hold the positions `first` up to `size`."""
+        self._buffers, self.first, self.offset = buffers, first, size
 
     def arrays(self) -> list[mx.array]:
         return self._buffers
@@ -308,13 +329,17 @@ LayerCache = AttentionCache | RecurrentCache
 def write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:
     """Write `rows` to start..end of a buffer [1, H, capacity, D]. Return it, grown if it was too short."""
     if buffer is None or end > buffer.shape[2]:
-        capacity = -(-(end + end // 4) // CAPACITY_STEP) * CAPACITY_STEP  # a quarter more, in whole steps
-        grown = mx.zeros((*rows.shape[:2], capacity, rows.shape[3]), rows.dtype)
+        grown = mx.zeros((*rows.shape[:2], capacity_for(end), rows.shape[3]), rows.dtype)
         if buffer is not None:
             grown[..., :start, :] = buffer[..., :start, :]
         buffer = grown
     buffer[..., start:end, :] = rows
     return buffer
+
+
+def capacity_for(rows: int) -> int:
+    """Return the capacity of a new buffer for so many rows: a quarter more, in whole steps."""
+    return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def _move_rows(buffer: mx.array, start: int, rows: mx.array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from mlx_spec.model.caches import (
     SlidingCache,
     make_caches,
 )
-from mlx_spec.model.hooks import capture, decoder_of, parts_of, start_layers_early
+from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_layers_early
 from mlx_spec.model.tree import (
     TreeCacheView,
     has_rowwise_ropes,
@@ -58,11 +58,8 @@ class LMTarget:
         self._model = model
         self._kv_bits = kv_bits
         self._needs = needs or FeatureSpec()
-        decoder = decoder_of(model)
-        self._captures = [capture(decoder["layers"], i) for i in self._needs.hidden_layers]
-        if self._needs.final_hidden:
-            self._captures.append(capture(decoder, "norm"))
-        self._eager = start_layers_early(decoder["layers"])
+        self._captures = captures_of(model, self._needs)
+        self._eager = start_layers_early(decoder_of(model)["layers"])
         self.parts = parts_of(model)
         self._reset()
         self._recurrent = any(isinstance(c, RecurrentCache) for c in self._caches)
@@ -89,6 +86,11 @@ class LMTarget:
     @property
     def uncommitted(self) -> int:
         return sum(tokens.size for tokens in self._uncommitted)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return True if its state follows one path, and rollback needs a snapshot."""
+        return self._recurrent
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +141,21 @@ class LMTarget:
         self._size += keep
         self._end()
         return features
+
+    def lend(self) -> list[LayerCache]:
+        """Return the caches for passes shared with other targets, with all committed tokens in them.
+
+        Until they are returned, only `record` may be called.
+        """
+        assert not self._uncommitted, "caches are lent after a commit"
+        if self._replay.size:
+            self._write(self._replay[:0])
+            self._end()
+        return self._caches
+
+    def record(self, tokens: int) -> None:
+        """Count tokens that a shared pass committed."""
+        self._size += tokens
 
     def refuses_trees(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
@@ -290,17 +307,31 @@ class LMTarget:
             mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
             for h in zip(*self._captured, strict=True)
         ]
-        layers = len(self._needs.hidden_layers)
-        return Features(
-            tuple(hidden[:layers]) if hidden else (),
-            hidden[layers] if self._needs.final_hidden and hidden else None,
-            self._shared_kv if self._needs.shared_kv else None,
-        )
+        return features_of(self._needs, hidden, self._shared_kv)
 
     def _shared_kv(self) -> Mapping[str, KVRows]:
         """Return K and V of the committed rows, also while others are uncommitted."""
         own = [c for c in self._caches if isinstance(c, FullCache | SlidingCache)]
         return {c.attention_type: c.rows(self._size) for c in own}
+
+
+def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
+    """Return the captures of the hidden states that a drafter reads, the final one last."""
+    decoder = decoder_of(model)
+    final = [capture(decoder, "norm")] if needs.final_hidden else []
+    return [*(capture(decoder["layers"], i) for i in needs.hidden_layers), *final]
+
+
+def features_of(
+    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: Callable[[], Mapping[str, KVRows]]
+) -> Features:
+    """Return the features that a drafter needs, of hidden states [T, D] in the order of `captures_of`."""
+    layers = len(needs.hidden_layers)
+    return Features(
+        tuple(hidden[:layers]),
+        hidden[layers] if needs.final_hidden and hidden else None,
+        shared_kv if needs.shared_kv else None,
+    )
 
 
 def _attention(caches: list[LayerCache]) -> list[AttentionCache]:

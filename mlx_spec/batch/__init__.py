@@ -1,0 +1,1 @@
+"""Decode many sequences at once, each with its own drafts."""

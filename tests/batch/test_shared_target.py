@@ -1,0 +1,200 @@
+"""Random histories of joins, leaves, blocks and cuts: every sequence is as if it were alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+
+from mlx_spec.batch.caches import FIRST_LANES, SharedCaches
+from mlx_spec.batch.target import SharedTarget, batch_obstacle
+from mlx_spec.model.caches import MAX_UNCOMMITTED, WINDOW_SLACK, FullCache
+from mlx_spec.model.target import LMTarget
+from mlx_spec.types import Features, FeatureSpec
+
+KINDS = ["full", "sliding", "shared", "recurrent", "recurrent_moe", "quantized"]  # the window is 16
+SPEC = FeatureSpec(hidden_layers=(1,), final_hidden=True)
+MAX_ERROR = 2e-4  # of the largest value: float32 sums in another order; a wrong position gives 0.1 and more
+
+
+def model_of(kind: str) -> tuple[nn.Module, int | None]:
+    return (tiny.sliding(), 8) if kind == "quantized" else (getattr(tiny, kind)(), None)
+
+
+@dataclass
+class Sequence:
+    """A target in company and the same one alone."""
+
+    shared: LMTarget
+    alone: LMTarget
+
+    def extend(self, tokens: list[int]) -> None:
+        for target in (self.shared, self.alone):
+            target.prefill(tokens)
+
+
+def assert_close(got: mx.array, expected: mx.array) -> None:
+    assert got.shape == expected.shape
+    if expected.size:
+        assert mx.abs(got - expected).max().item() <= MAX_ERROR * mx.abs(expected).max().item()
+
+
+def assert_same_features(got: Features, expected: Features) -> None:
+    for a, b in zip((*got.hidden, got.final_hidden), (*expected.hidden, expected.final_hidden), strict=True):
+        assert_close(a, b)
+    if expected.shared_kv is not None:
+        ours, theirs = got.shared_kv(), expected.shared_kv()
+        assert ours.keys() == theirs.keys()
+        for kind in theirs:
+            assert_close(ours[kind].keys, theirs[kind].keys)
+            assert_close(ours[kind].values, theirs[kind].values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sequence_is_as_if_alone(kind: str) -> None:
+    model, bits = model_of(kind)
+    draw, recurrent = random.Random(kind), kind.startswith("recurrent")
+    spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
+    target, inside, outside = SharedTarget(model, spec), list[Sequence](), list[Sequence]()
+    for step in range(50):
+        if (not inside or draw.random() < 0.2) and len(inside) < 8:
+            if outside and draw.random() < 0.5:
+                joining = outside.pop(draw.randrange(len(outside)))
+            else:
+                joining = Sequence(*(LMTarget(model, spec, kv_bits=bits) for _ in range(2)))
+                joining.extend(tiny.prompt(draw.choice([1, 2, 9, 30, 90]), seed=step))
+            target.join(joining.shared)
+            inside.append(joining)
+        elif inside and draw.random() < 0.15:
+            index = draw.randrange(len(inside))
+            leaving, last = inside[index], inside.pop()
+            if leaving is not last:
+                inside[index] = last
+            keep = draw.random() < 0.7
+            target.leave(index, keep=keep)
+            if keep:  # alone again, it goes back and on
+                size = leaving.alone.size
+                goal = size - draw.choice([0, 3, 20])
+                kept = [each.rewind(max(goal, 0)) for each in (leaving.alone, leaving.shared)]
+                leaving.alone.rewind(kept[1])
+                assert kept[0] == kept[1]
+                leaving.extend(tiny.prompt(5, seed=step))
+                outside.append(leaving)
+        if not inside:
+            continue
+        sizes = [1 if recurrent else draw.choice([1, 1, 2, 5, 8]) for _ in inside]
+        blocks = [mx.array([draw.randrange(256) for _ in range(size)]) for size in sizes]
+        cuts = [draw.randint(0, 1)] * len(inside) if recurrent else [draw.randint(0, s) for s in sizes]
+        expected = [each.alone.verify(block) for each, block in zip(inside, blocks, strict=True)]
+        for got, want in zip(target.verify(blocks), expected, strict=True):
+            assert_close(got, want)
+        found = target.commit(cuts)
+        for each, got, cut in zip(inside, found, cuts, strict=True):
+            assert_same_features(got, each.alone.commit(cut))
+            assert each.shared.size == each.alone.size
+
+
+def test_an_uncommitted_pass_survives_a_leave() -> None:
+    for kind in ("full", "sliding", "recurrent"):
+        model = model_of(kind)[0]
+        target = SharedTarget(model, FeatureSpec())
+        pairs = [Sequence(LMTarget(model), LMTarget(model)) for _ in range(3)]
+        for i, each in enumerate(pairs):
+            each.extend(tiny.prompt(20 + 9 * i))
+            target.join(each.shared)
+        for keep in (False, True):
+            block = mx.array([5])
+            target.verify([block] * len(pairs))
+            expected = [each.alone.verify(block) for each in pairs]
+            mx.eval(expected)
+            if keep:
+                pairs[0].alone.commit(0)
+                target.leave(0, keep=True)
+                left = pairs.pop(0)
+                pairs.reverse()
+                assert_close(left.shared.verify(block), left.alone.verify(block))
+            target.commit([1] * len(pairs))
+            for each in pairs:
+                each.alone.commit(1)
+        again = mx.array([7])
+        for got, each in zip(target.verify([again] * 2), pairs, strict=True):
+            assert_close(got, each.alone.verify(again))
+
+
+def test_buffers_follow_the_lengths() -> None:
+    model = tiny.sliding()
+    target, caches = SharedTarget(model, FeatureSpec()), SharedCaches()
+    target._caches = caches
+    for length in (1500, 20, 30, 40, 50):
+        home = LMTarget(model)
+        home.prefill(tiny.prompt(length))
+        target.join(home)
+    full, window = (next(c for c in caches.attention if c.columns.window == w) for w in (None, 16))
+    assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] >= 1501
+    target.leave(0, keep=False)
+    assert full.buffers[0].shape[2] < 500
+    for _ in range(330):  # one move of the window at least
+        mx.eval(target.verify([mx.array([1])] * 4))
+        target.commit([1] * 4)
+        assert window.buffers[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
+        assert window.columns.is_level
+    for _ in range(3):
+        target.leave(0, keep=False)
+    assert full.buffers[0].shape[0] == FIRST_LANES
+
+
+def test_writes_are_in_place() -> None:
+    """Lanes at different columns are written without a copy of the buffer."""
+    caches = SharedCaches()
+    for size in (3, 5):
+        home = FullCache()
+        home.update_and_fetch(*(mx.zeros((1, 2, size, 32)) for _ in range(2)))
+        caches.join([home], size)
+    layer = caches.attention[0]
+    wide = mx.zeros((2, 2, 1 << 16, 32))
+    layer.buffers = [wide, wide + 1]
+    del wide
+    layer.columns.count = 1 << 16
+    mx.eval(layer.buffers)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        caches.begin(4)
+        mx.eval(layer.update_and_fetch(*(mx.ones((2, 2, 4, 32)) for _ in range(2)))[0][..., :1])
+        mx.eval(layer.buffers)
+        caches.commit([1, 3])
+    assert mx.get_peak_memory() - before < layer.buffers[0].nbytes / 4
+
+
+class HostRope(nn.Module):
+    """A rotary embedding that calculates with one position for all sequences."""
+
+    def __init__(self, rope: nn.Module, position: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.rope, self.position = rope, position
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        return self.rope(x, offset=self.position(offset))
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (lambda offset: min(offset, 4096), "calculates with positions"),
+        (lambda offset: mx.array(offset).max(), "not those of each alone"),
+    ],
+)
+def test_a_model_that_calculates_with_positions_is_found(
+    position: Callable[[Any], Any], message: str
+) -> None:
+    model = tiny.full()
+    assert batch_obstacle(model) is None
+    for layer in model.layers:
+        layer.self_attn.rope = HostRope(layer.self_attn.rope, position)
+    assert message in (batch_obstacle(model) or "")
