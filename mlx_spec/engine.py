@@ -1,35 +1,44 @@
-"""The decode loop: draft -> verify -> accept -> commit.
+"""The decode loop: draft -> verify -> accept -> commit, for the sequences of a group in one pass.
 
-Invariants after every round: the target's cache holds all of the history but its last, pending token; no
-cache holds a token that was not emitted; at least one token was emitted.
+Most groups have one sequence. Invariants after every round: the target's cache holds all of a history but its
+last, pending token; no cache holds a token that was not emitted; every sequence emitted at least one token;
+what a sequence emits does not depend on the others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, Protocol, TypeVar, cast
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.tree import Tree, tree_of
+from mlx_spec.model.tree import tree_of
 from mlx_spec.types import (
     Choice,
+    Decision,
     Draft,
     Drafter,
     DraftLengthPolicy,
     Features,
+    Reason,
     RequestDrafter,
     Round,
     Sampler,
     Target,
+    TokenLogprob,
+    no_draft,
 )
 
 PREFILL_STEP = 1024  # prompt tokens in one forward pass: bounds the memory of its activations
 CLEAR_INTERVAL = 256  # rounds; block lengths vary, so freed buffers of many sizes pile up
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
+
+Result = TypeVar("Result")
+Logprobs = Callable[[int, Sequence[int]], tuple[TokenLogprob, ...]]
 
 
 def generate(
@@ -50,28 +59,43 @@ def generate(
     the prompt. A stop token is emitted and ends the last round. Closing the generator is safe at every
     yield. Raises InvalidValue for an empty prompt.
     """
-    if not prompt:
-        raise InvalidValue("the prompt is empty: give at least one token")
-    drafters = (*drafters, *(extra.drafter for extra in request_drafters))
-    sequence = _Sequence(target, drafters, policy, sampler, list(prompt), frozenset(stop), max_tokens)
+    return decode(
+        RunningSequence(
+            target, drafters, policy, sampler, prompt, max_tokens, frozenset(stop), request_drafters
+        )
+    )
+
+
+def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
+    """Yield the rounds of one sequence, as `generate` does."""
+    group = Group([sequence], Alone(sequence.target))
     try:
-        for _ in prefill(target, drafters, sequence.history):
+        for _ in sequence.prefill():
             pass
-        policy.begin(request_drafters)
         while sequence.remaining > 0:
-            yield sequence.step()
+            (result,) = group.step()
+            if isinstance(result, Exception):
+                raise result
+            if sequence.remaining == 0:
+                group.close()
+            yield result
     finally:
-        sequence.close()
+        group.close()
 
 
-def prefill(target: Target, drafters: Sequence[Drafter], prompt: list[int]) -> Iterator[int]:
-    """Write what the target lacks of a prompt, all but its last token, in steps.
+def prefill(
+    target: Target,
+    drafters: Sequence[Drafter],
+    prompt: list[int],
+    step: Callable[[], int] = lambda: PREFILL_STEP,
+) -> Iterator[int]:
+    """Write what the target lacks of a prompt, all but its last token, in steps of so many tokens.
 
     Yields the number of tokens written after each step. If it is closed early, `generate` writes the rest.
     """
     end = len(prompt) - 1
-    for low in range(target.size, end, PREFILL_STEP):
-        high = min(low + PREFILL_STEP, end)
+    while (low := target.size) < end:
+        high = min(low + step(), end)
         features = target.prefill(prompt[low:high])
         for drafter in drafters:
             drafter.observe(prompt[: high + 1], features)
@@ -79,121 +103,266 @@ def prefill(target: Target, drafters: Sequence[Drafter], prompt: list[int]) -> I
     mx.clear_cache()
 
 
-@dataclass
-class _Sequence:
-    target: Target
-    drafters: Sequence[Drafter]
-    policy: DraftLengthPolicy
-    sampler: Sampler
-    history: list[int]
-    stop: frozenset[int]
-    remaining: int  # tokens that may still be emitted; 0 after a stop token
-    queued: mx.array | None = None  # [1] int32: the token after the pending one, not yet read
-    rounds: int = 0
-    misses: int = 0  # rounds in a row in which a draft was wanted and no drafter had one
+class RunningSequence:
+    """One sequence: its history and everything that decides how it goes on."""
 
-    def step(self) -> Round:
-        """Decode one round."""
-        decision = self.policy.decide(self.history)
-        start = time.perf_counter()
-        most = self.remaining - 1
-        wanted = [c if c.limit <= most else replace(c, limit=most) for c in decision.choices if most]
-        round = self._round(wanted)
+    def __init__(
+        self,
+        target: Target,
+        drafters: Sequence[Drafter],
+        policy: DraftLengthPolicy,
+        sampler: Sampler,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop: frozenset[int] = frozenset(),
+        request_drafters: Sequence[RequestDrafter] = (),
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        if not prompt:
+            raise InvalidValue("the prompt is empty: give at least one token")
+        self.target, self.policy, self.sampler = target, policy, sampler
+        self.history = list(prompt)
+        self.remaining = max_tokens  # tokens that may still be emitted; 0 after a stop token
+        self.error: Exception | None = None  # ends this sequence and no other
+        self._drafters = (*drafters, *(extra.drafter for extra in request_drafters))
+        self._request_drafters = request_drafters
+        self._stop = stop
+        self._logprobs = logprobs
 
-        stopped = round.tokens[-1] in self.stop
-        self.remaining = 0 if stopped else self.remaining - len(round.tokens)
-        if self.remaining == 0:
-            self.close()
-        self.rounds += 1
-        if self.rounds % CLEAR_INTERVAL == 0:
-            mx.clear_cache()
-        done = replace(
-            round,
-            seconds=time.perf_counter() - start,
-            reason=decision.reason,
-            finish_reason="stop" if stopped else None if self.remaining else "length",
-            plain_seconds=decision.plain_seconds,
-        )
-        self.policy.observe(done)
-        return done
+    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[int]:
+        """Write the prompt in steps of so many tokens, then begin the answer."""
+        yield from prefill(self.target, self._drafters, self.history, step)
+        self.policy.begin(self._request_drafters)
 
-    def _round(self, wanted: list[Choice]) -> Round:
-        """Verify a draft, or decode one token. A queued token is emitted before anything is verified."""
-        patient = self.misses < MAX_MISSES
-        if not wanted or (self.queued is not None and patient):
-            return self.plain(queue_next=not wanted)
-        found = self.draft(wanted)
-        if found is None:
-            self.misses += 1
-            return self.plain(queue_next=self.misses >= MAX_MISSES)
-        self.misses = 0
-        if self.queued is not None:
-            return self.plain(queue_next=False)
-        return self.verify(*found)
+    def attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the result of an action; `otherwise` if it fails or an earlier one did."""
+        if self.error is None:
+            try:
+                return action()
+            except Exception as error:  # whatever it is, the other sequences go on
+                self.error = error
+        return otherwise
 
-    def draft(self, wanted: list[Choice]) -> tuple[int, Draft] | None:
+    @property
+    def pending(self) -> mx.array:
+        """Return the last token of the history, [1] int32."""
+        return mx.array(self.history[-1:], dtype=mx.int32)
+
+    def draft(self, choices: Sequence[Choice]) -> tuple[int, Draft] | None:
         """Return the index and the draft of the first drafter that has one."""
-        for choice in wanted:
-            draft = self.drafters[choice.drafter].draft(self.history, choice.limit, self.sampler.drafting)
+        for choice in choices:
+            draft = self._drafters[choice.drafter].draft(self.history, choice.limit, self.sampler.drafting)
             if draft.tokens.size:
                 return choice.drafter, draft
         return None
 
-    def verify(self, drafter: int, draft: Draft) -> Round:
-        """Verify a chain of draft tokens in one pass of the target."""
-        if draft.parents is not None:
-            return self.verify_tree(drafter, draft, tree_of(draft.parents))
-        pending = mx.array(self.history[-1:], dtype=mx.int32)
-        logits = self.target.verify(mx.concatenate([pending, draft.tokens]))
-        verdict = self.sampler.verify(logits, self.history, draft)
-        accepted, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
-        tokens = self._until_stop([*drafted[:accepted], last])
-        self._commit(tokens, self.target.commit(len(tokens)))
-        return Round(tokens, len(drafted), min(accepted, len(tokens)), "draft", drafter)
+    def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
+        """Draw the token after the history and `drafted`."""
+        return self.sampler.draw(logits, self.history, drafted)[0]
 
-    def verify_tree(self, drafter: int, draft: Draft, tree: Tree) -> Round:
-        """Verify a tree of draft tokens in one pass of the target."""
-        pending = mx.array(self.history[-1:], dtype=mx.int32)
-        logits = self.target.verify_tree(mx.concatenate([pending, draft.tokens]), tree.parents)
-        verdict = self.sampler.verify_tree(logits, self.history, draft)
-        row, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
-        path = tree.paths[row]
-        tokens = self._until_stop([*(drafted[row - 1] for row in path[1:]), last])
-        self._commit(tokens, self.target.commit_path(path[: len(tokens)]))
-        accepted = path[1 : len(tokens) + 1]
-        ranks = tuple(tree.ranks[row] for row in accepted)
-        return Round(tokens, tree.height, len(accepted), "draft", drafter, nodes=len(drafted), ranks=ranks)
+    def until_stop(self, tokens: list[int]) -> list[int]:
+        """Return the tokens up to the first stop token."""
+        return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
 
-    def plain(self, *, queue_next: bool) -> Round:
-        """Decode one token without a draft. With `queue_next` the device begins the next one meanwhile."""
-        queue_next = queue_next and self.remaining > 1
-        none = mx.array([], dtype=mx.int32)
-        token = self.queued if self.queued is not None else self._queue(mx.array(self.history[-1:]), none)
-        features = self.target.commit(1)
-        self.queued = None
-        if queue_next:
-            self.queued = self._queue(token, token)
-            mx.async_eval(token, self.queued)
-        tokens = _read(token)
-        self._commit(tokens, features)
-        return Round(tokens, 0, 0, "plain" if queue_next else "landed")
+    def emit(self, round: Round, features: Features) -> Round:
+        """Append the tokens of a round. Return it with what only the sequence knows."""
+        position = len(self.history)
+        self.history += round.tokens
+        for drafter in self._drafters:
+            drafter.observe(self.history, features)
+        stopped = round.tokens[-1] in self._stop
+        self.remaining = 0 if stopped else self.remaining - len(round.tokens)
+        return replace(
+            round,
+            finish_reason="stop" if stopped else None if self.remaining else "length",
+            logprobs=() if self._logprobs is None else self._logprobs(position, round.tokens),
+        )
+
+
+class Passes(Protocol):
+    """The targets of a group: one pass writes and verifies blocks of all its sequences."""
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Return False if a pass takes one token of each sequence only."""
+        ...
+
+    def verify(self, blocks: Sequence[mx.array]) -> Sequence[mx.array]:
+        """Write a block of uncommitted tokens [T_i] for each sequence. Return logits [T_i, V] of each."""
+        ...
+
+    def commit(self, keep: Sequence[int]) -> Sequence[Features]:
+        """Keep the first uncommitted rows of each and drop the others. Return the features of those kept."""
+        ...
+
+
+class Alone:
+    """The target of one sequence: its passes need no padding, and it can verify trees."""
+
+    takes_drafts = True
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def verify(self, blocks: Sequence[mx.array]) -> Sequence[mx.array]:
+        """Write the only block."""
+        return [self.target.verify(blocks[0])]
+
+    def commit(self, keep: Sequence[int]) -> Sequence[Features]:
+        """Keep the first rows of the only block."""
+        return [self.target.commit(keep[0])]
+
+
+class Group:
+    """Sequences that are decoded round by round, in one pass a round."""
+
+    def __init__(self, sequences: list[RunningSequence], passes: Passes) -> None:
+        self.sequences = sequences
+        self.passes = passes
+        # By sequence, [1] int32: the token after the pending one, not yet read.
+        self.queued: list[mx.array] = []
+        self._rounds = 0
+        self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
+
+    def step(self, *, may_queue: bool = True) -> list[Round | Exception]:
+        """Decode one round of every sequence. Returns it, or the error that ended the sequence."""
+        decisions = self._decide()
+        start = time.perf_counter()
+        rounds = self._round(
+            [_limited(d, each) for d, each in zip(decisions, self.sequences, strict=True)], may_queue
+        )
+        seconds = time.perf_counter() - start
+        self._rounds += 1
+        if self._rounds % CLEAR_INTERVAL == 0:
+            mx.clear_cache()
+        done: list[Round | Exception] = []
+        for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
+            plain = decision.plain_seconds
+            round = replace(round, seconds=seconds, reason=decision.reason, plain_seconds=plain)
+            sequence.attempt(partial(sequence.policy.observe, round), None)
+            done.append(sequence.error or round)
+        return done
+
+    def remove(self, index: int) -> None:
+        """Remove a sequence; the last one takes its index."""
+        self.sequences[index] = self.sequences[-1]
+        self.sequences.pop()
+        if self.queued:
+            self.queued[index] = self.queued[-1]
+            self.queued.pop()
 
     def close(self) -> None:
         """Drop uncommitted rows."""
-        self.queued = None
-        self.target.commit(0)
+        self.queued = []
+        self.passes.commit([0] * len(self.sequences))
 
-    def _queue(self, token: mx.array, drafted: mx.array) -> mx.array:
-        logits = self.target.verify(token.astype(mx.int32))
-        return self.sampler.draw(logits, self.history, drafted)[0]
+    def _decide(self) -> list[Decision]:
+        if not self.passes.takes_drafts:
+            return [Decision((), Reason.RECURRENT)] * len(self.sequences)
+        plain = Decision((), Reason.NO_DRAFTER)
+        return [
+            sequence.attempt(partial(sequence.policy.decide, sequence.history), plain)
+            for sequence in self.sequences
+        ]
 
-    def _commit(self, tokens: list[int], features: Features) -> None:
-        self.history += tokens
-        for drafter in self.drafters:
-            drafter.observe(self.history, features)
+    def _round(self, wanted: list[list[Choice]], may_queue: bool) -> list[Round]:
+        """Verify drafts, or decode plainly. Queued tokens are emitted before anything is verified."""
+        drafting, patient = any(wanted), self._misses < MAX_MISSES
+        if not drafting or (self.queued and patient):
+            return self._plain(queue_next=may_queue and not drafting)
+        pairs = zip(self.sequences, wanted, strict=True)
+        found = [sequence.attempt(partial(sequence.draft, choices), None) for sequence, choices in pairs]
+        if not any(found):
+            self._misses += 1
+            return self._plain(queue_next=may_queue and self._misses >= MAX_MISSES)
+        self._misses = 0
+        if self.queued:
+            return self._plain(queue_next=False)
+        if len(found) == 1 and found[0] is not None and found[0][1].parents is not None:
+            return [self._verify_tree(*found[0], found[0][1].parents)]
+        return self._verify([None if each is None else (each[0], _chain(each[1])) for each in found])
 
-    def _until_stop(self, tokens: list[int]) -> list[int]:
-        return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self.stop), tokens)
+    def _verify(self, found: Sequence[tuple[int, Draft] | None]) -> list[Round]:
+        """Verify chains of draft tokens in one pass. Sequences without a draft decode one token."""
+        drafts = [no_draft() if each is None else each[1] for each in found]
+        logits = self.passes.verify(
+            [
+                mx.concatenate([sequence.pending, d.tokens])
+                for sequence, d in zip(self.sequences, drafts, strict=True)
+            ]
+        )
+        verdicts = [
+            sequence.attempt(
+                partial(sequence.sampler.verify, scores, sequence.history, draft), mx.zeros((2,), mx.int32)
+            )
+            for sequence, scores, draft in zip(self.sequences, logits, drafts, strict=True)
+        ]
+        parts = [part for v, d in zip(verdicts, drafts, strict=True) for part in (v, d.tokens)]
+        read = iter(_read(mx.concatenate(parts)))
+        rounds = []
+        for sequence, each, draft in zip(self.sequences, found, drafts, strict=True):
+            accepted, last, *drafted = (next(read) for _ in range(2 + draft.tokens.size))
+            tokens = sequence.until_stop([*drafted[:accepted], last])
+            if each is None:
+                rounds.append(Round(tokens, 0, 0, "landed"))
+            else:
+                rounds.append(Round(tokens, len(drafted), min(accepted, len(tokens)), "draft", each[0]))
+        return self._emit(rounds, self.passes.commit([len(round.tokens) for round in rounds]))
+
+    def _verify_tree(self, drafter: int, draft: Draft, parents: tuple[int, ...]) -> Round:
+        """Verify a tree of draft tokens of the only sequence in one pass."""
+        (sequence,), tree = self.sequences, tree_of(parents)
+        logits = sequence.target.verify_tree(mx.concatenate([sequence.pending, draft.tokens]), parents)
+        verdict = sequence.sampler.verify_tree(logits, sequence.history, draft)
+        end, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
+        path = tree.paths[end]
+        tokens = sequence.until_stop([*(drafted[node - 1] for node in path[1:]), last])
+        accepted = path[1 : len(tokens) + 1]
+        ranks = tuple(tree.ranks[node] for node in accepted)
+        round = Round(tokens, tree.height, len(accepted), "draft", drafter, nodes=len(drafted), ranks=ranks)
+        return self._emit([round], [sequence.target.commit_path(path[: len(tokens)])])[0]
+
+    def _plain(self, *, queue_next: bool) -> list[Round]:
+        """Decode one token of each without drafts. With `queue_next` the device begins the next ones."""
+        queue_next = queue_next and all(sequence.remaining > 1 for sequence in self.sequences)
+        tokens = self.queued or self._draw(
+            [sequence.pending for sequence in self.sequences], [no_draft().tokens] * len(self.sequences)
+        )
+        features = self.passes.commit([1] * len(self.sequences))
+        self.queued = []
+        if queue_next:
+            self.queued = self._draw(tokens, tokens)
+            mx.async_eval(*tokens, *self.queued)
+        kind: Literal["plain", "landed"] = "plain" if queue_next else "landed"
+        read = _read(mx.concatenate(tokens) if len(tokens) > 1 else tokens[0])
+        return self._emit([Round([token], 0, 0, kind) for token in read], features)
+
+    def _draw(self, blocks: Sequence[mx.array], drafted: Sequence[mx.array]) -> list[mx.array]:
+        logits = self.passes.verify(blocks)
+        triples = zip(self.sequences, logits, drafted, strict=True)
+        return [
+            sequence.attempt(partial(sequence.draw, scores, after), mx.zeros((1,), mx.int32))
+            for sequence, scores, after in triples
+        ]
+
+    def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Round]:
+        triples = zip(self.sequences, rounds, features, strict=True)
+        return [
+            sequence.attempt(partial(sequence.emit, round, each), round) for sequence, round, each in triples
+        ]
+
+
+def _limited(decision: Decision, sequence: RunningSequence) -> list[Choice]:
+    """Return the choices of a decision, with room left for the token that ends the round."""
+    most = sequence.remaining - 1
+    return [c if c.limit <= most else replace(c, limit=most) for c in decision.choices if most]
+
+
+def _chain(draft: Draft) -> Draft:
+    """Return a chain as it is, and the likeliest path of a tree. That is exact without probabilities."""
+    if draft.parents is None:
+        return draft
+    return Draft(draft.tokens[: len(tree_of(draft.parents).segments[0]) - 1])
 
 
 def _read(array: mx.array) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.nn as nn
 
 from mlx_spec import engine
+from mlx_spec.batch.scheduler import MAX_RUNNING, Batch
+from mlx_spec.batch.target import SharedTarget, batch_obstacle
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
@@ -151,6 +153,29 @@ class Pair:
         each. `prediction` is text that the answer is expected to contain: it is drafted where it fits. The
         drafters that it and a grammar bring follow `drafter_names` by index.
         """
+        sequence = self.prepare(
+            parts,
+            prompt_tokens,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            top_logprobs=top_logprobs,
+            prediction=prediction,
+        )
+        return engine.decode(sequence)
+
+    def prepare(
+        self,
+        parts: SequenceParts,
+        prompt_tokens: Sequence[int],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int,
+        stop: Collection[int] = (),
+        top_logprobs: int | None = None,
+        prediction: Sequence[int] = (),
+    ) -> engine.RunningSequence:
+        """Return the sequence that `run` decodes, for a batch. Raises InvalidValue and PromptTooLong."""
         prompt = list(prompt_tokens)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
@@ -161,17 +186,50 @@ class Pair:
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
-        rounds = engine.generate(
+        return engine.RunningSequence(
             parts.target,
             drafters,
             parts.policy,
             sampler,
             prompt,
-            max_tokens=limit,
-            stop=self.text.eos | frozenset(stop),
-            request_drafters=extras,
+            limit,
+            self.text.eos | frozenset(stop),
+            extras,
+            None if recorder is None else recorder.of,
         )
-        return rounds if recorder is None else _with_logprobs(rounds, recorder, len(prompt))
+
+    def batch(self, max_running: int = MAX_RUNNING) -> Batch:
+        """Return an empty batch for sequences made by `prepare`, of which so many decode at a time.
+
+        The first batch of a pair decodes a few tokens to find out whether this target can share a pass.
+        """
+        return Batch(None if self.batch_obstacle else self._share, max_running)
+
+    @cached_property
+    def batch_obstacle(self) -> str | None:
+        """Return why sequences of this target decode in turns and not together; None if they can."""
+        return batch_obstacle(self._model)
+
+    def _share(self) -> SharedTarget:
+        return SharedTarget(self._model, self._needs)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int,
+        stop: Collection[int] = (),
+        max_running: int = MAX_RUNNING,
+    ) -> Iterator[tuple[int, Round]]:
+        """Continue several prompts at once, each as `generate` does. Yields the index of one and a round.
+
+        Raises InvalidValue or PromptTooLong at once, before the first round.
+        """
+        batch = self.batch(max_running)
+        for prompt in prompts:
+            batch.add(self.prepare(self.open(), prompt, sampling=sampling, max_tokens=max_tokens, stop=stop))
+        return _rounds(batch)
 
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Return how many tokens may be generated after a prompt. Raises InvalidValue and PromptTooLong."""
@@ -195,14 +253,12 @@ class Pair:
         return min(max_tokens, length - len(prompt))
 
 
-def _with_logprobs(
-    rounds: Generator[Round, None, None], recorder: LogprobRecorder, position: int
-) -> Generator[Round, None, None]:
-    """Yield rounds with the log-probabilities of their tokens, the first of which is at `position`."""
-    with closing(rounds):
-        for round in rounds:
-            yield replace(round, logprobs=recorder.of(position, round.tokens))
-            position += len(round.tokens)
+def _rounds(batch: Batch) -> Iterator[tuple[int, Round]]:
+    """Yield the rounds of a batch. Raises the first error."""
+    for index, result in batch.run():
+        if isinstance(result, Exception):
+            raise result
+        yield index, result
 
 
 def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:

@@ -1,0 +1,186 @@
+"""Sequences that come and go at any round, and share the passes of their target where that is exact."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mlx_spec.batch.target import SharedTarget
+from mlx_spec.engine import PREFILL_STEP, Alone, Group, RunningSequence
+from mlx_spec.errors import InvalidValue
+from mlx_spec.model.target import LMTarget
+from mlx_spec.types import Round
+
+MAX_RUNNING = 8  # sequences that decode at a time, unless the caller says otherwise; the others wait
+PREFILL_STEP_BESIDE = 256  # prompt tokens in one pass while others decode: they wait for it
+MAX_PADDING = 16384  # columns of shared buffers that may be unused; above it, at most as many as are used
+
+Result = Round | Exception
+
+
+@dataclass(eq=False)
+class _Member:
+    """A sequence of the batch."""
+
+    id: int
+    sequence: RunningSequence
+    park: bool  # its caches are used again after it has left
+
+    @property
+    def target(self) -> LMTarget:
+        """Return the caches that it has by itself."""
+        assert isinstance(self.sequence.target, LMTarget)
+        return self.sequence.target
+
+
+class Batch:
+    """Decodes many sequences: one round of each in every step.
+
+    `share` makes the shared caches of a group, or is None if sequences of this target cannot share a pass.
+    Then each decodes by itself, in turns. Sequences wait in the order of `add`. Every sequence gets the text
+    that it would get alone. One that fails leaves, and the others go on.
+    """
+
+    def __init__(self, share: Callable[[], SharedTarget] | None, max_running: int = MAX_RUNNING) -> None:
+        if max_running < 1:
+            raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
+        self._share = share
+        self._max_running = max_running
+        self._members: dict[int, _Member] = {}
+        self._waiting: deque[_Member] = deque()
+        self._reading: tuple[_Member, Iterator[int]] | None = None  # the prompt that is being written
+        self._groups: list[Group] = []
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        """Return the number of sequences that run or wait."""
+        return len(self._members)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Return the number of sequences in each pass of a step."""
+        return [len(group.sequences) for group in self._groups]
+
+    def add(self, sequence: RunningSequence, *, park: bool = False) -> int:
+        """Add a sequence. Return its id.
+
+        With `park`, its target and drafters hold the text when it has left, so that another one can go on.
+        """
+        member = _Member(self._next_id, sequence, park)
+        self._next_id += 1
+        self._members[member.id] = member
+        self._waiting.append(member)
+        return member.id
+
+    def remove(self, id: int) -> None:
+        """Remove a sequence, whether it waits or runs. Do nothing if it has left already."""
+        member = self._members.pop(id, None)
+        if member is None:
+            return
+        if member in self._waiting:
+            self._waiting.remove(member)
+        elif self._reading is not None and self._reading[0] is member:
+            self._reading = None
+        else:
+            group = next(group for group in self._groups if member.sequence in group.sequences)
+            self._leave(group, member)
+
+    def step(self) -> list[tuple[int, Result]]:
+        """Write one chunk of a prompt and decode one round of every running sequence.
+
+        Returns the round of each by its id, or the error that ended it. A sequence leaves with the round that
+        has a finish reason, or with its error.
+        """
+        results = self._prefill()
+        landing = self._regroup()
+        for group in list(self._groups):
+            members = [self._member(sequence) for sequence in group.sequences]
+            try:
+                rounds = group.step(may_queue=group not in landing)
+            except Exception as error:  # of the pass: it ends all sequences of the group
+                rounds = [error] * len(members)
+            for member, round in zip(members, rounds, strict=True):
+                results.append((member.id, round))
+                if isinstance(round, Exception) or round.finish_reason is not None:
+                    self.remove(member.id)
+        return results
+
+    def run(self) -> Iterator[tuple[int, Result]]:
+        """Yield what `step` returns until no sequence is left."""
+        while self._members:
+            yield from self.step()
+
+    def _member(self, sequence: RunningSequence) -> _Member:
+        return next(member for member in self._members.values() if member.sequence is sequence)
+
+    def _prefill(self) -> list[tuple[int, Result]]:
+        """Write a chunk of the first prompt that waits. A sequence whose prompt is written begins alone."""
+        if self._reading is None:
+            if not self._waiting or sum(self.group_sizes) >= self._max_running:
+                return []
+            member = self._waiting.popleft()
+            self._reading = member, member.sequence.prefill(self._prefill_step)
+        member, chunks = self._reading
+        try:
+            if next(chunks, None) is not None:
+                return []
+        except Exception as error:
+            self._reading = None
+            del self._members[member.id]
+            return [(member.id, error)]
+        self._reading = None
+        self._groups.append(Group([member.sequence], Alone(member.target)))
+        return []
+
+    def _prefill_step(self) -> int:
+        return PREFILL_STEP_BESIDE if self._groups else PREFILL_STEP
+
+    def _regroup(self) -> list[Group]:
+        """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.
+
+        Returns the groups that must not queue a token, because a merge waits for them.
+        """
+        landing: list[Group] = []
+        for single in list(self._groups):
+            others = (group for group in self._groups if group is not single and self._fits(group, single))
+            other = next(others, None)
+            if other is None or not isinstance(single.passes, Alone):
+                continue
+            if single.queued or other.queued:
+                landing += [single, other]
+            else:
+                self._merge(other, single)
+        return landing
+
+    def _fits(self, group: Group, single: Group) -> bool:
+        """Return True if a sequence and a group may share buffers: they waste little memory."""
+        sizes = [self._member(s).target.size for each in (group, single) for s in each.sequences]
+        padding = len(sizes) * max(sizes) - sum(sizes)
+        # A target without a row has no buffers yet: a prompt of one token.
+        return self._share is not None and min(sizes) > 0 and padding <= max(MAX_PADDING, sum(sizes))
+
+    def _merge(self, group: Group, single: Group) -> None:
+        """Move the only sequence of `single` to `group`."""
+        assert self._share is not None
+        self._groups.remove(single)
+        passes = group.passes
+        if not isinstance(passes, SharedTarget):
+            passes = group.passes = self._share()
+            passes.join(self._member(group.sequences[0]).target)
+        passes.join(self._member(single.sequences[0]).target)
+        group.sequences += single.sequences
+
+    def _leave(self, group: Group, member: _Member) -> None:
+        index = group.sequences.index(member.sequence)
+        if not isinstance(group.passes, SharedTarget):
+            group.close()
+            self._groups.remove(group)
+            return
+        group.remove(index)
+        group.passes.leave(index, keep=member.park)
+        if len(group.sequences) == 1:  # a sequence without company needs no padding, mask or copy
+            group.queued = []
+            last = self._member(group.sequences[0])
+            group.passes.leave(0, keep=True)
+            group.passes = Alone(last.target)

@@ -1,0 +1,170 @@
+"""Sequences that come and go at random: the text of each is its text alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import random_sources
+import tiny
+from lossless import Scripted, emitted
+
+from mlx_spec.batch.scheduler import Batch
+from mlx_spec.batch.target import SharedTarget
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
+from mlx_spec.drafters.model_free import LookupSource
+from mlx_spec.engine import RunningSequence, generate
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import (
+    Choice,
+    Decision,
+    Draft,
+    Features,
+    FeatureSpec,
+    Reason,
+    RequestDrafter,
+    Round,
+    Sampler,
+)
+
+COUNT = 40  # tokens of an answer; the window of sliding caches is 16
+PROMPTS = [tiny.prompt(length, seed=length) for length in (1, 3, 14, 20, 45, 90, 130, 30)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=3),
+    Sampling(temperature=1.2, top_k=20, top_p=0.9, seed=5),
+    Sampling(repetition_penalty=1.3, presence_penalty=0.5, logit_bias={7: 2.0, 9: -100.0}),
+]
+STOP = frozenset(range(0, 256, 97))
+KINDS = {
+    "full": None,
+    "quantized": 8,
+    "sliding": None,
+    "shared": None,
+    "recurrent": None,
+    "recurrent_moe": None,
+}
+SOURCES = {
+    "lookup": LookupSource,
+    "draft model": lambda: DraftModelSource(tiny.full(seed=1), VocabularySizes(256, 256), "other"),
+    "eagle3": lambda: random_sources.eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
+    "mtp": lambda: random_sources.mtp(64, 256),
+    "gemma4 assistant": tiny.assistant,
+}
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    return tiny.sliding() if kind == "quantized" else getattr(tiny, kind)()
+
+
+@cache
+def alone(kind: str, index: int, sampling: int) -> list[int]:
+    """Return the text of a prompt by itself, decoded plainly."""
+    prompt, sampler = PROMPTS[index], SAMPLINGS[sampling].sampler(len(PROMPTS[index]), 256)
+    target = LMTarget(model_of(kind), kv_bits=KINDS[kind])
+    return emitted(list(generate(target, (), FixedPolicy(0), sampler, prompt, max_tokens=COUNT, stop=STOP)))
+
+
+class RandomLengths:
+    """Drafts 0 to 7 tokens, by chance. Half of the time, several rounds are plain."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.lengths: list[int] = []
+
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None: ...
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        self.lengths = self.lengths or self.draw.choice([[0] * 4, self.draw.choices(range(8), k=4)])
+        length = self.lengths.pop()
+        return Decision((Choice(0, length),) if length else (), Reason.FIXED)
+
+    def observe(self, round: Round) -> None: ...
+
+
+class Mixed(Scripted):
+    """Drafts the truth, the truth with a wrong token, nothing, or what a drafter says."""
+
+    def __init__(
+        self, truth: Sequence[int], source: DrafterSource | None, target: LMTarget, seed: int
+    ) -> None:
+        super().__init__(truth)
+        self.drafter, self.chance, self.own = source and source.make(target.parts), random.Random(seed), 0
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        if self.drafter is not None:
+            self.drafter.observe(history, features)
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        how = self.chance.choice(["own", "truth", "wrong", "none"])
+        if how == "own" and self.drafter is not None:
+            draft = self.drafter.draft(history, limit, sampler)
+            self.own += draft.tokens.size
+            return draft
+        tokens = [] if how == "none" else self.truth[len(history) : len(history) + limit]
+        if how == "wrong" and tokens:
+            tokens[len(tokens) // 2] ^= 1
+        return Draft(mx.array(tokens, dtype=mx.int32))
+
+
+def assert_texts_alone(
+    kind: str, source: DrafterSource | None, seed: int, most: int, steps: int = 45
+) -> None:
+    """Run a random schedule and compare every text, also of those that were removed in its middle."""
+    draw, model, needs = random.Random(seed), model_of(kind), source.needs if source else FeatureSpec()
+    batch = Batch(lambda: SharedTarget(model, needs), max_running=most)
+    texts: dict[int, list[int]] = {}
+    truths: dict[int, list[int]] = {}
+    drafters, together, own = list[Mixed](), set[int](), 0
+
+    def add() -> None:
+        index, sampling = draw.randrange(len(PROMPTS)), draw.randrange(len(SAMPLINGS))
+        truth, target = alone(kind, index, sampling), LMTarget(model, needs, kv_bits=KINDS[kind])
+        drafters.append(Mixed([*PROMPTS[index], *truth], source, target, draw.randrange(99)))
+        policy, sampler = (
+            RandomLengths(draw.randrange(99)),
+            SAMPLINGS[sampling].sampler(len(PROMPTS[index]), 256),
+        )
+        parts = (target, [drafters[-1]], policy, sampler, PROMPTS[index], COUNT, STOP)
+        id = batch.add(RunningSequence(*parts), park=draw.random() < 0.5)
+        truths[id], texts[id] = truth, []
+
+    for _ in range(most):
+        add()
+    for step in range(400):
+        if step < steps and len(batch) < most + 2 and draw.random() < 0.4:
+            add()
+        if step < steps and draw.random() < 0.05:
+            batch.remove(draw.choice(list(texts)))
+        for id, round in batch.step():
+            assert isinstance(round, Round), round
+            texts[id] += round.tokens
+            assert texts[id] == truths[id][: len(texts[id])], f"sequence {id} of {len(texts)}"
+            assert (round.finish_reason is not None) == (texts[id] == truths[id])
+        together |= set(batch.group_sizes)
+        if not len(batch):
+            break
+    assert not len(batch)
+    assert max(together) == most
+    own = sum(drafter.own for drafter in drafters)
+    assert own or source is None or source.name == "lookup" or kind.startswith("recurrent")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_text_is_that_alone(kind: str) -> None:
+    assert_texts_alone(kind, None, seed=1, most=4)
+    assert_texts_alone(kind, None, seed=2, most=2, steps=15)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_text_is_that_alone_with_drafters(name: str) -> None:
+    kind = "shared" if name == "gemma4 assistant" else "sliding"
+    assert_texts_alone(kind, SOURCES[name](), seed=3, most=3, steps=20)
