@@ -48,7 +48,7 @@ class SharedTarget:
 
     def join(self, home: LMTarget) -> None:
         """Move a target with at least one committed token into the shared caches."""
-        self._caches.join(home.lend(), home.size)
+        self._caches.join(home.lend(partial(self._shared_kv, home)), home.size)
         self._homes.append(home)
 
     def leave(self, index: int, *, keep: bool) -> None:
@@ -56,7 +56,7 @@ class SharedTarget:
         home, last = self._homes[index], self._homes.pop()
         if home is not last:
             self._homes[index] = last
-        self._caches.leave(index, home.lend() if keep else None)
+        self._caches.leave(index, home.reclaim() if keep else None)
 
     def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:
         """Write a block of uncommitted tokens [T_i] for each target. Return logits [T_i, V] of each."""
@@ -75,9 +75,7 @@ class SharedTarget:
         for home, rows in zip(self._homes, keep, strict=True):
             home.record(rows)
         return [
-            features_of(
-                self._needs, [hidden[i, :rows] for hidden in captured], partial(self._shared_kv, home)
-            )
+            features_of(self._needs, [hidden[i, :rows] for hidden in captured], home.shared_kv)
             for i, (home, rows) in enumerate(zip(self._homes, keep, strict=True))
         ]
 

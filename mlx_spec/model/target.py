@@ -35,6 +35,8 @@ CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a r
 # next turn often drops what a chat template appends to begin an answer
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
 
+SharedKV = Callable[[], Mapping[str, KVRows]]
+
 
 @dataclass(frozen=True)
 class _Checkpoint:
@@ -78,6 +80,7 @@ class LMTarget:
         # Before uncommitted writes: `_replay` and the snapshots of recurrent layers.
         self._rollback: tuple[mx.array, list[Any]] | None = None
         self._checkpoints: list[_Checkpoint] = []
+        self._lent_kv: SharedKV | None = None  # while the caches are lent
 
     @property
     def size(self) -> int:
@@ -142,15 +145,21 @@ class LMTarget:
         self._end()
         return features
 
-    def lend(self) -> list[LayerCache]:
+    def lend(self, shared_kv: SharedKV) -> list[LayerCache]:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 
-        Until they are returned, only `record` may be called.
+        Until `reclaim`, only `record` may be called, and K and V are those that `shared_kv` returns.
         """
         assert not self._uncommitted, "caches are lent after a commit"
         if self._replay.size:
             self._write(self._replay[:0])
             self._end()
+        self._lent_kv = shared_kv
+        return self._caches
+
+    def reclaim(self) -> list[LayerCache]:
+        """Return the caches that were lent, to be filled again."""
+        self._lent_kv = None
         return self._caches
 
     def record(self, tokens: int) -> None:
@@ -307,10 +316,12 @@ class LMTarget:
             mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
             for h in zip(*self._captured, strict=True)
         ]
-        return features_of(self._needs, hidden, self._shared_kv)
+        return features_of(self._needs, hidden, self.shared_kv)
 
-    def _shared_kv(self) -> Mapping[str, KVRows]:
+    def shared_kv(self) -> Mapping[str, KVRows]:
         """Return K and V of the committed rows, also while others are uncommitted."""
+        if self._lent_kv is not None:
+            return self._lent_kv()
         own = [c for c in self._caches if isinstance(c, FullCache | SlidingCache)]
         return {c.attention_type: c.rows(self._size) for c in own}
 
@@ -322,9 +333,7 @@ def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
     return [*(capture(decoder["layers"], i) for i in needs.hidden_layers), *final]
 
 
-def features_of(
-    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: Callable[[], Mapping[str, KVRows]]
-) -> Features:
+def features_of(needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV) -> Features:
     """Return the features that a drafter needs, of hidden states [T, D] in the order of `captures_of`."""
     layers = len(needs.hidden_layers)
     return Features(

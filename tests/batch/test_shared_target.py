@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ import tiny
 
 from mlx_spec.batch.caches import FIRST_LANES, SharedCaches
 from mlx_spec.batch.target import SharedTarget, batch_obstacle
-from mlx_spec.model.caches import MAX_UNCOMMITTED, WINDOW_SLACK, FullCache
+from mlx_spec.model.caches import MAX_UNCOMMITTED, WINDOW_SLACK, FullCache, SlidingCache
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, FeatureSpec
 
@@ -33,6 +33,7 @@ class Sequence:
 
     shared: LMTarget
     alone: LMTarget
+    got: Features = field(default_factory=Features)  # of the last commit
 
     def extend(self, tokens: list[int]) -> None:
         for target in (self.shared, self.alone):
@@ -86,6 +87,11 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
                 assert kept[0] == kept[1]
                 leaving.extend(tiny.prompt(5, seed=step))
                 outside.append(leaving)
+        for each in (*inside, *outside) if kind == "shared" else ():  # drafters keep features over a move
+            ours = each.got.shared_kv() if each.got.shared_kv else each.shared.shared_kv()
+            theirs = each.alone.shared_kv()
+            for name in theirs if each.alone.size else ():
+                assert_close(ours[name].keys, theirs[name].keys)
         if not inside:
             continue
         sizes = [1 if recurrent else draw.choice([1, 1, 2, 5, 8]) for _ in inside]
@@ -96,6 +102,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
             assert_close(got, want)
         found = target.commit(cuts)
         for each, got, cut in zip(inside, found, cuts, strict=True):
+            each.got = got
             assert_same_features(got, each.alone.commit(cut))
             assert each.shared.size == each.alone.size
 
@@ -128,24 +135,25 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
 
 
 def test_buffers_follow_the_lengths() -> None:
-    model = tiny.sliding()
-    target, caches = SharedTarget(model, FeatureSpec()), SharedCaches()
-    target._caches = caches
+    caches = SharedCaches()
     for length in (1500, 20, 30, 40, 50):
-        home = LMTarget(model)
-        home.prefill(tiny.prompt(length))
-        target.join(home)
-    full, window = (next(c for c in caches.attention if c.columns.window == w) for w in (None, 16))
+        homes = [FullCache(), SlidingCache(16)]
+        for home in homes:
+            home.update_and_fetch(*(mx.zeros((1, 1, length, 32)) for _ in range(2)))
+        caches.join(homes, length)
+    full, window = caches.attention
     assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] >= 1501
-    target.leave(0, keep=False)
+    caches.leave(0, None)
     assert full.buffers[0].shape[2] < 500
-    for _ in range(330):  # one move of the window at least
-        mx.eval(target.verify([mx.array([1])] * 4))
-        target.commit([1] * 4)
+    for _ in range(600):  # the window moves
+        caches.begin(1)
+        for cache in caches.attention:
+            mx.eval(cache.update_and_fetch(*(mx.zeros((4, 1, 1, 32)) for _ in range(2))))
+        caches.commit([1] * 4)
         assert window.buffers[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
         assert window.columns.is_level
     for _ in range(3):
-        target.leave(0, keep=False)
+        caches.leave(0, None)
     assert full.buffers[0].shape[0] == FIRST_LANES
 
 

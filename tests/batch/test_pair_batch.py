@@ -1,0 +1,177 @@
+"""A batch of requests of every kind: each gets what it gets alone, and a failing one fails alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from lossless import emitted
+
+import mlx_spec
+from mlx_spec.batch import Batch
+from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.grammar.matcher import compile_grammar
+from mlx_spec.pair import Pair
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Table
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Reason, Round
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TEXTS = ["The capital of", "def fib(n):", "one two three four five six seven eight nine ten", "Once upon a"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    """A trained target with an assistant, in float32."""
+    made = mlx_spec.load(
+        GOLDEN / "e2b-trained" / "target", GOLDEN / "e2b-trained" / "assistant", num_draft_tokens=3
+    )
+    made._model.set_dtype(mx.float32)
+    made._drafters[0].network.set_dtype(mx.float32)
+    return made
+
+
+def requests_of(pair: Pair) -> list[dict[str, Any]]:
+    grammar = compile_grammar("regex", "[a-z ]{20}", pair.text, pair.info.vocab_size, seconds=5.0)
+    return [
+        {"sampling": Sampling(), "top_logprobs": 3},
+        {"sampling": Sampling(temperature=0.9, seed=4, grammar=grammar)},
+        {"sampling": Sampling(repetition_penalty=1.2, temperature=0.5, top_p=0.9, seed=1), "top_logprobs": 0},
+        {"sampling": Sampling(), "prediction": pair.text.encode(" time there was a"), "stop": {40}},
+    ]
+
+
+def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Exception]]:
+    batch, found = pair.batch(), list[list[Round | Exception]]()
+    for text, request in zip(TEXTS, requests, strict=True):
+        batch.add(pair.prepare(pair.open(), [2, *pair.text.encode(text)], max_tokens=40, **request))
+        found.append([])
+    for id, round in batch.run():
+        found[id].append(round)
+    return found
+
+
+def test_every_request_is_as_alone(pair: Pair) -> None:
+    together, accepted = by_id(pair, requests_of(pair)), 0
+    for text, request, rounds in zip(TEXTS, requests_of(pair), together, strict=True):
+        prompt = [2, *pair.text.encode(text)]
+        alone = list(pair.run(pair.open(), prompt, max_tokens=40, **request))
+        assert all(isinstance(round, Round) for round in rounds)
+        assert emitted(rounds) == emitted(alone)
+        assert rounds[-1].finish_reason == alone[-1].finish_reason
+        accepted += sum(round.accepted for round in rounds)
+        ours, theirs = ([each for round in some for each in round.logprobs] for some in (rounds, alone))
+        assert len(ours) == (len(emitted(alone)) if "top_logprobs" in request else 0)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-3)
+            assert [each.token for each in a.top] == [each.token for each in b.top]
+    assert accepted > 10
+
+
+class Failing:
+    """A sampler that fails in the middle of an answer."""
+
+    def __init__(self, sampler: Any, after: int, method: str) -> None:
+        self.sampler, self.after, self.method = sampler, after, method
+
+    @property
+    def drafting(self) -> Any:
+        return self.sampler.drafting
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.method:
+            self.after -= 1
+            if not self.after:
+                raise InvalidValue("this sampler fails")
+        return getattr(self.sampler, name)
+
+
+@pytest.mark.parametrize(("method", "num_draft_tokens"), [("draw", 0), ("verify", 3)])
+def test_a_failing_request_fails_alone(pair: Pair, method: str, num_draft_tokens: int) -> None:
+    batch = pair.batch()
+    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
+    expected = [emitted(list(pair.generate(prompt, max_tokens=20))) for prompt in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    pair.policies = FixedPolicy(num_draft_tokens)
+    for index, prompt in enumerate(prompts):
+        sequence = pair.prepare(pair.open(), prompt, max_tokens=20)
+        if index == 1:
+            sequence.sampler = Failing(sequence.sampler, 4, method)
+        batch.add(sequence)
+    errors = []
+    for id, round in batch.run():
+        if isinstance(round, Exception):
+            errors.append((id, str(round)))
+        else:
+            found[id] += round.tokens
+    pair.policies = FixedPolicy(3)
+    assert errors == [(1, "this sampler fails")]
+    assert found[1] == expected[1][: len(found[1])]
+    assert [found[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+
+
+def test_caches_are_used_again(pair: Pair) -> None:
+    batch, parts = pair.batch(), [pair.open() for _ in TEXTS]
+    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
+    for each, prompt in zip(parts, prompts, strict=True):
+        batch.add(pair.prepare(each, prompt, max_tokens=12), park=True)
+    texts: list[list[int]] = [list(prompt) for prompt in prompts]
+    for id, round in batch.run():
+        assert isinstance(round, Round)
+        texts[id] += round.tokens
+    for each, text in zip(parts, texts, strict=True):
+        assert each.target.size == len(text) - 1
+        alone = emitted(list(pair.generate(text, max_tokens=12)))
+        assert emitted(list(pair.run(each, text, max_tokens=12))) == alone
+
+
+def test_generate_batch(pair: Pair) -> None:
+    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
+    found: dict[int, list[int]] = {}
+    for index, round in pair.generate_batch(prompts, max_tokens=15, max_running=2):
+        found[index] = found.get(index, []) + round.tokens
+    assert found == {i: emitted(list(pair.generate(p, max_tokens=15))) for i, p in enumerate(prompts)}
+    with pytest.raises(InvalidValue, match="prompt is empty"):
+        pair.generate_batch([[2], []], max_tokens=4)
+    with pytest.raises(PromptTooLong):
+        pair.generate_batch([[2] * 10**6], max_tokens=4)
+    with pytest.raises(InvalidValue, match="max_running is 0, it must be 1 or more"):
+        pair.batch(0)
+
+
+def test_recurrent_targets_say_that_they_are_plain() -> None:
+    pair = mlx_spec.load(GOLDEN / "trained" / "qwen", "lookup", num_draft_tokens=3)
+    prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 7, 5, 6, 7, 5, 6]]
+    rounds = [round for _, round in pair.generate_batch(prompts, max_tokens=6)]
+    assert Reason.RECURRENT in {round.reason for round in rounds}
+
+
+def test_sequences_of_a_target_that_cannot_share_take_turns(pair: Pair) -> None:
+    batch = Batch(None)
+    prompts = [[2, *pair.text.encode(text)] for text in TEXTS[:2]]
+    for prompt in prompts:
+        batch.add(pair.prepare(pair.open(), prompt, max_tokens=10))
+    texts: list[list[int]] = [[], []]
+    for _ in range(4):
+        for id, round in batch.step():
+            texts[id] += round.tokens
+    assert batch.group_sizes == [1, 1]
+    for id, round in batch.run():
+        texts[id] += round.tokens
+    assert texts == [emitted(list(pair.generate(prompt, max_tokens=10))) for prompt in prompts]
+
+
+def test_the_adaptive_policy_decides_for_the_batch() -> None:
+    folder = GOLDEN / "e2b-trained"
+    pair = mlx_spec.load(folder / "target", folder / "assistant")
+    assert isinstance(pair.policies, AdaptivePolicies)
+    table = {rows: 0.01 for rows in (1, 17, 64)}
+    pair.policies.use(Table(0.01, table, [{1: 1e-5, 16: 1e-4}] * len(pair.policies.names)))
+    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
+    rounds = list(pair.generate_batch(prompts, max_tokens=30))
+    found = {index: [t for i, r in rounds for t in r.tokens if i == index] for index in range(len(prompts))}
+    assert found == {i: emitted(list(pair.generate(p, max_tokens=30))) for i, p in enumerate(prompts)}
+    assert any(round.drafted for _, round in rounds)
+    assert {round.plain_seconds for _, round in rounds} != {None}
