@@ -23,7 +23,9 @@ from mlx_spec.types import (
     Draft,
     Drafter,
     DraftLengthPolicy,
+    DraftRequest,
     Features,
+    GroupPolicy,
     Reason,
     RequestDrafter,
     Round,
@@ -151,10 +153,16 @@ class RunningSequence:
     def draft(self, choices: Sequence[Choice]) -> tuple[int, Draft] | None:
         """Return the index and the draft of the first drafter that has one."""
         for choice in choices:
-            draft = self._drafters[choice.drafter].draft(self.history, choice.limit, self.sampler.drafting)
+            request = self.request(choice)
+            draft = request.drafter.draft(request.history, request.limit, request.sampler)
             if draft.tokens.size:
                 return choice.drafter, draft
         return None
+
+    def request(self, choice: Choice) -> DraftRequest:
+        """Return the request for the draft of a choice."""
+        drafter = self._drafters[choice.drafter]
+        return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
 
     def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
         """Draw the token after the history and `drafted`."""
@@ -216,9 +224,12 @@ class Alone:
 class Group:
     """Sequences that are decoded round by round, in one pass a round."""
 
-    def __init__(self, sequences: list[RunningSequence], passes: Passes) -> None:
+    def __init__(
+        self, sequences: list[RunningSequence], passes: Passes, policy: GroupPolicy | None = None
+    ) -> None:
         self.sequences = sequences
         self.passes = passes
+        self._policy = policy  # of several sequences; if it is None, each decides for itself
         # By sequence, [1] int32: the token after the pending one, not yet read.
         self.queued: list[mx.array] = []
         self._rounds = 0
@@ -226,7 +237,7 @@ class Group:
 
     def step(self, *, may_queue: bool = True) -> list[Round | Exception]:
         """Decode one round of every sequence. Returns it, or the error that ended the sequence."""
-        decisions = self._decide()
+        shared, decisions = self._shared_policy, self._decide()
         start = time.perf_counter()
         rounds = self._round(
             [_limited(d, each) for d, each in zip(decisions, self.sequences, strict=True)], may_queue
@@ -239,8 +250,11 @@ class Group:
         for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
             plain = decision.plain_seconds
             round = replace(round, seconds=seconds, reason=decision.reason, plain_seconds=plain)
-            sequence.attempt(partial(sequence.policy.observe, round), None)
+            if shared is None:
+                sequence.attempt(partial(sequence.policy.observe, round), None)
             done.append(sequence.error or round)
+        if shared is not None:
+            shared.observe([None if isinstance(each, Exception) else each for each in done])
         return done
 
     def remove(self, index: int) -> None:
@@ -256,9 +270,17 @@ class Group:
         self.queued = []
         self.passes.commit([0] * len(self.sequences))
 
+    @property
+    def _shared_policy(self) -> GroupPolicy | None:
+        """Return the policy that decides for all sequences; None if each decides for itself."""
+        return self._policy if len(self.sequences) > 1 and self.passes.takes_drafts else None
+
     def _decide(self) -> list[Decision]:
         if not self.passes.takes_drafts:
             return [Decision((), Reason.RECURRENT)] * len(self.sequences)
+        if self._shared_policy is not None:
+            policies = [sequence.policy for sequence in self.sequences]
+            return self._shared_policy.decide(policies, [sequence.history for sequence in self.sequences])
         plain = Decision((), Reason.NO_DRAFTER)
         return [
             sequence.attempt(partial(sequence.policy.decide, sequence.history), plain)
@@ -270,8 +292,7 @@ class Group:
         drafting, patient = any(wanted), self._misses < MAX_MISSES
         if not drafting or (self.queued and patient):
             return self._plain(queue_next=may_queue and not drafting)
-        pairs = zip(self.sequences, wanted, strict=True)
-        found = [sequence.attempt(partial(sequence.draft, choices), None) for sequence, choices in pairs]
+        found = self._drafts(wanted)
         if not any(found):
             self._misses += 1
             return self._plain(queue_next=may_queue and self._misses >= MAX_MISSES)
@@ -281,6 +302,26 @@ class Group:
         if len(found) == 1 and found[0] is not None and found[0][1].parents is not None:
             return [self._verify_tree(*found[0], found[0][1].parents)]
         return self._verify([None if each is None else (each[0], _chain(each[1])) for each in found])
+
+    def _drafts(self, wanted: Sequence[list[Choice]]) -> list[tuple[int, Draft] | None]:
+        """Return the draft of each sequence, and its drafter. One pass may draft the first choices of all."""
+        found: list[tuple[int, Draft] | None] = [None] * len(wanted)
+        choices = [list(each) for each in wanted]
+        eager = [i for i, each in enumerate(wanted) if each]
+        requests = [self.sequences[i].request(wanted[i][0]) for i in eager]
+        kinds = {(wanted[i][0].drafter, type(r.drafter)) for i, r in zip(eager, requests, strict=True)}
+        if len(kinds) == 1 < len(eager):
+            try:
+                drafts = requests[0].drafter.draft_batch(requests)
+            except Exception:  # each by itself finds out whose it is
+                drafts = []
+            for i, draft in zip(eager, drafts, strict=False):
+                first = choices[i].pop(0)
+                found[i] = (first.drafter, draft) if draft.tokens.size else None
+        for i, sequence in enumerate(self.sequences):
+            if found[i] is None and choices[i]:
+                found[i] = sequence.attempt(partial(sequence.draft, choices[i]), None)
+        return found
 
     def _verify(self, found: Sequence[tuple[int, Draft] | None]) -> list[Round]:
         """Verify chains of draft tokens in one pass. Sequences without a draft decode one token."""

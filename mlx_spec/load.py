@@ -224,8 +224,9 @@ def _policies(
     kv_bits: int | None,
 ) -> AdaptivePolicies | FixedPolicy:
     """Return what makes the policy of a sequence: the draft length that pays, or the one the user wants."""
+    from mlx_spec.batch.policy import BatchPolicies
     from mlx_spec.device import device_name
-    from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Key, saved_costs
+    from mlx_spec.policy import FixedPolicy, Key, saved_costs
     from mlx_spec.types import Reason
 
     if not offered or num_draft_tokens == 0:
@@ -237,7 +238,7 @@ def _policies(
     fingerprint = saved_costs.fingerprint(target)
     key = Key(device_name(), fingerprint, prints, _quantization(config), kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
-    return AdaptivePolicies(list(folders), copying, key=key, folder=saved_costs.folder())
+    return BatchPolicies(list(folders), copying, key=key, folder=saved_costs.folder())
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

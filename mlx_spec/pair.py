@@ -9,6 +9,7 @@ from functools import cached_property
 import mlx.nn as nn
 
 from mlx_spec import engine
+from mlx_spec.batch.policy import BatchPolicies
 from mlx_spec.batch.scheduler import MAX_RUNNING, Batch
 from mlx_spec.batch.target import SharedTarget, batch_obstacle
 from mlx_spec.drafters import DrafterSource
@@ -203,7 +204,8 @@ class Pair:
 
         The first batch of a pair decodes a few tokens to find out whether this target can share a pass.
         """
-        return Batch(None if self.batch_obstacle else self._share, max_running)
+        group = self.policies.group if isinstance(self.policies, BatchPolicies) else None
+        return Batch(None if self.batch_obstacle else self._share, max_running, group)
 
     @cached_property
     def batch_obstacle(self) -> str | None:

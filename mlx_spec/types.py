@@ -57,6 +57,7 @@ class KVRows:
 
     keys: mx.array  # [1, H, S, Dk], rope applied
     values: mx.array  # [1, H, S, Dv]
+    mask: mx.array | None = None  # bool [B, 1, 1, S] of several sequences; None if all see all rows
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,19 @@ class Drafter(Protocol):
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens that may follow `history`."""
 
+    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the drafts of several sequences, whose drafters are of this kind and share its weights."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A draft that one sequence of several wants."""
+
+    drafter: Drafter
+    history: Sequence[int]
+    limit: int
+    sampler: Sampler
+
 
 @dataclass(frozen=True)
 class RequestDrafter:
@@ -279,3 +293,15 @@ class DraftLengthPolicy(Protocol):
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round."""
+
+
+class GroupPolicy(Protocol):
+    """Decides how many tokens each of several sequences drafts that share a pass."""
+
+    def decide(
+        self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
+    ) -> list[Decision]:
+        """Return what each sequence drafts. Called first in every round."""
+
+    def observe(self, rounds: Sequence[Round | None]) -> None:
+        """Learn from the finished round of each sequence; None if it failed."""

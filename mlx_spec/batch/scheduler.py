@@ -10,7 +10,7 @@ from mlx_spec.batch.target import SharedTarget
 from mlx_spec.engine import PREFILL_STEP, Alone, Group, RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
-from mlx_spec.types import Round
+from mlx_spec.types import GroupPolicy, Round
 
 MAX_RUNNING = 8  # sequences that decode at a time, unless the caller says otherwise; the others wait
 PREFILL_STEP_BESIDE = 256  # prompt tokens in one pass while others decode: they wait for it
@@ -38,15 +38,22 @@ class Batch:
     """Decodes many sequences: one round of each in every step.
 
     `share` makes the shared caches of a group, or is None if sequences of this target cannot share a pass.
-    Then each decodes by itself, in turns. Sequences wait in the order of `add`. Every sequence gets the text
-    that it would get alone. One that fails leaves, and the others go on.
+    Then each decodes by itself, in turns. `policies` makes the policy of a group; if it is None, each
+    sequence decides for itself how much to draft. Sequences wait in the order of `add`. Every sequence gets
+    the text that it would get alone. One that fails leaves, and the others go on.
     """
 
-    def __init__(self, share: Callable[[], SharedTarget] | None, max_running: int = MAX_RUNNING) -> None:
+    def __init__(
+        self,
+        share: Callable[[], SharedTarget] | None,
+        max_running: int = MAX_RUNNING,
+        policies: Callable[[], GroupPolicy] | None = None,
+    ) -> None:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
-        self._share = share
+        self.share = share
         self._max_running = max_running
+        self._policies = policies
         self._members: dict[int, _Member] = {}
         self._waiting: deque[_Member] = deque()
         self._reading: tuple[_Member, Iterator[int]] | None = None  # the prompt that is being written
@@ -130,7 +137,8 @@ class Batch:
             del self._members[member.id]
             return [(member.id, error)]
         self._reading = None
-        self._groups.append(Group([member.sequence], Alone(member.target)))
+        policy = None if self._policies is None else self._policies()
+        self._groups.append(Group([member.sequence], Alone(member.target), policy))
         return []
 
     def _prefill_step(self) -> int:
@@ -158,15 +166,15 @@ class Batch:
         sizes = [self._member(s).target.size for each in (group, single) for s in each.sequences]
         padding = len(sizes) * max(sizes) - sum(sizes)
         # A target without a row has no buffers yet: a prompt of one token.
-        return self._share is not None and min(sizes) > 0 and padding <= max(MAX_PADDING, sum(sizes))
+        return self.share is not None and min(sizes) > 0 and padding <= max(MAX_PADDING, sum(sizes))
 
     def _merge(self, group: Group, single: Group) -> None:
         """Move the only sequence of `single` to `group`."""
-        assert self._share is not None
+        assert self.share is not None
         self._groups.remove(single)
         passes = group.passes
         if not isinstance(passes, SharedTarget):
-            passes = group.passes = self._share()
+            passes = group.passes = self.share()
             passes.join(self._member(group.sequences[0]).target)
         passes.join(self._member(single.sequences[0]).target)
         group.sequences += single.sequences

@@ -10,7 +10,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.types import CacheState, Draft, Drafter, FeatureSpec, Sampler, TargetParts
+from mlx_spec.types import (
+    CacheState,
+    Draft,
+    Drafter,
+    DraftRequest,
+    FeatureSpec,
+    Sampler,
+    TargetParts,
+)
 
 
 class SequenceDrafter:
@@ -31,6 +39,10 @@ class SequenceDrafter:
 
     def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
+
+    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the drafts of several sequences, one after the other."""
+        return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, DraftRequest, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
@@ -34,6 +34,7 @@ ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
+Newest = tuple[mx.array, Callable[[], Mapping[str, KVRows]]]
 
 
 # --- config.json
@@ -184,7 +185,7 @@ class AssistantNetwork(nn.Module):
     def __call__(
         self, embedded: mx.array, hidden: mx.array, position: mx.array, shared: Mapping[str, KVRows]
     ) -> tuple[mx.array, mx.array]:
-        """Return the next hidden state [1, D] and the final norm [1, h] for two [1, D] of the target."""
+        """Return the next hidden state [B, D] and the final norm [B, h] for two [B, D] of the target."""
         enter, *between, leave = self._stages
         x, queries = enter(embedded, hidden, position)
         *inner, last = [shared[layer.attention_type] for layer in self.model.layers]
@@ -221,13 +222,13 @@ class AssistantNetwork(nn.Module):
         return [mx.compile(stage) for stage in stages]
 
     def logits(self, normed: mx.array) -> mx.array:
-        """Return logits [1, V] for the final norm [1, h]. A centroid head leaves most tokens at -inf."""
+        """Return logits [B, V] for the final norm [B, h]. A centroid head leaves most tokens at -inf."""
         table = self.model.embed_tokens
         if "masked_embedding" not in self:
             logits: mx.array = table.as_linear(normed)
             return logits
         candidates, scores = self.masked_embedding(normed, table)
-        empty = mx.full((1, table.weight.shape[0]), -mx.inf, dtype=scores.dtype)
+        empty = mx.full((normed.shape[0], table.weight.shape[0]), -mx.inf, dtype=scores.dtype)
         return mx.put_along_axis(empty, candidates, scores, axis=-1)
 
     def sort_table(self) -> None:
@@ -261,11 +262,11 @@ class _Layer(nn.Module):
         self.layer_scalar = mx.ones((1,))
 
     def queries(self, x: mx.array, position: mx.array) -> mx.array:
-        """Return queries [1, H, 1, Dk] for the residual stream [1, h]."""
+        """Return queries [B, H, 1, Dk] for the residual stream [B, h]."""
         return self.self_attn.queries(self.input_layernorm(x), position)
 
     def finish(self, x: mx.array, attended: mx.array) -> mx.array:
-        """Return the residual stream [1, h] after this layer; `attended`: [1, H, 1, Dv]."""
+        """Return the residual stream [B, h] after this layer; `attended`: [B, H, 1, Dv]."""
         x = x + self.post_attention_layernorm(self.self_attn.project(attended, x.dtype))
         forwarded = self.mlp(self.pre_feedforward_layernorm(x))
         scaled: mx.array = (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
@@ -287,19 +288,21 @@ class _Attention(nn.Module):
         self._rope = initialize_rope(self._head_dim, base, traditional=False, scaling_config=dict(rope))
 
     def queries(self, x: mx.array, position: mx.array) -> mx.array:
-        queries = self.q_norm(self.q_proj(x).reshape(1, self._num_heads, 1, self._head_dim))
+        queries = self.q_norm(self.q_proj(x).reshape(-1, self._num_heads, 1, self._head_dim))
         rotated: mx.array = self._rope(queries, offset=position)
         return rotated
 
     def project(self, attended: mx.array, dtype: mx.Dtype) -> mx.array:
-        projected: mx.array = self.o_proj(attended.reshape(1, -1).astype(dtype))
+        projected: mx.array = self.o_proj(attended.reshape(attended.shape[0], -1).astype(dtype))
         return projected
 
 
 def _attend(queries: mx.array, rows: KVRows) -> mx.array:
-    """Attend with one query [1, H, 1, Dk] to all rows, so without a mask; [1, H, 1, Dv]."""
+    """Attend with one query [B, H, 1, Dk] to all rows; [B, H, 1, Dv]."""
     queries = queries.astype(rows.keys.dtype)
-    attended: mx.array = mx.fast.scaled_dot_product_attention(queries, rows.keys, rows.values, scale=1.0)
+    attended: mx.array = mx.fast.scaled_dot_product_attention(
+        queries, rows.keys, rows.values, scale=1.0, mask=rows.mask
+    )
     return attended
 
 
@@ -319,16 +322,16 @@ class Centroids(nn.Module):
     def __call__(
         self, normed: mx.array, table: nn.Embedding | nn.QuantizedEmbedding
     ) -> tuple[mx.array, mx.array]:
-        """Return token ids [1, C] and their scores [1, C] for the final norm [1, h] and the sorted table."""
-        similar = self.centroids(normed)[0]
-        best = mx.argpartition(similar, kth=-self._top_k)[-self._top_k :]
+        """Return token ids [B, C] and their scores [B, C] for the final norm [B, h] and the sorted table."""
+        similar = self.centroids(normed)
+        best = mx.argpartition(similar, kth=-self._top_k, axis=-1)[:, -self._top_k :]
         clusters = {
-            name: rows.reshape(similar.shape[0], -1, rows.shape[-1])
+            name: rows.reshape(similar.shape[1], -1, rows.shape[-1])
             for name, rows in table.parameters().items()
         }
         if isinstance(table, nn.QuantizedEmbedding):
             scores = mx.gather_qmm(
-                normed[None],
+                normed[:, None, None],
                 clusters["weight"],
                 clusters["scales"],
                 clusters.get("biases"),
@@ -340,9 +343,9 @@ class Centroids(nn.Module):
             )
         else:
             # Not gather_mm, which has no bfloat16 on the CPU.
-            scores = normed[None] @ clusters["weight"][best].swapaxes(-1, -2)
-        tokens = self.token_ordering.reshape(similar.shape[0], -1)[best]
-        return tokens.reshape(1, -1), scores.reshape(1, -1)
+            scores = normed[:, None, None] @ clusters["weight"][best].swapaxes(-1, -2)
+        tokens = self.token_ordering.reshape(similar.shape[1], -1)[best]
+        return tokens.reshape(len(normed), -1), scores.reshape(len(normed), -1)
 
 
 # --- the drafter
@@ -370,18 +373,61 @@ class Gemma4Assistant(SequenceDrafter):
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return `limit` tokens; none if the newest features are not those of `history`."""
-        features = self._features
-        if limit < 1 or features is None or self._length != len(history):
-            return no_draft()
-        assert features.final_hidden is not None and features.shared_kv is not None
-        shared = visible_rows(features.shared_kv(), self._window)
-        position = mx.array(len(history) - 1)
-        token, hidden = mx.array([history[-1]], dtype=mx.int32), features.final_hidden
-        builder = DraftBuilder(history, sampler)
-        for _ in range(limit):
+        return self.draft_batch([DraftRequest(self, history, limit, sampler)])[0]
+
+    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the drafts of several sequences with this network, in one pass a token."""
+        ready = [(i, r, newest) for i, r in enumerate(requests) if r.limit > 0 and (newest := _newest(r))]
+        drafts = [no_draft()] * len(requests)
+        if not ready:
+            return drafts
+        shared = _side_by_side([visible_rows(shared_kv(), self._window) for _, _, (_, shared_kv) in ready])
+        hidden = mx.concatenate([rows for _, _, (rows, _) in ready])
+        positions = [len(request.history) - 1 for _, request, _ in ready]
+        position = mx.array(positions if len(ready) > 1 else positions[0])
+        token = mx.array([request.history[-1] for _, request, _ in ready], dtype=mx.int32)
+        builders = [DraftBuilder(request.history, request.sampler) for _, request, _ in ready]
+        for step in range(max(request.limit for _, request, _ in ready)):
             hidden, normed = self._network(self._parts.embed(token), hidden, position, shared)
-            token = builder.draw(self._network.logits(normed))
-        return builder.draft()
+            logits, drawn = self._network.logits(normed), list[mx.array]()
+            for i, ((_, request, _), builder) in enumerate(zip(ready, builders, strict=True)):
+                own = slice(i, i + 1)
+                drawn.append(builder.draw(logits[own]) if step < request.limit else token[own])
+            token = mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
+        for (i, _, _), builder in zip(ready, builders, strict=True):
+            drafts[i] = builder.draft()
+        return drafts
+
+    def newest(self, history: Sequence[int]) -> Newest | None:
+        """Return the hidden state [1, D] and the K/V at the end of a history; None if they are not known."""
+        features = self._features
+        if features is None or self._length != len(history):
+            return None
+        assert features.final_hidden is not None and features.shared_kv is not None
+        return features.final_hidden, features.shared_kv
+
+
+def _newest(request: DraftRequest) -> Newest | None:
+    assert isinstance(request.drafter, Gemma4Assistant)
+    return request.drafter.newest(request.history)
+
+
+def _side_by_side(shared: Sequence[Mapping[str, KVRows]]) -> Mapping[str, KVRows]:
+    """Return the rows of several sequences in one array, the shorter ones padded at their end and masked."""
+    if len(shared) == 1:
+        return shared[0]
+    result = {}
+    for kind in shared[0]:
+        sizes = [rows[kind].keys.shape[2] for rows in shared]
+        longest = max(sizes)
+
+        def padded(rows: mx.array, longest: int = longest) -> mx.array:
+            return mx.pad(rows, [(0, 0), (0, 0), (0, longest - rows.shape[2]), (0, 0)])
+
+        mask = mx.arange(longest) < mx.array(sizes)[:, None, None, None] if min(sizes) < longest else None
+        keys = mx.concatenate([padded(rows[kind].keys) for rows in shared])
+        result[kind] = KVRows(keys, mx.concatenate([padded(rows[kind].values) for rows in shared]), mask)
+    return result
 
 
 def visible_rows(shared: Mapping[str, KVRows], sliding_window: int) -> dict[str, KVRows]:

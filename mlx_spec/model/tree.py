@@ -181,13 +181,16 @@ def tree_view(cache: AttentionCache, tree: Tree) -> TreeCacheView:
 
 
 class RowwiseRope(ModuleWrapper):
-    """A rotary embedding that also takes one offset for each row."""
+    """A rotary embedding that also takes one offset for each row of one sequence.
+
+    One offset for each of several sequences is left to the embedding itself.
+    """
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         """Rotate [1, H, T, D] from one offset on, or by offsets [T]."""
         rotate = self.layer
         offset = mx.array(offset) if isinstance(offset, list) else offset
-        if not isinstance(offset, mx.array) or offset.ndim == 0:
+        if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
             rotated: mx.array = rotate(x, offset=offset, **options)
             return rotated
         by_row: mx.array = rotate(x.transpose(2, 1, 0, 3), offset=offset, **options)  # rows on the batch axis

@@ -3,7 +3,6 @@
 from mlx_spec.policy.adaptive import AdaptivePolicies, AdaptivePolicy
 from mlx_spec.policy.costs import BadCosts, Table
 from mlx_spec.policy.fixed import FixedPolicy
-from mlx_spec.policy.planner import lengths
 from mlx_spec.policy.saved_costs import Key
 
-__all__ = ["AdaptivePolicies", "AdaptivePolicy", "BadCosts", "FixedPolicy", "Key", "Table", "lengths"]
+__all__ = ["AdaptivePolicies", "AdaptivePolicy", "BadCosts", "FixedPolicy", "Key", "Table"]

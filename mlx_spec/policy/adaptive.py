@@ -203,11 +203,15 @@ class AdaptivePolicy:
         charged = costs.observe_round(drafter, round.nodes or round.drafted, seconds)
         self._shared.account.enter(len(round.tokens), charged / plain)
         self._steps += seconds / plain
+        self._learn(proposal, round)
+        self._idle = self._waiting = False
+
+    def _learn(self, proposal: Proposal, round: Round) -> None:
+        """Learn what was accepted of a draft."""
         if proposal.gains is None:
             stopped = len(round.tokens) == round.accepted  # a stop token hides the verdict on the rest
             proposal.belief.update(round.accepted, round.accepted < round.drafted and not stopped)
         proposal.belief.shared.since, proposal.verified = 0, True
-        self._idle = self._waiting = False
 
     def _observe_plain(self, round: Round, now: float, costs: CostModel | None) -> None:
         timed = self._queued and round.kind == "plain"

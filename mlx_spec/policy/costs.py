@@ -121,9 +121,9 @@ class CostModel:
         self.host = table.host
         lengths = np.arange(MAX_DRAFT_TOKENS + 1)
         self._rows = lengths + 1
-        self._base = np.log(np.maximum(_interpolate(table.verify, self._rows), table.plain))
+        self._base = np.log(np.maximum(interpolate(table.verify, self._rows), table.plain))
         self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
-        self._drafting = [_interpolate({0: 0.0, **points}, lengths) for points in table.draft]
+        self._drafting = [interpolate({0: 0.0, **points}, lengths) for points in table.draft]
         slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
         near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * OWN_WIDTH**2))
         near[0, :] = near[:, 0] = 0.0
@@ -196,7 +196,7 @@ def _bucket(context: int) -> int:
     return max(0, ((context - 1) // CONTEXT_STEP).bit_length() + 1) // 2
 
 
-def _interpolate(points: Mapping[int, float], sizes: NDArray[np.int64]) -> Floats:
+def interpolate(points: Mapping[int, float], sizes: NDArray[np.int64]) -> Floats:
     """Return straight lines between measured sizes. The slope of the last two goes on beyond them."""
     known = sorted(points)
     seconds = [points[size] for size in known]

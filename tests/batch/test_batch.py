@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -16,8 +17,8 @@ from lossless import Scripted, emitted
 from mlx_spec.batch.scheduler import Batch
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import DraftModelSource, VocabularySizes
-from mlx_spec.drafters.model_free import LookupSource
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
+from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.engine import RunningSequence, generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
@@ -26,6 +27,7 @@ from mlx_spec.types import (
     Choice,
     Decision,
     Draft,
+    DraftRequest,
     Features,
     FeatureSpec,
     Reason,
@@ -52,8 +54,8 @@ KINDS = {
     "recurrent_moe": None,
 }
 SOURCES = {
-    "lookup": LookupSource,
-    "draft model": lambda: DraftModelSource(tiny.full(seed=1), VocabularySizes(256, 256), "other"),
+    "lookup": lookup_source,
+    "draft model": lambda: draft_model_source("other", tiny.full(seed=1), VocabularySizes(256, 256)),
     "eagle3": lambda: random_sources.eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
     "mtp": lambda: random_sources.mtp(64, 256),
     "gemma4 assistant": tiny.assistant,
@@ -102,6 +104,14 @@ class Mixed(Scripted):
     def observe(self, history: Sequence[int], features: Features) -> None:
         if self.drafter is not None:
             self.drafter.observe(history, features)
+
+    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Ask their own drafters together, half of the time."""
+        if self.drafter is None or self.chance.random() < 0.5:
+            return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
+        drafts = self.drafter.draft_batch([replace(r, drafter=r.drafter.drafter) for r in requests])
+        self.own += sum(draft.tokens.size for draft in drafts)
+        return drafts
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         how = self.chance.choice(["own", "truth", "wrong", "none"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from lossless import emitted
 
@@ -16,7 +18,7 @@ from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Reason, Round
+from mlx_spec.types import DraftRequest, Reason, Round
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXTS = ["The capital of", "def fib(n):", "one two three four five six seven eight nine ten", "Once upon a"]
@@ -30,6 +32,8 @@ def pair() -> Pair:
     )
     made._model.set_dtype(mx.float32)
     made._drafters[0].network.set_dtype(mx.float32)
+    made.open()  # prepares the model for trees, as an answer alone does
+    assert made.batch_obstacle is None
     return made
 
 
@@ -44,18 +48,21 @@ def requests_of(pair: Pair) -> list[dict[str, Any]]:
 
 
 def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Exception]]:
-    batch, found = pair.batch(), list[list[Round | Exception]]()
-    for text, request in zip(TEXTS, requests, strict=True):
+    batch, found, sizes = pair.batch(), list[list[Round | Exception]](), set[int]()
+    for text, request in zip(TEXTS * 2, requests * 2, strict=True):
         batch.add(pair.prepare(pair.open(), [2, *pair.text.encode(text)], max_tokens=40, **request))
         found.append([])
-    for id, round in batch.run():
-        found[id].append(round)
+    while len(batch):
+        for id, round in batch.step():
+            found[id].append(round)
+        sizes |= set(batch.group_sizes)
+    assert max(sizes) > 2
     return found
 
 
 def test_every_request_is_as_alone(pair: Pair) -> None:
     together, accepted = by_id(pair, requests_of(pair)), 0
-    for text, request, rounds in zip(TEXTS, requests_of(pair), together, strict=True):
+    for text, request, rounds in zip(TEXTS * 2, requests_of(pair) * 2, together, strict=True):
         prompt = [2, *pair.text.encode(text)]
         alone = list(pair.run(pair.open(), prompt, max_tokens=40, **request))
         assert all(isinstance(round, Round) for round in rounds)
@@ -175,3 +182,26 @@ def test_the_adaptive_policy_decides_for_the_batch() -> None:
     assert found == {i: emitted(list(pair.generate(p, max_tokens=30))) for i, p in enumerate(prompts)}
     assert any(round.drafted for _, round in rounds)
     assert {round.plain_seconds for _, round in rounds} != {None}
+
+
+@pytest.mark.parametrize("name", ["e2b-trained", "12b-trained"])  # with and without a head of centroids
+@pytest.mark.parametrize("bits", [None, 8])
+def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None) -> None:
+    pair = mlx_spec.load(GOLDEN / name / "target", GOLDEN / name / "assistant", num_draft_tokens=0)
+    pair._model.set_dtype(mx.float32)
+    network = pair._drafters[0].network
+    network.set_dtype(mx.float32)
+    if bits is not None:
+        nn.quantize(network, group_size=32, bits=bits)
+    requests = []
+    for i, text in enumerate(TEXTS):
+        parts, history = pair.open(), [2, *pair.text.encode(text * (1 + i % 3))]
+        for round in pair.run(parts, history, max_tokens=2 + i):
+            history = [*history, *round.tokens]
+        sampler = Sampling(temperature=0.5 * (i % 2), seed=i).sampler(len(history), pair.info.vocab_size)
+        requests.append(DraftRequest(parts.drafters[0], history, [3, 0, 5, 2][i], sampler))
+    requests.append(replace(requests[0], drafter=pair.open().drafters[0]))  # it has seen nothing
+    together = requests[0].drafter.draft_batch(requests)
+    alone = [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
+    assert [d.tokens.tolist() for d in together] == [d.tokens.tolist() for d in alone]
+    assert [d.tokens.size for d in together] == [3, 0, 5, 2, 0]

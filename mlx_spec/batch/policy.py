@@ -1,0 +1,292 @@
+"""Draft lengths of sequences that share a pass: one plan for all of them, an account for each.
+
+A pass of B sequences of which the longest draft has K tokens computes B * (K + 1) rows, padding included. Its
+cost is that of as many rows of one sequence, corrected by the rounds of this batch. The more sequences there
+are, the more a draft token costs: lengths fall to 0 as the batch fills.
+
+A sequence waits for the drafts of others. So each has an account in plain rounds of its batch, and nothing is
+drafted that one of them could not afford to lose.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_spec.policy.acceptance import LEVELS
+from mlx_spec.policy.adaptive import (
+    BUFFER,
+    EPSILON,
+    PROBE_SHARE,
+    AdaptivePolicies,
+    AdaptivePolicy,
+    Clock,
+    Gains,
+)
+from mlx_spec.policy.costs import CostModel, interpolate
+from mlx_spec.policy.planner import Floats, best_length
+from mlx_spec.types import (
+    MAX_DRAFT_TOKENS,
+    Choice,
+    Decision,
+    DraftLengthPolicy,
+    Reason,
+    RequestDrafter,
+    Round,
+)
+
+BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the drafts of all in the long run
+HIT_MEMORY = 8  # drafts wanted beside other sequences: how long it is remembered whether there was one
+MEMORY = 16  # rounds that the correction of a cost remembers
+PRIOR_ROUNDS = 2.0  # rounds that the correction of the nearest other length is worth
+OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
+LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
+BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length, on the most predictable text
+
+
+class PassErrors:
+    """How much slower padded passes are than the cost model says, learned from the rounds of a pair."""
+
+    def __init__(self) -> None:
+        # By the number of sequences and the longest draft: log seconds, and the rounds that they come from.
+        self._known: dict[int, dict[int, tuple[float, int]]] = {}
+
+    def factors(self, count: int) -> Floats:
+        """Return the expected factor by the longest draft, for so many sequences."""
+        if not self._known:
+            return np.ones(MAX_DRAFT_TOKENS + 1)
+        known = self._known[min(self._known, key=lambda other: abs(other - count))]
+        errors = []
+        for length in range(MAX_DRAFT_TOKENS + 1):
+            error, rounds = known.get(length, (0.0, 0))
+            others = [other for other in known if other != length]
+            prior = known[min(others, key=lambda other: abs(other - length))][0] if others else error
+            errors.append((rounds * error + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS))
+        return np.exp(errors)
+
+    def observe(self, count: int, longest: int, error: float) -> None:
+        """Learn from one pass, in log seconds."""
+        known = self._known.setdefault(count, {})
+        before, rounds = known.get(longest, (0.0, 0))
+        rounds = min(rounds + 1, MEMORY)
+        known[longest] = before + min(max(error - before, -OUTLIER), OUTLIER) / rounds, rounds
+
+
+class MemberPolicy(AdaptivePolicy):
+    """The adaptive policy of one sequence. In company a `BatchPolicy` decides, and tells it of the rounds."""
+
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
+        """Begin an answer, with an account of its own for the rounds in company."""
+        super().begin(request_drafters)
+        self._lead = 0.0  # plain rounds of its company won by drafts, at most BUFFER
+        self._hit_rates = [1.0] * len(self._proposals)  # share of the drafts in company that were available
+
+    def affordable_steps(self, wait: float) -> float:
+        """Return the plain rounds of the longest round that may be lost, and a wait after it."""
+        return self._lead + BUFFER + 1 + BATCH_EPSILON - wait
+
+    def candidates(self, history: Sequence[int]) -> list[tuple[int, Floats]]:
+        """Return the drafters that may have a draft, each with its expected tokens by draft length."""
+        found = []
+        for index, proposal in enumerate(self._proposals):
+            limit = proposal.available(history, queued=False)
+            if limit >= 1:
+                gains = self._hit_rates[index] * (proposal.expected_tokens()[: limit + 1] - 1)
+                found.append((index, 1 + gains))
+        return found
+
+    def reason(self, reason: Reason) -> Reason:
+        """Return the reason to show for a draft that a plan wants."""
+        return self._reason_on() if reason is Reason.PAYS else reason
+
+    def idle_tokens(self, drafter: int) -> int:
+        """Return the plain tokens of all sequences since the last draft of this drafter."""
+        return self._proposals[drafter].belief.shared.since
+
+    def observe_shared(self, round: Round, wanted: Sequence[Choice], steps: float) -> None:
+        """Learn from a round that took so many plain rounds of the same sequences; `wanted` was decided."""
+        for choice in wanted:
+            hit = choice.drafter == round.drafter
+            self._hit_rates[choice.drafter] += (hit - self._hit_rates[choice.drafter]) / HIT_MEMORY
+            if hit:
+                break
+        if round.drafter is not None:
+            self._learn(self._proposals[round.drafter], round)
+        self._queued, self._waiting, self._idle = False, False, round.drafter is None
+        self._tokens += len(round.tokens)
+        self._steps += steps
+        self._lead = min(self._lead + (1 + BATCH_EPSILON) * len(round.tokens) - steps, BUFFER)
+        for proposal in self._proposals:
+            proposal.belief.shared.since += round.drafter is None
+            proposal.belief.advance(len(round.tokens))
+
+
+class BatchPolicies(AdaptivePolicies):
+    """Adaptive policies of a pair whose sequences may share passes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._errors = PassErrors()
+
+    def policy(
+        self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
+    ) -> MemberPolicy:
+        """Return the policy of a new sequence."""
+        return MemberPolicy(self, clock, gains or {})
+
+    def group(self, clock: Clock = time.perf_counter) -> BatchPolicy:
+        """Return the policy of sequences that share passes."""
+        return BatchPolicy(self, self._errors, clock)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one round, and the costs that they rest on."""
+
+    policies: Sequence[MemberPolicy]
+    choices: Sequence[tuple[Choice, ...]]
+    costs: CostModel
+    base: Floats  # seconds of a pass by the longest draft, before correction
+    plain: float  # seconds of a plain round
+    began: float
+
+
+class BatchPolicy:
+    """Decides for sequences with adaptive policies of one pair, which share the `errors` they learn."""
+
+    def __init__(
+        self, shared: AdaptivePolicies, errors: PassErrors, clock: Clock = time.perf_counter
+    ) -> None:
+        self._shared, self._errors, self._clock = shared, errors, clock
+        self._plan: Plan | None = None  # None if nothing is known of costs
+        self._queued = 0  # sequences whose next token the engine has queued
+        self._done = 0.0  # time of the end of the last round
+
+    def decide(
+        self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
+    ) -> list[Decision]:
+        """Return the lengths with the most expected tokens per second of all sequences together."""
+        adaptive = [policy for policy in policies if isinstance(policy, MemberPolicy)]
+        assert len(adaptive) == len(policies)
+        began, count, self._plan = self._clock(), len(policies), None
+        if self._shared.costs is None:
+            return [Decision((), Reason.LEARNING)] * count
+        costs = self._shared.costs.at(sum(map(len, histories)) // count)
+        base = _pass_seconds(costs, count * (LENGTHS + 1))
+        base[0] = max(base[0] - costs.host, costs.plain)  # a plain pass is queued
+        passes = base * self._errors.factors(count)
+        pairs = zip(adaptive, histories, strict=True)
+        options = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
+        depths, reason = self._depths(adaptive, options, costs, passes)
+        choices = [
+            tuple(Choice(index, min(depth, len(tokens) - 1)) for index, tokens in each if depth)
+            for each, depth in zip(options, depths, strict=True)
+        ]
+        plain = float(passes[0])
+        self._plan = Plan(adaptive, choices, costs, base, plain, began)
+        return [
+            Decision(each, policy.reason(reason) if each else reason, plain)
+            for policy, each in zip(adaptive, choices, strict=True)
+        ]
+
+    def _depths(
+        self,
+        policies: Sequence[MemberPolicy],
+        options: Sequence[list[tuple[int, Floats]]],
+        costs: CostModel,
+        passes: Floats,
+    ) -> tuple[list[int], Reason]:
+        """Return the draft lengths, and the reason for them."""
+        count, plain, wait = len(policies), float(passes[0]), costs.host / float(passes[0])
+        firsts = [each[0] for each in options if each]
+        if not firsts:
+            return [0] * count, Reason.WAITING
+        drafting = np.sum([_draft_seconds(costs, index) for index, _ in firsts], axis=0)
+        seconds = passes + drafting
+        affordable = min(policy.affordable_steps(wait) for policy in policies)
+        limit = 0
+        while limit < min(MAX_DRAFT_TOKENS, costs.longest) and seconds[limit + 1] <= affordable * plain:
+            limit += 1
+        tokens = np.sum([_extended(tokens) for _, tokens in firsts], axis=0) + count - len(firsts)
+        if limit:
+            length, speed = best_length(tokens, seconds, limit)
+            if speed * plain > (1 + EPSILON) * count:
+                return [_own_length(each, length, speed, costs) for each in options], Reason.PAYS
+        best = BEST_TOKENS * len(firsts) + count - len(firsts)
+        if best_length(best, seconds, MAX_DRAFT_TOKENS)[1] * plain <= (1 + EPSILON) * count:
+            return [0] * count, Reason.COST
+        if not limit:
+            return [0] * count, Reason.BUDGET
+        loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
+        if min(policies[0].idle_tokens(index) for index, _ in firsts) * PROBE_SHARE >= loss:
+            return [int(bool(each)) for each in options], Reason.PROBE
+        return [0] * count, Reason.ACCEPTANCE
+
+    def observe(self, rounds: Sequence[Round | None]) -> None:
+        """Learn from the finished round of each sequence; None if it failed."""
+        now, plan, count = self._clock(), self._plan, len(rounds)
+        queued = any(round is not None and round.kind == "plain" for round in rounds)
+        if plan is not None:
+            longest = max((round.drafted for round in rounds if round is not None), default=0)
+            steps = self._steps(plan, longest, queued, now, count)
+            for policy, round, wanted in zip(plan.policies, rounds, plan.choices, strict=True):
+                if round is not None:
+                    policy.observe_shared(round, wanted if longest else (), steps)
+        self._queued, self._done = count if queued else 0, now
+
+    def _steps(self, plan: Plan, longest: int, queued: bool, now: float, count: int) -> float:
+        """Return the plain rounds that a round took. Learn what its pass took."""
+        if longest:
+            seconds = now - plan.began
+            limits = [each[0] for each in plan.choices if each]
+            drafting = sum(plan.costs.drafting(choice.drafter, choice.limit) for choice in limits)
+            passed = max(seconds - drafting, 0.1 * seconds)
+            self._errors.observe(count, longest, math.log(passed / float(plan.base[longest])))
+            return min(seconds / plan.plain, longest + 1 + drafting / plan.plain)
+        if queued and self._queued == count and plan.began - self._done < plan.plain / 2:
+            self._errors.observe(count, 0, math.log((now - self._done) / float(plan.base[0])))
+        return 1.0 if self._queued == count else 1 + plan.costs.host / plan.plain
+
+
+def _best_first(options: list[tuple[int, Floats]], costs: CostModel) -> list[tuple[int, Floats]]:
+    """Return drafters and their expected tokens by length, the most tokens for their drafting time first."""
+
+    def value(option: tuple[int, Floats]) -> float:
+        index, tokens = option
+        return float((tokens - _draft_seconds(costs, index)[: len(tokens)] / costs.plain).max())
+
+    return sorted(options, key=value, reverse=True)
+
+
+def _extended(tokens: Floats) -> Floats:
+    """Return expected tokens for all lengths: a drafter without more tokens drafts what it has."""
+    return np.concatenate([tokens, np.full(MAX_DRAFT_TOKENS + 1 - len(tokens), tokens[-1])])
+
+
+def _own_length(option: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel) -> int:
+    """Return the length of one sequence, up to `longest`: its rows are paid for, its drafting is not."""
+    if not option:
+        return 0
+    index, tokens = option[0]
+    return int((tokens - speed * _draft_seconds(costs, index)[: len(tokens)])[: longest + 1].argmax())
+
+
+def _pass_seconds(costs: CostModel, rows: NDArray[np.int64]) -> Floats:
+    """Return the seconds of passes with any numbers of rows, the host's wait for them included."""
+    few, most = np.minimum(rows, len(costs.passes)), len(costs.passes)
+    verify = costs.table.verify
+    beyond = interpolate(verify, rows) / interpolate(verify, np.array([most]))
+    seconds: Floats = np.where(rows <= most, costs.passes[few - 1], costs.passes[-1] * beyond)
+    return seconds
+
+
+def _draft_seconds(costs: CostModel, drafter: int) -> Floats:
+    """Return the seconds of a draft by its tokens."""
+    seconds: Floats = costs.rounds(drafter) - costs.passes
+    return seconds

@@ -1,0 +1,146 @@
+"""Draft lengths of sequences that share a pass, on SIMULATED costs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from virtual_clock import CURVES, PLAIN_SECONDS
+
+from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies
+from mlx_spec.policy import Table
+from mlx_spec.policy.adaptive import BUFFER
+from mlx_spec.types import Reason, Round
+
+DRAFTED, HOST = 0.02, 0.02  # steps of one draft token of one sequence, and of a wait
+Passes = Callable[[int], float]
+
+
+def passes_of(name: str) -> Passes:
+    """Return the steps of a pass by rows; beyond 17 rows each costs half of what it costs there."""
+    if name == "flat":
+        return lambda rows: max(1.0, rows / 64)
+    if name == "linear":
+        return float
+    curve = CURVES[name]
+    return lambda rows: curve.rows(min(rows, 17)) + curve.rows(17) / 34 * max(rows - 17, 0)
+
+
+def table_of(passes: Passes) -> Table:
+    verify = {rows: PLAIN_SECONDS * (passes(rows) + HOST) for rows in (*range(1, 18), 33, 64)}
+    draft = [{k: PLAIN_SECONDS * DRAFTED * k for k in (1, 16)}]
+    return Table(PLAIN_SECONDS, verify, draft, PLAIN_SECONDS * HOST)
+
+
+class Simulation:
+    """The engine's rounds of a group: sequences whose draft tokens are right with a probability each."""
+
+    def __init__(self, rates: Sequence[float], passes: Passes, believed: Table, seed: int = 0) -> None:
+        policies = BatchPolicies(["mtp"])
+        policies.use(believed)
+        self.rates, self.passes = rates, passes
+        self.now, self.noise = 0.0, random.Random(seed)
+        self.policies = [policies.policy(lambda: self.now) for _ in rates]
+        self.group = policies.group(lambda: self.now)
+        for policy in self.policies:
+            policy.begin()
+        self.tokens = [0] * len(rates)
+        self.depths: Counter[int] = Counter()
+        self.reasons: set[Reason] = set()
+
+    def run(self, rounds: int, fixed: int | None = None) -> None:
+        queued, count = False, len(self.rates)
+        for _ in range(rounds):
+            decisions = self.group.decide(self.policies, [range(n + 50) for n in self.tokens])
+            wanted = [d.choices[0].limit if d.choices else 0 for d in decisions]
+            wanted = wanted if fixed is None else [fixed] * count
+            self.reasons |= {decision.reason for decision in decisions}
+            landing, drafting = queued and any(wanted), any(wanted) and not queued
+            accepted = [0] * count
+            if drafting:
+                rows = count * (max(wanted) + 1)
+                self.wait(self.passes(rows) + HOST + DRAFTED * sum(wanted))
+                for i, (rate, most) in enumerate(zip(self.rates, wanted, strict=True)):
+                    while accepted[i] < most and self.noise.random() < rate:
+                        accepted[i] += 1
+            else:
+                self.wait(self.passes(count) + HOST * (not queued))
+            queued = not any(wanted)
+            self.depths[max(wanted) if drafting else 0] += 1
+            done = []
+            for i, (hits, most) in enumerate(zip(accepted, wanted, strict=True)):
+                self.tokens[i] += hits + 1
+                drafted = most if drafting else 0
+                kind = "draft" if drafted else "landed" if landing or drafting else "plain"
+                done.append(Round([0] * (hits + 1), drafted, hits, kind, 0 if drafted else None))
+            if fixed is None:
+                self.group.observe(done)
+
+    def wait(self, steps: float) -> None:
+        self.now += steps * PLAIN_SECONDS * self.noise.lognormvariate(0, 0.03)
+
+    @property
+    def speed(self) -> float:
+        """Return the speed over plain decoding of the same sequences."""
+        return sum(self.tokens) / len(self.rates) * self.passes(len(self.rates)) / (self.now / PLAIN_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("flat", 2), ("flat", 8), ("M5 Max", 2), ("M5 Max", 4), ("M1 Ultra", 2), ("linear", 4)],
+)
+def test_the_policy_finds_the_best_length(name: str, count: int) -> None:
+    passes, rates = passes_of(name), [0.6, 0.7, 0.8, 0.9] * (count // 2)
+    rates = rates[:count]
+    adaptive = Simulation(rates, passes, table_of(passes))
+    adaptive.run(500)
+    best = 1.0
+    for length in (1, 2, 3, 4, 6, 8):
+        fixed = Simulation(rates, passes, table_of(passes))
+        fixed.run(200, length)
+        best = max(best, fixed.speed)
+    assert adaptive.speed > 0.94 * best
+    assert adaptive.depths[0] > 400 or adaptive.speed > 1.02
+
+
+def test_lengths_fall_as_the_batch_fills() -> None:
+    usual, passes = [], passes_of("flat")
+    for count in (4, 16, 32, 64):
+        simulation = Simulation([0.7] * count, passes, table_of(passes))
+        simulation.run(60)
+        usual.append(simulation.depths.most_common(1)[0][0])
+    assert usual == sorted(usual, reverse=True) and usual[0] > 2 and usual[-1] == 0
+    assert simulation.reasons <= {Reason.COST, Reason.ACCEPTANCE}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["M5 Max", "M3 Max"])
+def test_no_sequence_loses_more_than_its_bound(name: str, seed: int) -> None:
+    passes = passes_of(name)
+    simulation = Simulation([0.0, 0.9, 0.9], passes, table_of(passes), seed)
+    for _ in range(30):
+        simulation.run(10)
+        plain = PLAIN_SECONDS * passes(3)
+        steps = simulation.now / plain
+        allowed = 1.02 * (1 + BATCH_EPSILON)  # 2 %: the noise of what a plain round is known to take
+        assert steps <= allowed * min(simulation.tokens) + 3 * BUFFER
+    assert sum(simulation.tokens[1:]) > 2 * simulation.tokens[0]  # there were drafts
+
+
+def test_wrong_costs_are_corrected() -> None:
+    passes = passes_of("M1 Ultra")
+    simulation = Simulation([0.7] * 4, passes, table_of(passes_of("flat")))
+    simulation.run(300)
+    assert simulation.speed > 0.95
+    simulation = Simulation([0.8] * 2, passes_of("flat"), table_of(passes_of("M5 Max")))
+    simulation.run(300)
+    assert simulation.speed > 1.5
+
+
+def test_unknown_costs_mean_plain_rounds() -> None:
+    policies = BatchPolicies(["mtp"])
+    group = policies.group()
+    decisions = group.decide([policies.policy() for _ in range(3)], [[1, 2]] * 3)
+    assert [(d.choices, d.reason) for d in decisions] == [((), Reason.LEARNING)] * 3
