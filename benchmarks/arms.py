@@ -171,7 +171,7 @@ def cold(pair: Pair) -> Decoder:
         decoding, known = pair.open(), pair.policies
         if isinstance(known, AdaptivePolicies):
             copying = [name for i, name in enumerate(known.names) if i in known.copying]
-            new = AdaptivePolicies(known.names, copying, key=known.key, folder=known.folder)
+            new = type(known)(known.names, copying, key=known.key, folder=known.folder)
             decoding = replace(decoding, policy=new.policy())
         return rounds(pair, decoding, prompt, read)
 

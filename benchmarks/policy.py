@@ -38,9 +38,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
 
-from mlx_spec.policy import AdaptivePolicies, lengths
+from mlx_spec.policy import AdaptivePolicies
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.adaptive import PROBE_SHARE
+from mlx_spec.policy.planner import best_length
 
 RECORDED = Path(__file__).parent / "results" / "policy-45e2a53.jsonl.gz"
 RECORDED_SEEDS = 4
@@ -257,9 +258,9 @@ class Batch:
 
     def round(self, depths: Sequence[int]) -> list[int]:
         """Decode one round. Return the accepted tokens of every sequence."""
-        total = sum(depths)
-        waits = self.curve.host + max(depths) * self.curve.drafted if total else 0.0
-        self.steps += batch_passes(self.name, self.count + total) + waits
+        total, longest = sum(depths), max(depths)
+        waits = self.curve.host + longest * self.curve.drafted if total else 0.0
+        self.steps += batch_passes(self.name, self.count * (longest + 1)) + waits
         accepted = []
         for index, depth in enumerate(depths):
             text, place, number = self.texts[index], self.places[index], 0
@@ -282,22 +283,22 @@ class Batch:
 
 
 def run_planned(batch: Batch) -> Batch:
-    """Share the rows of every pass out by the planner; probe the most promising sequence now and then."""
+    """Give all sequences the best length of the padded pass; probe with one token now and then."""
     shared = DrafterStatistics()
     beliefs = [Belief(shared) for _ in range(batch.count)]
-    host, drafted = batch.curve.host, batch.curve.drafted
+    lengths = np.arange(BATCH_LIMIT + 1)
+    passes = np.array([batch_passes(batch.name, batch.count * (n + 1)) for n in lengths])
+    seconds = passes + batch.curve.host + lengths * batch.curve.drafted
     since = 0  # plain rounds since the last draft
     while not batch.done:
-        reach = [np.diff(belief.expected_tokens()[: BATCH_LIMIT + 1]).tolist() for belief in beliefs]
-        depths = lengths(
-            reach, batch.plain, lambda n: batch_passes(batch.name, n) + host, lambda k: k * drafted
-        )
-        since = 0 if any(depths) else since + 1
-        first = [row[0] for row in reach]
-        one_row = batch_passes(batch.name, batch.count + 1) + drafted + host
-        loss = one_row - batch.plain * (1 + max(first) / batch.count)
-        if since * batch.plain * PROBE_SHARE >= max(loss, 0.01):
-            depths[first.index(max(first))], since = 1, 0
+        tokens = np.sum([belief.expected_tokens()[: BATCH_LIMIT + 1] for belief in beliefs], axis=0)
+        length, speed = best_length(tokens, seconds, BATCH_LIMIT)
+        depth = length if speed * batch.plain > batch.count else 0
+        loss = float(seconds[1]) - batch.plain * float(tokens[1]) / batch.count
+        if not depth and since * batch.plain * PROBE_SHARE >= max(loss, 0.01):
+            depth = 1
+        since = 0 if depth else since + 1
+        depths = [depth] * batch.count
         for belief, depth, accepted in zip(beliefs, depths, batch.round(depths), strict=True):
             if depth:
                 belief.update(accepted, accepted < depth)

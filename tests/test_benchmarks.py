@@ -23,6 +23,7 @@ CASES = {
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
     "families": (["--families", "eagle3", "medusa"], {"eagle3", "medusa"}),
     "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
+    "batch": (FOLDERS, {"2"}),
 }
 STARTED = (
     "structured",
