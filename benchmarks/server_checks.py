@@ -189,7 +189,7 @@ class Load:
 
     def __init__(self, settings: argparse.Namespace) -> None:
         self.settings, self.tally = settings, Tally()
-        self.options = ("--max-waiting", str(MAX_WAITING), "--max-running", str(MAX_RUNNING))
+        self.options = ("--max-waiting", str(MAX_WAITING), "--parallel", str(MAX_RUNNING))
         self.server = start(*self.options)
         self.up, self.stopping = threading.Event(), threading.Event()
         self.up.set()

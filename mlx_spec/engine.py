@@ -249,7 +249,13 @@ class Group:
         done: list[Round | Exception] = []
         for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
             plain = decision.plain_seconds
-            round = replace(round, seconds=seconds, reason=decision.reason, plain_seconds=plain)
+            round = replace(
+                round,
+                seconds=seconds,
+                reason=decision.reason,
+                plain_seconds=plain,
+                company=len(self.sequences),
+            )
             if shared is None:
                 sequence.attempt(partial(sequence.policy.observe, round), None)
             done.append(sequence.error or round)

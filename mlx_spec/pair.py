@@ -9,8 +9,8 @@ from functools import cached_property
 import mlx.nn as nn
 
 from mlx_spec import engine
-from mlx_spec.batch.policy import BatchPolicies
-from mlx_spec.batch.scheduler import MAX_RUNNING, Batch
+from mlx_spec.batch.policy import FEWEST_RUNNING, BatchPolicies
+from mlx_spec.batch.scheduler import Batch
 from mlx_spec.batch.target import SharedTarget, batch_obstacle
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
@@ -199,13 +199,17 @@ class Pair:
             None if recorder is None else recorder.of,
         )
 
-    def batch(self, max_running: int = MAX_RUNNING) -> Batch:
+    def batch(self, max_running: int | None = None) -> Batch:
         """Return an empty batch for sequences made by `prepare`, of which so many decode at a time.
 
-        The first batch of a pair decodes a few tokens to find out whether this target can share a pass.
+        If `max_running` is None, measured costs say how many. The first batch of a pair decodes a few tokens
+        to find out whether this target can share a pass.
         """
-        group = self.policies.group if isinstance(self.policies, BatchPolicies) else None
-        return Batch(None if self.batch_obstacle else self._share, max_running, group)
+        policies = self.policies if isinstance(self.policies, BatchPolicies) else None
+        if max_running is None:
+            max_running = FEWEST_RUNNING if policies is None else policies.most_running()
+        share = None if self.batch_obstacle else self._share
+        return Batch(share, max_running, None if policies is None else policies.group)
 
     @cached_property
     def batch_obstacle(self) -> str | None:
@@ -222,7 +226,7 @@ class Pair:
         sampling: Sampling = GREEDY,
         max_tokens: int,
         stop: Collection[int] = (),
-        max_running: int = MAX_RUNNING,
+        max_running: int | None = None,
     ) -> Iterator[tuple[int, Round]]:
         """Continue several prompts at once, each as `generate` does. Yields the index of one and a round.
 

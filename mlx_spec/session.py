@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
@@ -45,6 +45,7 @@ class Statistics:
     drafter_cold: int = 0  # of those reused, not processed by the drafter: it is accepted less often
     generated_tokens: int = 0
     rounds: int = 0
+    company: int = 0  # sequences in the passes of these rounds, added up
     speculative_rounds: int = 0  # those that drafted
     speculative_tokens: int = 0  # generated in those rounds
     drafted: int = 0
@@ -62,6 +63,11 @@ class Statistics:
     def tokens_per_second(self) -> float:
         """Return the generated tokens by decode seconds; 0 before there are any."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def batch_size(self) -> float:
+        """Return the sequences that shared a pass, on average; 0 before there were any."""
+        return self.company / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -109,6 +115,7 @@ class Statistics:
             self,
             generated_tokens=self.generated_tokens + len(round.tokens),
             rounds=self.rounds + 1,
+            company=self.company + round.company,
             speculative_rounds=self.speculative_rounds + speculative,
             speculative_tokens=self.speculative_tokens + len(round.tokens) * speculative,
             drafted=self.drafted + round.drafted,
@@ -155,19 +162,28 @@ def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 # --- one answer
 
 
+class Rounds(Protocol):
+    """The rounds of one sequence. Closing them frees it."""
+
+    def __next__(self) -> Round: ...
+
+    def close(self) -> None:
+        """End the sequence where it is."""
+
+
 class Generation:
     """The answer to one prompt, round by round.
 
-    It continues `sequence`, rewound to what that shares with the prompt. `rounds` come from `Pair.run` with
-    the same parts and prompt, and have not begun. `answer` reads their tokens. Any step may be the last: the
-    sequence can be used again as soon as `rounds()` is closed.
+    It continues `sequence`, rewound to what that shares with the prompt. `rounds` come from `Pair.run` or a
+    batch with the same parts and prompt, and have not begun. `answer` reads their tokens. Any step may be the
+    last: the sequence can be used again as soon as `rounds()` is closed.
     """
 
     def __init__(
         self,
         sequence: CachedSequence,
         prompt: list[int],
-        rounds: Generator[Round, None, None],
+        rounds: Rounds,
         answer: AnswerStream,
     ) -> None:
         self._sequence = sequence

@@ -179,6 +179,7 @@ class Round:
     finish_reason: Literal["stop", "length"] | None = None
     plain_seconds: float | None = None  # time of one plain token here; None if not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
+    company: int = 1  # sequences that shared the pass, this one included
 
 
 class Target(Protocol):

@@ -1,7 +1,8 @@
-"""The one thread that uses MLX: it loads models and answers requests, which take turns round by round.
+"""The one thread that uses MLX: it loads models and answers requests, each model its own in one batch.
 
-`EngineThread.submit` admits a request as a `Job`. A job waits in the queue, is prepared on a thread of its
-own, and then gets a step in each turn until it is answered.
+`EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on a thread of its
+own. Its choices are rows. A turn of the thread begins rows while there is room, reads a chunk of one prompt,
+and decodes a round of all rows whose prompts are read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -19,7 +21,7 @@ import mlx.core as mx
 from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import queue_full, to_failure, unavailable
-from .generation import PreparedRequest, RunningRequest, Steps, prepare, prompt_tokens
+from .generation import PreparedRequest, RunningRequest, prepare, prompt_tokens
 from .log import LOG
 from .models import Loader, ModelCard, Models, load_served
 from .request import Event, Failed, GenerationRequest
@@ -27,6 +29,7 @@ from .settings import Settings
 
 MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
+PREPARING = 4  # requests that are prepared at a time
 MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
 DURATION_WEIGHT = 0.2  # of the latest request in the average duration
 
@@ -51,6 +54,8 @@ class ModelStatus:
     weights: int  # bytes
     caches: int  # bytes of its cached sequences
     conversations: int  # cached sequences
+    batch: tuple[int, ...]  # sequences in each pass of a round
+    alone: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
 
 
@@ -79,9 +84,9 @@ class Job:
         self.began = 0.0  # time.perf_counter(), once it has left the queue
         self._send = send
         self._wake = wake
-        self._running: RunningRequest | None = None
+        self.answer: RunningRequest
         self._prepared: Future[PreparedRequest] | None = None
-        self._steps: Steps | None = None
+        self._has_begun = False
 
     def cancel(self) -> None:
         """End the job within a round or a step of its prompt. No event follows. May be called again."""
@@ -99,30 +104,28 @@ class Job:
             LOG.exception("an event could not be handed over")
             self.cancelled = True
 
-    def begin(self, running: RunningRequest, model: str, prepared: Future[PreparedRequest]) -> None:
+    def begin(self, answer: RunningRequest, model: str, prepared: Future[PreparedRequest]) -> None:
         """Begin with the answer as soon as the request is prepared."""
-        self.model, self._running, self._prepared = model, running, prepared
+        self.model, self.answer, self._prepared = model, answer, prepared
         prepared.add_done_callback(lambda _: self._wake())
 
     @property
     def is_ready(self) -> bool:
         """Return True if the job needs a turn."""
-        prepared = self._prepared is not None and self._prepared.done()
-        return self._steps is not None or self.cancelled or prepared
+        return self.cancelled or (self._prepared is not None and self._prepared.done())
 
-    def step(self) -> None:
-        """Do a step. Raises StopIteration at the end, and any error of the request."""
-        if self._steps is None:
-            assert self._running is not None and self._prepared is not None, "the job has begun"
-            self._steps = self._running.steps(self._prepared.result())
-        next(self._steps)
+    def check(self) -> bool:
+        """Begin with the rows once the request is prepared. Return True if it has none; raise its errors."""
+        if self._has_begun or self._prepared is None or not self._prepared.done():
+            return False
+        self._has_begun = True
+        return self.answer.begin(self._prepared.result())
 
     def close(self) -> None:
         """End the job in whatever state it is."""
         if self._prepared is not None:
             self._prepared.cancel()
-        if self._steps is not None:
-            self._steps.close()
+            self.answer.close()
 
 
 class EngineThread:
@@ -134,7 +137,7 @@ class EngineThread:
         self._models = Models(settings, loader)
         self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
         self._preparers = ThreadPoolExecutor(
-            max(settings.limits.running, 1), thread_name_prefix="mlx_spec preparing"
+            settings.limits.running or PREPARING, thread_name_prefix="mlx_spec preparing"
         )
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
@@ -144,6 +147,8 @@ class EngineThread:
         self._blocked = False  # the first job in the queue needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
+        self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
+        self._oldest_reads = False  # whose turn it is to read a chunk
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read = 0.0  # time.monotonic()
         self._status = Status("loading")
@@ -225,10 +230,10 @@ class EngineThread:
         return sum(not job.cancelled for job in self._waiting)
 
     def _free_slots(self) -> int:
-        return max(self._limits.running - len(self._running), 0)
+        return max(self._parallel - len(self._running), 0)
 
     def _retry_after(self, waiting: int) -> int:
-        seconds = self._average_seconds * waiting / max(self._limits.running, 1)
+        seconds = self._average_seconds * waiting / self._parallel
         return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S)
 
     def _wake(self) -> None:
@@ -257,6 +262,7 @@ class EngineThread:
         with self._changed:
             if not self._closing:
                 self._state = "failed" if self._problem else "ready"
+        self._parallel = max([self._parallel, *(one.batch.max_running for one in self._models.loaded())])
         self._read_memory()
         self._first_loaded.set()
 
@@ -304,10 +310,11 @@ class EngineThread:
             self._problem = None
             kept = job.request.keep_alive
             model.idle_seconds = self._settings.idle_seconds if kept is None else kept
-            running = RunningRequest(job.request, model, job.send, job.submitted)
+            self._parallel = model.batch.max_running
+            answer = RunningRequest(job.request, model, job.send, job.submitted)
             text, grammars = model.pair.text, model.grammars  # without the weights, which may be unloaded
             prepared = self._preparers.submit(prepare, job.request, text, grammars, self._limits)
-            job.begin(running, model.name, prepared)
+            job.begin(answer, model.name, prepared)
         except Exception as error:
             self._leave_queue(job)
             job.send(Failed(to_failure(error)))
@@ -324,18 +331,42 @@ class EngineThread:
             self._waiting = [other for other in self._waiting if other is not job]
 
     def _take_turns(self) -> None:
-        """Do one step of each job that is ready."""
-        for job in [job for job in self._running if job.is_ready]:
-            try:
-                if job.cancelled:
-                    self._finish(job)
-                else:
-                    job.step()
-            except StopIteration:
+        """Begin rows, read a chunk of one prompt, and decode a round of all rows whose prompts are read."""
+        for job in tuple(self._running):
+            if job.cancelled:
                 self._finish(job)
-            except Exception as error:
-                job.send(Failed(to_failure(error)))
+            else:
+                self._attempt(job, job.check)
+        while (next_job := self._next_job()) is not None:
+            next_job.answer.begin_row()
+        reading = [(job, row) for job in self._running for row in job.answer.rows if row.unread]
+        if reading:
+            # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
+            self._oldest_reads = not self._oldest_reads
+            job, row = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
+            self._attempt(job, partial(job.answer.step, row))
+        for model in self._models.loaded():
+            model.batch.step()
+        for job in tuple(self._running):
+            for row in [row for row in job.answer.rows if row.arrived]:
+                if job in self._running:  # else another row of it failed
+                    self._attempt(job, partial(job.answer.step, row))
+
+    def _next_job(self) -> Job | None:
+        """Return the job whose row begins next: of those with the fewest rows the one that came first."""
+        if sum(len(job.answer.rows) for job in self._running) >= self._parallel:
+            return None
+        able = [(len(job.answer.rows), i) for i, job in enumerate(self._running) if job.answer.can_begin_row]
+        return self._running[min(able)[1]] if able else None
+
+    def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
+        """Do something for a job. It ends if the action returns True, and fails if that fails."""
+        try:
+            if action():
                 self._finish(job)
+        except Exception as error:
+            job.send(Failed(to_failure(error)))
+            self._finish(job)
 
     def _finish(self, job: Job) -> None:
         try:
@@ -353,7 +384,15 @@ class EngineThread:
             return
         self._memory_read = time.monotonic()
         models = tuple(
-            ModelStatus(one.name, one.weights, one.prefix_cache.nbytes, len(one.prefix_cache), one.expires_at)
+            ModelStatus(
+                one.name,
+                one.weights,
+                one.caches,
+                len(one.prefix_cache),
+                tuple(one.batch.group_sizes),
+                one.pair.batch_obstacle,
+                one.expires_at,
+            )
             for one in self._models.loaded()
         )
         memory = MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())

@@ -1,20 +1,24 @@
-"""One request, from its prompts to its events: a generation for each of its choices.
+"""One request, from its prompts to its events: a row in the batch of its model for each of its choices.
 
-`prepare` runs on a thread of its own and does not use MLX. `RunningRequest` runs on the engine thread, in
-steps: a step is a chunk of a prompt or a round, so that requests can take turns.
+`prepare` runs on a thread of its own and does not use MLX. `RunningRequest` runs on the engine thread. Its
+rows go by steps: a step is a chunk of the prompt, or a round that the batch has brought.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
+from mlx_spec.batch.scheduler import Result
 from mlx_spec.drafters.model_free import prediction_counts
+from mlx_spec.engine import RunningSequence
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar import Grammar
 from mlx_spec.model.sequence import CachedSequence
@@ -23,11 +27,12 @@ from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, TextPart
-from mlx_spec.types import TokenLogprob
+from mlx_spec.types import Round, TokenLogprob
 
 from .errors import invalid
 from .fill_in import fill_in_ends, fill_in_prompt
 from .models import GrammarCache, LoadedModel
+from .prefix_cache import Snapshot
 from .request import (
     Chat,
     ChoiceEnded,
@@ -138,8 +143,46 @@ def _compile(
 # --- on the engine thread
 
 
+class BatchRow:
+    """A choice that runs: it reads its prompt in steps, then its rounds arrive from the model's batch."""
+
+    def __init__(self, model: LoadedModel, prompt: Sequence[int]) -> None:
+        self.steps: Steps  # all that it does
+        self.arrived: deque[Result] = deque()  # rounds not read yet, or the error that ended it
+        self.caches: CachedSequence | None = None  # those that it reads its prompt into
+        self._batch = model.batch
+        self._prompt = prompt
+        self._id: int | None = None  # in the batch
+        self._is_last = False  # the last round was read
+
+    @property
+    def unread(self) -> int:
+        """Return the tokens of its prompt that are to be read; 0 if it decodes."""
+        if self._id is not None:
+            return 0
+        return len(self._prompt) - (0 if self.caches is None else self.caches.parts.target.size)
+
+    def join(self, sequence: RunningSequence) -> None:
+        """Let the batch decode a sequence whose prompt was read."""
+        self._id = self._batch.add(sequence, park=True, receive=self.arrived.append)
+
+    def __next__(self) -> Round:
+        if self._is_last:
+            raise StopIteration
+        result = self.arrived.popleft()
+        if isinstance(result, Exception):
+            raise result
+        self._is_last = result.finish_reason is not None
+        return result
+
+    def close(self) -> None:
+        """Leave the batch."""
+        if self._id is not None:
+            self._batch.remove(self._id)
+
+
 class RunningRequest:
-    """Answers a request: one prompt after the other, and the choices of each prompt one after the other."""
+    """Answers a request. Each choice is a row of the model's batch; a prompt is read once for all of them."""
 
     def __init__(
         self,
@@ -148,6 +191,7 @@ class RunningRequest:
         send: Callable[[Event], None],
         submitted: float,  # time.perf_counter()
     ) -> None:
+        self.rows: list[BatchRow] = []  # those that run
         self._request = request
         self._model = model
         self._pair = model.pair
@@ -155,17 +199,59 @@ class RunningRequest:
         self._submitted = submitted
         self._queued_seconds = time.perf_counter() - submitted
         self._first_token_seconds: float | None = None
+        self._longest_pause = 0.0  # seconds between two rounds of a choice
+        self._prepared: PreparedRequest
+        self._waiting: deque[tuple[int, int]] = deque()  # prompt and choice of rows that have not begun
+        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts that were read, for their other choices
+        self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
         self._choices: list[ChoiceStream] = []
 
-    def steps(self, prepared: PreparedRequest) -> Steps:
-        """Do the work; yield after each step. Raises Failure and SpecError."""
+    def begin(self, prepared: PreparedRequest) -> bool:
+        """Begin once the request is prepared. Return True if that is all of it. Raises Failure."""
         for prompt in prepared.prompts:  # all of them, before anything is generated for the first
             self._check_prompt(prompt)
-        for number, prompt in enumerate(prepared.prompts):
-            with self._model.prefix_cache.borrow(prompt) as sequence:
-                for i in range(self._request.n):
-                    yield from self._generate_choice(prepared, sequence, number, i)
-        self._send(self._finished(prepared))
+        self._prepared = prepared
+        self._waiting.extend(
+            (number, i) for number in range(len(prepared.prompts)) for i in range(self._request.n)
+        )
+        return self._end_if_done()
+
+    @property
+    def can_begin_row(self) -> bool:
+        """Return True if another row can begin now, and memory suffices for it."""
+        found = self._next_row()
+        return found is not None and self._model.has_room(len(self._prepared.prompts[found[0]]))
+
+    def begin_row(self) -> None:
+        """Begin the next row."""
+        found = self._next_row()
+        assert found is not None, "no row can begin"
+        self._waiting.remove(found)
+        row = BatchRow(self._model, self._prepared.prompts[found[0]])
+        row.steps = self._generate_choice(row, *found)
+        self.rows.append(row)
+
+    def step(self, row: BatchRow) -> bool:
+        """Do a step of a row. Return True if it was the last of the request. Raises Failure and SpecError."""
+        if next(row.steps, row) is not row:
+            return False
+        self.rows.remove(row)
+        return self._end_if_done()
+
+    def close(self) -> None:
+        """End all rows."""
+        for row in self.rows:
+            row.steps.close()
+
+    def _end_if_done(self) -> bool:
+        if self.rows or self._waiting:
+            return False
+        self._send(self._finished(self._prepared))
+        return True
+
+    def _next_row(self) -> tuple[int, int] | None:
+        """Return the first row that waits for nothing: of a prompt's choices one reads it for all."""
+        return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         try:
@@ -176,35 +262,40 @@ class RunningRequest:
             param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
             raise invalid(str(error), param) from error
 
-    def _generate_choice(
-        self, prepared: PreparedRequest, sequence: CachedSequence, number: int, i: int
-    ) -> Steps:
-        """Generate choice i of a prompt. All but the first find nearly all of the prompt in the cache."""
-        prompt, scores = prepared.prompts[number], list[TokenLogprob]()
+    def _generate_choice(self, row: BatchRow, number: int, i: int) -> Steps:
+        """Generate choice i of a prompt. All but the first begin with the rows that it has read."""
+        prompt, cache = self._prepared.prompts[number], self._model.prefix_cache
         echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
-        is_scored = echo and self._request.top_logprobs is not None
-        choice = self._new_choice(prepared, sequence, number, i, reuse=not is_scored)
-        scoring = self._score_prompt(sequence, prompt, scores) if is_scored else None
-        yield from self._prefill(choice, sequence, prompt, scoring)
-        self._model.prefix_cache.shrink()
-        if i == 0:
-            statistics = choice.statistics
-            self._send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
-        if echo:
-            self._send(self._echo(choice.index, number, prompt, scores))
-        if self._request.max_tokens != 0:
-            yield from self._decode(choice)
-        for event in choice.end():
-            self._send(event)
+        is_scored = echo and self._request.top_logprobs is not None and i == 0
+        with cache.borrow(prompt, self._snapshots.get(number)) as sequence:
+            row.caches = sequence
+            choice, running = self._new_choice(row, sequence, number, i, reuse=not is_scored)
+            scores = self._scores.setdefault(number, [])
+            scoring = self._score_prompt(sequence, prompt, scores) if is_scored else None
+            yield from self._prefill(choice, sequence, prompt, scoring)
+            cache.shrink()
+            if i == 0:
+                statistics = choice.statistics
+                self._send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
+                self._snapshots[number] = cache.snapshot(sequence) if self._request.n > 1 else None
+            if all(number != waiting for waiting, _ in self._waiting):
+                self._snapshots[number] = None  # nobody needs it
+            if echo:
+                self._send(self._echo(choice.index, number, prompt, scores))
+            if self._request.max_tokens != 0:
+                yield from self._decode(row, choice, running)
+            for event in choice.end():
+                self._send(event)
 
     def _new_choice(
-        self, prepared: PreparedRequest, sequence: CachedSequence, number: int, i: int, *, reuse: bool
-    ) -> ChoiceStream:
+        self, row: BatchRow, sequence: CachedSequence, number: int, i: int, *, reuse: bool
+    ) -> tuple[ChoiceStream, RunningSequence]:
         """Begin choice i of a prompt; without `reuse` no token of the prompt counts as cached."""
-        request, prompt, sampling = self._request, prepared.prompts[number], prepared.sampling
+        request, prepared = self._request, self._prepared
+        prompt, sampling = prepared.prompts[number], prepared.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + i)  # else all choices would be the same
-        rounds = self._pair.run(
+        running = self._pair.prepare(
             sequence.parts,
             prompt,
             sampling=sampling,
@@ -222,10 +313,10 @@ class RunningRequest:
         chat_prompt = prompt if isinstance(request.prompt, Chat) else None
         ends = prepared.ends
         answer = AnswerStream(self._pair.text, chat_prompt, stop=request.stop, ends=ends, calls=markers)
-        generation = Generation(sequence, prompt, rounds, answer)
+        generation = Generation(sequence, prompt, row, answer)
         choice = ChoiceStream(index, generation, answer, calls, self._sources(prepared), is_first=i == 0)
         self._choices.append(choice)
-        return choice
+        return choice, running
 
     def _sources(self, prepared: PreparedRequest) -> Sequence[str]:
         """Return the names of the drafters, by the index that rounds hold."""
@@ -245,7 +336,11 @@ class RunningRequest:
         reports = self._request.progress and cached < len(prompt) - 1
         if reports:
             self._send(PromptProgress(len(prompt), cached, cached))
-        for _ in choice.generation.prefill(scoring):
+        parts, batch = sequence.parts, self._model.batch
+        steps = (
+            engine.prefill(parts.target, parts.drafters, prompt, batch.chunk) if scoring is None else scoring
+        )
+        for _ in choice.generation.prefill(batch.timed(steps, target)):
             if reports:
                 self._send(PromptProgress(len(prompt), cached, target.size))
             yield
@@ -269,16 +364,24 @@ class RunningRequest:
         text = given if isinstance(given, str) else self._pair.text.decode(prompt)
         return TextDelta(index, "answer", text, tuple(scores), (SourceSpan(text, None, 0),))
 
-    def _decode(self, choice: ChoiceStream) -> Steps:
-        with closing(choice.generation.rounds()) as rounds:
-            for _, parts in rounds:
+    def _decode(self, row: BatchRow, choice: ChoiceStream, running: RunningSequence) -> Steps:
+        """Decode in the batch: a step for each of its rounds."""
+        row.join(running)
+        with closing(row), closing(choice.generation.rounds()) as rounds:
+            yield
+            last = math.inf
+            for round, parts in rounds:
+                now = time.perf_counter()
                 if self._first_token_seconds is None:
-                    self._first_token_seconds = time.perf_counter() - self._submitted
+                    self._first_token_seconds = now - self._submitted
+                self._longest_pause, last = max(self._longest_pause, now - last), now
                 for event in choice.read(parts):
                     self._send(event)
-                yield
+                if round.finish_reason is None and choice.answer.finished is None:
+                    yield
 
     def _finished(self, prepared: PreparedRequest) -> Finished:
+        self._choices.sort(key=lambda choice: choice.index)
         total = added([choice.statistics for choice in self._choices])
         expected = prepared.prediction
         outputs = [choice.generation.tokens for choice in self._choices]
@@ -294,7 +397,14 @@ class RunningRequest:
         sources = self._sources(prepared)
         drafted = "+".join(sources[drafter] for drafter in total.by_drafter)
         return Finished(
-            usage, Timings(total, drafted or None, self._queued_seconds, self._first_token_seconds or 0.0)
+            usage,
+            Timings(
+                total,
+                drafted or None,
+                self._queued_seconds,
+                self._first_token_seconds or 0.0,
+                self._longest_pause,
+            ),
         )
 
 

@@ -23,6 +23,7 @@ from .request import Event, Failed, Finished, GenerationRequest, PromptRead, Rou
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)  # seconds
+PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)  # seconds
 COUNT_INTERVAL_S = 0.25  # between two counts of a request that runs; counting every round would cost time
 NO_RESPONSE = 499  # status of a request whose client hung up before the response
 OTHER = "other"  # label of paths that do not exist
@@ -53,6 +54,7 @@ class Metrics:
             "time_to_first_token_seconds", "From admission.", FIRST_TOKEN_BUCKETS
         )
         self.per_token = self._histogram("time_per_output_token_seconds", "In the engine.", PER_TOKEN_BUCKETS)
+        self.pause = self._histogram("longest_pause_seconds", "Between tokens of a choice.", PAUSE_BUCKETS)
         self.gain = self._gauge(
             "gain", "Speed of the latest request as a multiple of plain decoding.", "model"
         )
@@ -99,6 +101,7 @@ class Metrics:
         self.first_token.labels(model).observe(event.timings.first_token_seconds)
         if statistics.tokens_per_second:
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
+        self.pause.labels(model).observe(event.timings.longest_pause_seconds)
         self._show_latest(model, statistics)
 
     def count_failure(self, model: str, failure: Failure) -> None:
@@ -129,6 +132,8 @@ class Metrics:
         for model, statistics in latest.items():
             models.setdefault(model, {})["last"] = _last_json(model, statistics)
         status = self._status()
+        for one in status.models:
+            models.setdefault(one.name, {})["batch"] = {"sizes": list(one.batch), "obstacle": one.alone}
         return {
             "models": models,
             "loading": status.loading,
@@ -160,6 +165,7 @@ def _last_json(model: str, statistics: Statistics) -> dict[str, Any]:
     return {
         "model": model,
         "predicted_per_second": statistics.tokens_per_second or None,
+        "batch_n": round(statistics.batch_size, 3),
         "gain": statistics.gain,
         "acceptance_length": statistics.acceptance_length or None,
         "speculation": "on" if statistics.reason.is_on else "off",
@@ -175,7 +181,7 @@ class _StatusCollector(Collector):
         """Yield the gauges of this moment."""
         status = self._status()
         yield GaugeMetricFamily("mlx_spec_queue_depth", "Requests that wait.", value=status.waiting)
-        yield GaugeMetricFamily("mlx_spec_running", "Requests that take turns.", value=status.running)
+        yield GaugeMetricFamily("mlx_spec_running", "Requests that are answered.", value=status.running)
         memory = GaugeMetricFamily("mlx_spec_memory_bytes", "Memory of MLX.", labels=["kind"])
         memory.add_metric(["active"], status.memory.active)
         memory.add_metric(["peak"], status.memory.peak)
@@ -187,6 +193,13 @@ class _StatusCollector(Collector):
             models.add_metric([model.name, "weights"], model.weights)
             models.add_metric([model.name, "caches"], model.caches)
         yield models
+        rows = GaugeMetricFamily("mlx_spec_batch_rows", "Answers that decode.", labels=["model"])
+        passes = GaugeMetricFamily("mlx_spec_batch_passes", "Passes of a round.", labels=["model"])
+        for model in status.models:
+            rows.add_metric([model.name], sum(model.batch))
+            passes.add_metric([model.name], len(model.batch))
+        yield rows
+        yield passes
 
 
 class CountedEngine:

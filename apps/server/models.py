@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
+from mlx_spec.batch import Batch
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
@@ -65,6 +66,9 @@ class LoadedModel:
     pair: Pair
     prefix_cache: PrefixCache
     grammars: GrammarCache
+    batch: Batch
+    token_bytes: float  # K/V of one token, at most
+    max_bytes: Callable[[], int]  # of its caches
     last_used: float  # time.monotonic()
     idle_seconds: float | None  # unload it after this time; None: never
 
@@ -72,6 +76,16 @@ class LoadedModel:
     def weights(self) -> int:
         """Return the bytes of the weights."""
         return self.pair.info.target_bytes + self.pair.info.drafter_bytes
+
+    @property
+    def caches(self) -> int:
+        """Return the bytes of all caches."""
+        return self.prefix_cache.nbytes + self.batch.nbytes
+
+    def has_room(self, tokens: int) -> bool:
+        """Return True if a prompt of so many tokens fits beside what runs. Alone it always may try."""
+        used = self.prefix_cache.used_nbytes + self.batch.nbytes
+        return not used or used + tokens * self.token_bytes <= self.max_bytes() + self.batch.nbytes
 
     @property
     def expires_at(self) -> float:
@@ -280,7 +294,18 @@ class Models:
         prefix_cache = PrefixCache(pair.open, count, budget, files)
         grammars = GrammarCache(text, pair.info.vocab_size)
         idle = self._settings.idle_seconds
-        self._loaded[name] = LoadedModel(name, pair, prefix_cache, grammars, time.monotonic(), idle)
+        need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
+        self._loaded[name] = LoadedModel(
+            name,
+            pair,
+            prefix_cache,
+            grammars,
+            pair.batch(self._settings.limits.running),
+            need.caches / need.context,
+            budget,
+            time.monotonic(),
+            idle,
+        )
         self._cards[name] = replace(
             self._cards[name],
             loaded=True,
@@ -312,7 +337,8 @@ class Models:
     def _cache_budget(self, name: str) -> int:
         """Return the bytes that weights and the caches of other models leave for the caches of a model."""
         others = sum(one.prefix_cache.nbytes for one in self.loaded() if one.name != name)
-        return self.budget - self._weights() - others
+        shared = sum(one.batch.nbytes for one in self.loaded())
+        return self.budget - self._weights() - others - shared
 
 
 # --- memory

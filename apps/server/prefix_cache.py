@@ -42,6 +42,14 @@ from .log import LOG
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """The tokens that caches held, and what they held: other sequences can begin with it."""
+
+    tokens: list[int]
+    state: CacheState
+
+
 class PrefixCache:
     """Free sequences, the one used last at the end; those in use belong to their requests.
 
@@ -71,10 +79,18 @@ class PrefixCache:
         """Return the bytes of all caches."""
         return sum(sequence.nbytes for sequence in (*self._free, *self._used))
 
+    @property
+    def used_nbytes(self) -> int:
+        """Return the bytes of the caches of lent sequences."""
+        return sum(sequence.nbytes for sequence in self._used)
+
     @contextmanager
-    def borrow(self, prompt: Sequence[int]) -> Iterator[CachedSequence]:
-        """Lend a sequence for a prompt; keep it afterwards unless there was an error."""
-        sequence = self._take(prompt)
+    def borrow(self, prompt: Sequence[int], snapshot: Snapshot | None = None) -> Iterator[CachedSequence]:
+        """Lend a sequence for a prompt; keep it afterwards unless there was an error.
+
+        With a snapshot it holds at least that.
+        """
+        sequence = self._take(prompt) if snapshot is None else self._copy(snapshot)
         try:
             yield sequence
         except Exception:
@@ -95,6 +111,22 @@ class PrefixCache:
         """Write what is worth it to the files, the sequences used last first."""
         if self._files is not None:
             self._files.close(self._free[::-1])
+
+    def snapshot(self, sequence: CachedSequence) -> Snapshot | None:
+        """Return a copy of what a lent sequence holds; None if a drafter of it cannot be copied."""
+        try:
+            state = sequence.state()
+        except InvalidValue:
+            return None
+        mx.eval(list(state.arrays.values()))  # the next write finds no other reference to the buffers
+        return Snapshot(sequence.tokens, state)
+
+    def _copy(self, snapshot: Snapshot) -> CachedSequence:
+        sequence = CachedSequence(self._open())
+        sequence.restore(snapshot.tokens, snapshot.state)
+        self._used.append(sequence)
+        self.shrink()
+        return sequence
 
     def _take(self, prompt: Sequence[int]) -> CachedSequence:
         sequence = self._best_match(prompt) or self._replaceable(prompt)

@@ -102,7 +102,8 @@ class GenerationRequest:
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
-UNKNOWN_EARLY = ("draft_kind", "queued_ms", "ttft_ms")  # keys of `timings` that are known at the end only
+# Keys of `timings` that are known at the end only.
+UNKNOWN_EARLY = ("draft_kind", "queued_ms", "ttft_ms", "longest_pause_ms")
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ class Timings:
     draft_kind: str | None  # names of the drafters that drafted, joined by "+"; None if none did
     queued_seconds: float
     first_token_seconds: float  # since admission
+    longest_pause_seconds: float = 0.0  # between two rounds of a choice
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ def timings_json(timings: Timings) -> dict[str, Any]:
     """Return the `timings` of a response, named as in llama.cpp's server where it has them.
 
     `drafted_at[i]` rounds drafted more than i tokens; `accepted_at[i]` rounds accepted more than i. Rates and
-    `gain` are None if nothing was measured. `reason` says why the last round drafted or did not.
+    `gain` are None if nothing was measured. `reason` says why the last round drafted or did not. `batch_n`
+    sequences shared a pass on average; `gain` compares with plain decoding in the same company.
     """
     statistics = timings.statistics
     processed = statistics.prompt_tokens - statistics.reused_tokens
@@ -238,17 +241,19 @@ def timings_json(timings: Timings) -> dict[str, Any]:
         "predicted_n": statistics.generated_tokens,
         "predicted_ms": _milliseconds(statistics.decode_seconds),
         "predicted_per_second": _rate(statistics.generated_tokens, statistics.decode_seconds),
+        "batch_n": round(statistics.batch_size, 3),
         "gain": statistics.gain,
         "speculation": "on" if statistics.reason.is_on else "off",
         "reason": statistics.reason.value,
         "queued_ms": _milliseconds(timings.queued_seconds),
         "ttft_ms": _milliseconds(timings.first_token_seconds),
+        "longest_pause_ms": _milliseconds(timings.longest_pause_seconds),
     }
 
 
 def statistics_json(event: RoundDone) -> dict[str, Any]:
     """Return the measurements of a choice so far, under the names of `timings`; positions also by drafter."""
-    values = timings_json(Timings(event.statistics, None, 0.0, 0.0))
+    values = timings_json(Timings(event.statistics, None, 0.0, 0.0, 0.0))
     by_drafter = {
         event.drafters[i]: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
         for i, positions in event.statistics.by_drafter.items()

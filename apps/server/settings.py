@@ -38,7 +38,7 @@ class Limits:
     """Limits of one request, and of all requests together."""
 
     waiting: int = 32  # requests in the queue, without those that run
-    running: int = 4  # requests that take turns
+    running: int | None = None  # choices that decode at a time; None: as measured costs say
     body_bytes: int = 8 * 2**20
     choices: int = 16  # n, or prompts times n
     stop_strings: int = 4
@@ -166,9 +166,10 @@ class Options:
         ),
     ] = None
     max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = LIMITS.waiting
-    max_running: Annotated[int, limit_option(value="N", help="requests that take turns", min=1)] = (
-        LIMITS.running
-    )
+    parallel: Annotated[
+        int | None,
+        limit_option(value="N", help="answers at a time, in one batch", default="what pays", min=1),
+    ] = LIMITS.running
     conversations: Annotated[
         int, limit_option(value="N", help="conversations kept with their caches, per model", min=1)
     ] = Settings.conversations
@@ -211,7 +212,7 @@ class Options:
             conversations=self.conversations,
             cache_folder=None if self.cache_folder is None else self.cache_folder.expanduser(),
             cache_folder_bytes=round(size),
-            limits=Limits(waiting=self.max_waiting, running=self.max_running),
+            limits=Limits(waiting=self.max_waiting, running=self.parallel),
             allow_extra_parameters=self.allow_extra_parameters,
             log_file=self.log_file,
             store=self.store,

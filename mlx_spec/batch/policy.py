@@ -42,6 +42,7 @@ from mlx_spec.types import (
 )
 
 BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the drafts of all in the long run
+FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless the caller says otherwise
 HIT_MEMORY = 8  # drafts wanted beside other sequences: how long it is remembered whether there was one
 MEMORY = 16  # rounds that the correction of a cost remembers
 PRIOR_ROUNDS = 2.0  # rounds that the correction of the nearest other length is worth
@@ -139,6 +140,14 @@ class BatchPolicies(AdaptivePolicies):
     ) -> MemberPolicy:
         """Return the policy of a new sequence."""
         return MemberPolicy(self, clock, gains or {})
+
+    def most_running(self) -> int:
+        """Return how many sequences may share passes so that each is at least half as fast as alone."""
+        if self.costs is None:
+            return FEWEST_RUNNING
+        costs = self.costs.at(1)
+        passes = _pass_seconds(costs, np.arange(1, MOST_RUNNING + 1))
+        return max(FEWEST_RUNNING, int((passes - costs.host <= 2 * costs.plain).sum()))
 
     def group(self, clock: Clock = time.perf_counter) -> BatchPolicy:
         """Return the policy of sequences that share passes."""

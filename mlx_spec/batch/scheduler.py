@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from mlx_spec import engine
 from mlx_spec.batch.target import SharedTarget
-from mlx_spec.engine import PREFILL_STEP, Alone, Group, RunningSequence
+from mlx_spec.engine import Alone, Group, RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
-from mlx_spec.types import GroupPolicy, Round
+from mlx_spec.types import GroupPolicy, Round, Target
 
-MAX_RUNNING = 8  # sequences that decode at a time, unless the caller says otherwise; the others wait
-PREFILL_STEP_BESIDE = 256  # prompt tokens in one pass while others decode: they wait for it
+MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
+CHUNK_MULTIPLE = 32  # prompt tokens: the fewest in one pass, and what their number is a multiple of
 MAX_PADDING = 16384  # columns of shared buffers that may be unused; above it, at most as many as are used
 
 Result = Round | Exception
@@ -26,6 +28,7 @@ class _Member:
     id: int
     sequence: RunningSequence
     park: bool  # its caches are used again after it has left
+    receive: Callable[[Result], None] | None
 
     @property
     def target(self) -> LMTarget:
@@ -46,19 +49,21 @@ class Batch:
     def __init__(
         self,
         share: Callable[[], SharedTarget] | None,
-        max_running: int = MAX_RUNNING,
+        max_running: int,
         policies: Callable[[], GroupPolicy] | None = None,
     ) -> None:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
         self.share = share
-        self._max_running = max_running
+        self.max_running = max_running  # sequences that decode at a time; the others wait
         self._policies = policies
         self._members: dict[int, _Member] = {}
         self._waiting: deque[_Member] = deque()
-        self._reading: tuple[_Member, Iterator[int]] | None = None  # the prompt that is being written
+        self._reading: tuple[_Member, Iterator[None]] | None = None  # the prompt that is being written
         self._groups: list[Group] = []
         self._next_id = 0
+        self._round_seconds = 0.0  # of the last step, without what it read of a prompt
+        self._token_seconds: float | None = None  # of one prompt token in the last chunk; None before it
 
     def __len__(self) -> int:
         """Return the number of sequences that run or wait."""
@@ -69,12 +74,43 @@ class Batch:
         """Return the number of sequences in each pass of a step."""
         return [len(group.sequences) for group in self._groups]
 
-    def add(self, sequence: RunningSequence, *, park: bool = False) -> int:
-        """Add a sequence. Return its id.
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of shared caches."""
+        passes = [group.passes for group in self._groups]
+        return sum(each.nbytes for each in passes if isinstance(each, SharedTarget))
+
+    def chunk(self) -> int:
+        """Return how many tokens of a prompt to write next, so that nobody who decodes waits too long."""
+        if not self._groups:
+            return engine.PREFILL_STEP
+        left = MAX_PAUSE_S - self._round_seconds
+        fits = 0 if self._token_seconds is None else int(left / self._token_seconds)
+        return min(max(fits // CHUNK_MULTIPLE * CHUNK_MULTIPLE, CHUNK_MULTIPLE), engine.PREFILL_STEP)
+
+    def timed(self, steps: Iterable[object], target: Target) -> Iterator[None]:
+        """Do steps that write a prompt to a target, and learn what a token takes."""
+        todo = iter(steps)
+        while True:
+            start, before = time.perf_counter(), target.size
+            if next(todo, self) is self:
+                return
+            if target.size > before:
+                self._token_seconds = (time.perf_counter() - start) / (target.size - before)
+            yield
+
+    def add(
+        self,
+        sequence: RunningSequence,
+        *,
+        park: bool = False,
+        receive: Callable[[Result], None] | None = None,
+    ) -> int:
+        """Add a sequence. Return its id. `receive` gets what `step` returns of it, at the end of the step.
 
         With `park`, its target and drafters hold the text when it has left, so that another one can go on.
         """
-        member = _Member(self._next_id, sequence, park)
+        member = _Member(self._next_id, sequence, park, receive)
         self._next_id += 1
         self._members[member.id] = member
         self._waiting.append(member)
@@ -100,7 +136,7 @@ class Batch:
         has a finish reason, or with its error.
         """
         results = self._prefill()
-        landing = self._regroup()
+        start, landing = time.perf_counter(), self._regroup()
         for group in list(self._groups):
             members = [self._member(sequence) for sequence in group.sequences]
             try:
@@ -108,10 +144,14 @@ class Batch:
             except Exception as error:  # of the pass: it ends all sequences of the group
                 rounds = [error] * len(members)
             for member, round in zip(members, rounds, strict=True):
-                results.append((member.id, round))
+                results.append((member, round))
                 if isinstance(round, Exception) or round.finish_reason is not None:
                     self.remove(member.id)
-        return results
+        self._round_seconds = time.perf_counter() - start
+        for member, result in results:
+            if member.receive is not None:
+                member.receive(result)
+        return [(member.id, result) for member, result in results]
 
     def run(self) -> Iterator[tuple[int, Result]]:
         """Yield what `step` returns until no sequence is left."""
@@ -121,28 +161,25 @@ class Batch:
     def _member(self, sequence: RunningSequence) -> _Member:
         return next(member for member in self._members.values() if member.sequence is sequence)
 
-    def _prefill(self) -> list[tuple[int, Result]]:
-        """Write a chunk of the first prompt that waits. A sequence whose prompt is written begins alone."""
-        if self._reading is None:
-            if not self._waiting or sum(self.group_sizes) >= self._max_running:
-                return []
-            member = self._waiting.popleft()
-            self._reading = member, member.sequence.prefill(self._prefill_step)
-        member, chunks = self._reading
-        try:
-            if next(chunks, None) is not None:
-                return []
-        except Exception as error:
+    def _prefill(self) -> list[tuple[_Member, Result]]:
+        """Write a chunk of the first prompt that waits. Sequences whose prompts are written begin alone."""
+        while self._reading is not None or (self._waiting and sum(self.group_sizes) < self.max_running):
+            if self._reading is None:
+                member = self._waiting.popleft()
+                steps = self.timed(member.sequence.prefill(self.chunk), member.target)
+                self._reading = member, steps
+            member, steps = self._reading
+            try:
+                if next(steps, self) is not self:
+                    return []
+            except Exception as error:
+                self._reading = None
+                del self._members[member.id]
+                return [(member, error)]
             self._reading = None
-            del self._members[member.id]
-            return [(member.id, error)]
-        self._reading = None
-        policy = None if self._policies is None else self._policies()
-        self._groups.append(Group([member.sequence], Alone(member.target), policy))
+            policy = None if self._policies is None else self._policies()
+            self._groups.append(Group([member.sequence], Alone(member.target), policy))
         return []
-
-    def _prefill_step(self) -> int:
-        return PREFILL_STEP_BESIDE if self._groups else PREFILL_STEP
 
     def _regroup(self) -> list[Group]:
         """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.

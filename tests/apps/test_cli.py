@@ -107,7 +107,7 @@ WRONG = {
     "serve": "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
     "--port 65536; --cache-folder-gb 3; --model x; --model x=a --model x=b; --model x=a --drafter b; "
     "--alias a=b; --pin b; "
-    "--alias demo=demo; --memory 0; --idle nan; --max-running 0; --api-key-file /nonexistent; "
+    "--alias demo=demo; --memory 0; --idle nan; --parallel 0; --api-key-file /nonexistent; "
     "--cors-origin localhost; --cors-origin http://a/b; --nonsense",
     "tune": "--context 1; --export a --import b",
 }
@@ -156,7 +156,7 @@ def test_a_name_cannot_steer_the_terminal(capsys):
     ("words", "offered"),
     [
         (("mlx-spec", "c"), ["chat", "convert"]),
-        (("mlx-spec", "serve", "--max"), ["--max-waiting", "--max-running"]),
+        (("mlx-spec", "serve", "--p"), ["--pin", "--port", "--parallel"]),
         (("mlx-spec", "chat", "--kv-bits", ""), ["4", "8"]),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from lossless import emitted
 
 import mlx_spec
 from mlx_spec.batch import Batch
+from mlx_spec.batch.policy import FEWEST_RUNNING, MOST_RUNNING, BatchPolicies
+from mlx_spec.batch.scheduler import CHUNK_MULTIPLE, MAX_PAUSE_S
+from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -88,11 +93,13 @@ class Failing:
         return self.sampler.drafting
 
     def __getattr__(self, name: str) -> Any:
-        if name == self.method:
-            self.after -= 1
-            if not self.after:
-                raise InvalidValue("this sampler fails")
-        return getattr(self.sampler, name)
+        return self.count if name == self.method else getattr(self.sampler, name)
+
+    def count(self, *given: Any) -> Any:
+        self.after -= 1
+        if not self.after:
+            raise InvalidValue("this sampler fails")
+        return getattr(self.sampler, self.method)(*given)
 
 
 @pytest.mark.parametrize(("method", "num_draft_tokens"), [("draw", 0), ("verify", 3)])
@@ -156,7 +163,7 @@ def test_recurrent_targets_say_that_they_are_plain() -> None:
 
 
 def test_sequences_of_a_target_that_cannot_share_take_turns(pair: Pair) -> None:
-    batch = Batch(None)
+    batch = Batch(None, 4)
     prompts = [[2, *pair.text.encode(text)] for text in TEXTS[:2]]
     for prompt in prompts:
         batch.add(pair.prepare(pair.open(), prompt, max_tokens=10))
@@ -205,3 +212,29 @@ def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None
     alone = [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
     assert [d.tokens.tolist() for d in together] == [d.tokens.tolist() for d in alone]
     assert [d.tokens.size for d in together] == [3, 0, 5, 2, 0]
+
+
+def test_a_prompt_is_read_in_chunks_that_fit_the_pause(pair: Pair) -> None:
+    batch = pair.batch(4)
+    assert batch.chunk() == PREFILL_STEP
+    batch.add(pair.prepare(pair.open(), [2, 5, 6], max_tokens=30))
+    for _ in range(2):
+        batch.step()
+    assert batch.chunk() == CHUNK_MULTIPLE  # nothing is known yet of a prompt's tokens
+    target = pair.open().target
+
+    def steps() -> Iterator[None]:
+        target.prefill([5] * 40)
+        time.sleep(0.04)
+        yield
+
+    list(batch.timed(steps(), target))
+    assert 0 < batch.chunk() <= MAX_PAUSE_S / 0.001 and batch.chunk() % CHUNK_MULTIPLE == 0
+
+
+def test_how_many_run_depends_on_what_rows_cost() -> None:
+    policies = BatchPolicies(["mtp"])
+    assert policies.most_running() == FEWEST_RUNNING
+    for last, most in ((1.5, MOST_RUNNING), (9.0, FEWEST_RUNNING), (3.0, 9)):
+        policies.use(Table(0.01, {1: 0.01, 17: 0.01 * last}, [{1: 1e-4}]))
+        assert policies.most_running() == most

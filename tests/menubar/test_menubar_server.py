@@ -296,12 +296,12 @@ def command_line(app: App) -> str:
 
 def test_clicks(folder, tmp_path):
     view, agent = Notepad(), macos.agent_file(tmp_path)
-    app = App(parse(["--port", "0", "--max-running", "2"]), folder, view, agent)
+    app = App(parse(["--port", "0", "--parallel", "2"]), folder, view, agent)
     thread = threading.Thread(target=app.run)
     thread.start()
     try:
         eventually(lambda: view.offers(Action.OPEN_PAGE))
-        assert "--max-running 2" in command_line(app) and "--drafter" not in command_line(app)
+        assert "--parallel 2" in command_line(app) and "--drafter" not in command_line(app)
         url = view.items()[0].label.rsplit(" ", 1)[-1]
         app.post(Click(Action.COPY_URL))
         app.post(Click(Action.COPY_ENVIRONMENT))

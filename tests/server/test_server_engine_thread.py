@@ -47,6 +47,7 @@ from mlx_spec.apps.server.request import (
     ToolUse,
 )
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
@@ -137,7 +138,7 @@ def test_choices_are_those_of_seeds_in_a_row(engine: EngineThread) -> None:
     alone = [text_of(answer(engine, asked(5 + i, 1))) for i in range(3)]
     assert [text_of(events, i) for i in range(3)] == alone
     assert len(set(alone)) > 1
-    assert [e.index for e in events if isinstance(e, ChoiceEnded)] == [0, 1, 2]
+    assert sorted(e.index for e in events if isinstance(e, ChoiceEnded)) == [0, 1, 2]
     assert sum(isinstance(e, PromptRead) for e in events) == 1  # one prefill
     usage = closed(events).usage
     assert usage.prompt_tokens == next(e.prompt_tokens for e in events if isinstance(e, PromptRead))
@@ -166,6 +167,47 @@ def test_a_call_that_is_required(engine: EngineThread, plain: EngineThread, para
     assert next(e for e in events if isinstance(e, ChoiceEnded)).reason == "tool_calls"
     assert text_of(events) == ""
     assert body(events) == body(answer(plain, request))
+
+
+# --- company
+
+
+def test_a_prompt_is_read_once_for_all_its_choices(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, prefill = list[int](), LMTarget.prefill
+
+    def counted(target: LMTarget, tokens: list[int]) -> Any:
+        read.append(len(tokens))
+        return prefill(target, tokens)
+
+    monkeypatch.setattr(LMTarget, "prefill", counted)
+    request = chat("Tell me once " + LONG, n=6, sampling=Sampling(temperature=1.0, seed=1), max_tokens=20)
+    usage = closed(answer(engine, request)).usage
+    assert sum(read) <= usage.prompt_tokens + 6 * 2
+    assert closed(answer(engine, request)).timings.statistics.batch_size > 2
+
+
+def test_a_request_with_many_choices_leaves_room_for_others() -> None:
+    with working(replace(DEMO, limits=Limits(running=2))) as engine:
+        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=60))
+        many.until(RoundDone)
+        closed(begin(engine, chat(QUESTION, max_tokens=5)).all())
+        assert sum(isinstance(e, ChoiceEnded) for e in (*many.seen, *tuple(many.events.queue))) < 4
+        assert sum(isinstance(e, ChoiceEnded) for e in many.all()) == 6
+
+
+def test_what_does_not_fit_the_memory_waits() -> None:
+    settings = replace(DEMO, memory_bytes=16 * 10**6)
+    with working(settings) as engine:
+        prompts = [raw((5 + i,) * 3000, max_tokens=40, sampling=ENDLESS) for i in range(3)]
+        streams = [begin(engine, prompt) for prompt in prompts]
+        streams[0].until(RoundDone)
+        assert engine.status().running == 3
+        assert not any(stream.events.qsize() for stream in streams[1:])
+        for stream in streams:
+            timings = closed(stream.all()).timings
+            assert timings.statistics.batch_size == 1
 
 
 # --- turns

@@ -15,9 +15,7 @@ def test_defaults():
 def test_options():
     words = "--target a/b --drafter lookup --model c=d,e --model f=g --alias h=c --pin c --port 0"
     words += " --num-draft-tokens 3 --kv-bits 8 --api-key k --host 0.0.0.0 --allow-host me --memory 1.5"
-    words += (
-        " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --max-running 2 --conversations 1"
-    )
+    words += " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --parallel 2 --conversations 1"
     found = parse(words.split())
     assert found.models == (
         ServedModel("b", "a/b", "lookup", 3, 8),

@@ -96,6 +96,7 @@ def test_metrics_are_there_as_the_page_reads_them():
     assert found["last"] == {
         "model": "demo",
         "predicted_per_second": 20.0,
+        "batch_n": 1.5,
         "gain": pytest.approx(1.5),
         "acceptance_length": 2.0,
         "speculation": "on",

@@ -75,11 +75,13 @@ def test_timings():
         "predicted_n": 4,
         "predicted_ms": 200.0,
         "predicted_per_second": pytest.approx(20.0),
+        "batch_n": 1.5,
         "gain": pytest.approx(1.5),
         "speculation": "on",
         "reason": "speculation pays",
         "queued_ms": 10.0,
         "ttft_ms": 120.0,
+        "longest_pause_ms": 30.0,
     }
     for changes, state in (
         ({"last_reason": Reason.COST}, ("off", Reason.COST)),

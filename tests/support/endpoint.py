@@ -54,6 +54,7 @@ STATISTICS = Statistics(
     reused_tokens=2,
     generated_tokens=4,
     rounds=2,
+    company=3,
     speculative_rounds=2,
     speculative_tokens=4,
     drafted=6,
@@ -69,7 +70,7 @@ STATISTICS = Statistics(
 USAGE = Usage(5, 2, 4, 1, 3, 1)
 READ = PromptRead(5, 2)
 ROUND = RoundDone(0, STATISTICS, ("lookup",))
-CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12))
+CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12, 0.03))
 TOKENS = tuple(
     TokenLogprob(i, text, -0.5, (Alternative(i, text, -0.5), Alternative(9, b"\xff", -float("inf"))))
     for i, text in enumerate((b"Hel", b"lo"))

@@ -108,10 +108,10 @@ def failure(events: list[Event]) -> Failure:
 
 
 def body(events: list[Event]) -> Any:
-    """Return texts, calls, prompts, ends and counts: no cache and no speculation may change them."""
+    """Return texts, calls, prompts, ends and counts: no cache, speculation or company may change them."""
     usage = replace(closed(events).usage, cached_tokens=0)
-    ends = [e for e in events if isinstance(e, ChoiceEnded)]
-    prompts = [e.prompt_tokens for e in events if isinstance(e, PromptRead)]
+    ends = sorted((e for e in events if isinstance(e, ChoiceEnded)), key=lambda e: e.index)
+    prompts = sorted(e.prompt_tokens for e in events if isinstance(e, PromptRead))
     calls = [(e.index, e.call, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
     texts = [text_of(events, e.index, kind) for e in ends for kind in ("answer", "thinking")]
     return usage, ends, prompts, calls, texts

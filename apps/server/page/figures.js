@@ -23,6 +23,8 @@ const REASONS = {
   "too few draft tokens accepted": "Speculation is off: too few draft tokens were accepted in this text.",
   "speculation has lost time so far": "Speculation is off: it has lost time in this answer so far.",
   probing: "Probing: a few tokens are drafted to see whether it pays again.",
+  "plain beside other requests: this target is recurrent":
+    "Speculation is off beside other answers: the state of this model takes back no tokens.",
 };
 
 // The figures of one model: of the answer that streams here, or of the last one of another client.
