@@ -213,7 +213,8 @@ class BatchPolicy:
     ) -> tuple[list[int], Reason]:
         """Return the draft lengths, and the reason for them."""
         count, plain, wait = len(policies), float(passes[0]), costs.host / float(passes[0])
-        firsts = [each[0] for each in options if each]
+        pairs = [(policy, each[0]) for policy, each in zip(policies, options, strict=True) if each]
+        firsts = [first for _, first in pairs]
         if not firsts:
             return [0] * count, Reason.WAITING
         drafting = np.sum([_draft_seconds(costs, index) for index, _ in firsts], axis=0)
@@ -233,7 +234,7 @@ class BatchPolicy:
         if not limit:
             return [0] * count, Reason.BUDGET
         loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
-        if min(policies[0].idle_tokens(index) for index, _ in firsts) * PROBE_SHARE >= loss:
+        if min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
             return [int(bool(each)) for each in options], Reason.PROBE
         return [0] * count, Reason.ACCEPTANCE
 

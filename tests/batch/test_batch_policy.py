@@ -10,9 +10,10 @@ import pytest
 from virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies
+from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.policy import Table
 from mlx_spec.policy.adaptive import BUFFER
-from mlx_spec.types import Reason, Round
+from mlx_spec.types import Reason, RequestDrafter, Round
 
 DRAFTED, HOST = 0.02, 0.02  # steps of one draft token of one sequence, and of a wait
 Passes = Callable[[int], float]
@@ -144,3 +145,14 @@ def test_unknown_costs_mean_plain_rounds() -> None:
     group = policies.group()
     decisions = group.decide([policies.policy() for _ in range(3)], [[1, 2]] * 3)
     assert [(d.choices, d.reason) for d in decisions] == [((), Reason.LEARNING)] * 3
+
+
+def test_only_some_bring_a_drafter_of_their_own() -> None:
+    policies = BatchPolicies([])
+    policies.use(Table(0.01, {1: 0.01, 17: 0.02}, []))
+    members = [policies.policy() for _ in range(3)]
+    for member in members[:2]:
+        member.begin()
+    members[2].begin([RequestDrafter("grammar", lookup_source().make(None), lambda history: 4, 0.05)])
+    reasons = {decision.reason for decision in policies.group().decide(members, [[1, 2]] * 3)}
+    assert len(reasons) == 1 and reasons <= {Reason.ACCEPTANCE, Reason.PROBE}
