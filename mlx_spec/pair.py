@@ -26,6 +26,7 @@ from mlx_spec.text import Text
 from mlx_spec.types import FeatureSpec, Round
 
 GREEDY = Sampling()
+MAX_PADDING_SHARE = 4  # a batch may leave 1 / MAX_PADDING_SHARE of the weights' bytes unused in its buffers
 CALIBRATION_TOKENS = 256  # of context at which costs are measured: that of a first question
 CALIBRATION_ROOM = 32  # tokens of the context for the passes that are measured
 CALIBRATION_TEXT = (
@@ -209,7 +210,9 @@ class Pair:
         if max_running is None:
             max_running = FEWEST_RUNNING if policies is None else policies.most_running()
         share = None if self.batch_obstacle else self._share
-        return Batch(share, max_running, None if policies is None else policies.group)
+        group = None if policies is None else policies.group
+        # A second pass would read the weights once more; padding is read, too, and takes memory.
+        return Batch(share, max_running, group, self.info.target_bytes // MAX_PADDING_SHARE)
 
     @cached_property
     def batch_obstacle(self) -> str | None:

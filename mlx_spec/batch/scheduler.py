@@ -16,7 +16,7 @@ from mlx_spec.types import GroupPolicy, Round, Target
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 CHUNK_MULTIPLE = 32  # prompt tokens: the fewest in one pass, and what their number is a multiple of
-MAX_PADDING = 16384  # columns of shared buffers that may be unused; above it, at most as many as are used
+MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
 
@@ -43,7 +43,8 @@ class Batch:
     `share` makes the shared caches of a group, or is None if sequences of this target cannot share a pass.
     Then each decodes by itself, in turns. `policies` makes the policy of a group; if it is None, each
     sequence decides for itself how much to draft. Sequences wait in the order of `add`. Every sequence gets
-    the text that it would get alone. One that fails leaves, and the others go on.
+    the text that it would get alone. One that fails leaves, and the others go on. Sequences of unequal
+    length share a pass if at most `max_padding` bytes, or half of the buffers, are unused.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Batch:
         share: Callable[[], SharedTarget] | None,
         max_running: int,
         policies: Callable[[], GroupPolicy] | None = None,
+        max_padding: int = MAX_PADDING,
     ) -> None:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
         self.share = share
         self.max_running = max_running  # sequences that decode at a time; the others wait
         self._policies = policies
+        self._max_padding = max_padding
         self._members: dict[int, _Member] = {}
         self._waiting: deque[_Member] = deque()
         self._reading: tuple[_Member, Iterator[None]] | None = None  # the prompt that is being written
@@ -187,10 +190,12 @@ class Batch:
         Returns the groups that must not queue a token, because a merge waits for them.
         """
         landing: list[Group] = []
-        for single in list(self._groups):
+        for single in [group for group in self._groups if isinstance(group.passes, Alone)]:
+            if not isinstance(single.passes, Alone):  # another one has joined it
+                continue
             others = (group for group in self._groups if group is not single and self._fits(group, single))
             other = next(others, None)
-            if other is None or not isinstance(single.passes, Alone):
+            if other is None:
                 continue
             if single.queued or other.queued:
                 landing += [single, other]
@@ -201,9 +206,12 @@ class Batch:
     def _fits(self, group: Group, single: Group) -> bool:
         """Return True if a sequence and a group may share buffers: they waste little memory."""
         sizes = [self._member(s).target.size for each in (group, single) for s in each.sequences]
-        padding = len(sizes) * max(sizes) - sum(sizes)
         # A target without a row has no buffers yet: a prompt of one token.
-        return self.share is not None and min(sizes) > 0 and padding <= max(MAX_PADDING, sum(sizes))
+        if self.share is None or not min(sizes):
+            return False
+        padding = len(sizes) * max(sizes) - sum(sizes)
+        row_bytes = self._member(single.sequences[0]).target.row_bytes
+        return padding <= sum(sizes) or padding * row_bytes <= self._max_padding
 
     def _merge(self, group: Group, single: Group) -> None:
         """Move the only sequence of `single` to `group`."""

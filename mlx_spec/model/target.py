@@ -100,6 +100,12 @@ class LMTarget:
         """Return the bytes of the caches."""
         return sum(array.nbytes for cache in self._caches for array in cache.arrays())
 
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one token in the caches that keep every position."""
+        caches = [cache for cache in _attention(self._caches) if cache.window is None]
+        return sum(array.nbytes // array.shape[2] for cache in caches for array in cache.arrays())
+
     def prefill(self, tokens: list[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits. Return its features, evaluated."""
         self._begin()
