@@ -353,11 +353,15 @@ class EngineThread:
                     self._attempt(job, partial(job.answer.step, row))
 
     def _next_job(self) -> Job | None:
-        """Return the job whose row begins next: of those with the fewest rows the one that came first."""
-        if sum(len(job.answer.rows) for job in self._running) >= self._parallel:
+        """Return the job whose row begins next: of those with the fewest rows the one that came first.
+
+        If memory does not suffice for it, the others wait, too: none is passed by for ever.
+        """
+        wanting = [job for job in self._running if job.answer.wants_row]
+        if not wanting or sum(len(job.answer.rows) for job in self._running) >= self._parallel:
             return None
-        able = [(len(job.answer.rows), i) for i, job in enumerate(self._running) if job.answer.can_begin_row]
-        return self._running[min(able)[1]] if able else None
+        first = min(wanting, key=lambda job: len(job.answer.rows))
+        return first if first.answer.has_room else None
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
         """Do something for a job. It ends if the action returns True, and fails if that fails."""

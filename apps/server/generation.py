@@ -217,8 +217,13 @@ class RunningRequest:
         return self._end_if_done()
 
     @property
-    def can_begin_row(self) -> bool:
-        """Return True if another row can begin now, and memory suffices for it."""
+    def wants_row(self) -> bool:
+        """Return True if another row could begin."""
+        return self._next_row() is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Return True if memory suffices for the next row."""
         found = self._next_row()
         return found is not None and self._model.has_room(len(self._prepared.prompts[found[0]]))
 
