@@ -271,6 +271,10 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
             prompts = len({case.prompt for case in cases})
             text = f"{len(cases)} answers to {prompts} prompts, {tokens} tokens"
             yield label, f"{text}, {rejected} draft tokens rejected"
+    if found.in_company:
+        equal = sum(each.divergence is None and each.error is None for each in found.in_company)
+        text = f"{len(found.in_company)} of these answers in one batch with others, {equal} of them the same"
+        yield "company", text
     if found.noise is not None:
         most = f"{found.noise.roundings:.3g} roundings between correct caches"
         yield "noise", f"{most}; near-tie: logits at most {found.allowed:.3g} roundings apart"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.engine import RunningSequence, decode
 from mlx_spec.hub.files import one_line
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.sequence import SequenceParts
@@ -26,16 +27,16 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import gumbel, noise_key
 from mlx_spec.session import Statistics, added
 from mlx_spec.text import Text
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler
+from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
 from .bench import Question, Run, Speed, arm, chat_questions, in_turns, speeds
 
 SEEDED = Sampling(temperature=0.8, seed=11)
 K, SCRIPTED_K = 4, 7  # draft tokens
-OWN, ADAPTIVE, SPOILED = f"K = {K}", "adaptive", "spoiled drafts"
+OWN, ADAPTIVE, SPOILED, COMPANY = f"K = {K}", "adaptive", "spoiled drafts", "beside others"
 MIN_ANSWER_TOKENS = 16  # however slow they come
 COMPARED_SHARE = 0.7  # of the time, by which all answers are compared; the rest is for speed
-DECODE_COST = 3.0  # plain answers that all ways to decode one take together
+DECODE_COST = 5.0  # plain answers that all ways to decode one take together
 PREFILL_COST = 1 / 32  # of a plain token, for one of a long prompt, at most
 NOISE_MARGIN = 4  # times the largest measured difference that counts as rounding
 MIN_ROUNDINGS = 1.0  # allowed if no difference was measured
@@ -221,6 +222,11 @@ class SelfTest:
         return [c for c in self.comparisons if c.divergence is not None and not c.is_wrong(self.allowed)]
 
     @property
+    def in_company(self) -> list[Comparison]:
+        """Return the comparisons of answers that were decoded in one batch with others."""
+        return [each for each in self.comparisons if each.decoder == COMPANY]
+
+    @property
     def blocks_differ(self) -> bool:
         """Return True if passes over several rows give other logits than single rows."""
         return self.noise is not None and not self.noise.within(self.noise.limit)
@@ -312,10 +318,24 @@ class _Tester:
             parts = self._pair.open()
             return SequenceParts(parts.target, parts.drafters[:1], FixedPolicy(K))
 
-        found: dict[str, Callable[[], SequenceParts]] = {
-            SPOILED: lambda: self._scripted(truth, self._pair.info.vocab_size)
-        }
+        def spoiled() -> SequenceParts:
+            return self._scripted(truth, self._pair.info.vocab_size)
+
+        found: dict[str, Callable[[], SequenceParts]] = {SPOILED: spoiled, COMPANY: spoiled}
         return found | ({OWN: own, ADAPTIVE: self._pair.open} if self._pair.drafter_names else {})
+
+    def _beside_others(self, running: RunningSequence, count: int) -> Iterator[Round]:
+        """Yield the rounds of a sequence that decodes in one batch with the questions, without drafts."""
+        batch = self._pair.batch(len(self.questions) + 1)
+        for question in self.questions:
+            batch.add(self._pair.prepare(self._plain(), question.tokens, max_tokens=count))
+        own = batch.add(running, park=True)
+        while running.remaining > 0:
+            for id, result in batch.step():
+                if isinstance(result, Exception):
+                    raise result
+                if id == own:
+                    yield result
 
     def compare(self, question: Question, sampling: Sampling, count: int) -> None:
         """Decode an answer in all ways for which there is time."""
@@ -333,18 +353,26 @@ class _Tester:
             if self._left() <= reading and self._comparisons:
                 self._left_out += 1
                 return
-            found = self._decode(parts(), question, sampling, len(expected.tokens))
+            found = self._decode(parts(), question, sampling, len(expected.tokens), name == COMPANY)
             self._comparisons.append(self._comparison(question, name, sampling, expected, found))
             if name == OWN and sampling is GREEDY and question in self.questions:
                 self._statistics.append(found.statistics)
             if self._window is not None and len(question.tokens) + len(found.tokens) > self._window:
                 self._past_window = True
 
-    def _decode(self, parts: SequenceParts, question: Question, sampling: Sampling, count: int) -> Answer:
+    def _decode(
+        self,
+        parts: SequenceParts,
+        question: Question,
+        sampling: Sampling,
+        count: int,
+        in_company: bool = False,
+    ) -> Answer:
         """Return at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
         answer = Answer()
         try:
-            for round in self._pair.run(parts, question.tokens, sampling=sampling, max_tokens=count):
+            running = self._pair.prepare(parts, question.tokens, sampling=sampling, max_tokens=count)
+            for round in self._beside_others(running, count) if in_company else decode(running):
                 answer.tokens += round.tokens
                 answer.statistics = answer.statistics.plus(round, round.seconds)
                 if not self._left():

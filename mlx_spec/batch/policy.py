@@ -167,13 +167,17 @@ class Plan:
 
 
 class BatchPolicy:
-    """Decides for sequences with adaptive policies of one pair, which share the `errors` they learn."""
+    """Decides for sequences with adaptive policies of one pair, which share the `errors` they learn.
+
+    If the user fixed the length of one of them, each decides for itself.
+    """
 
     def __init__(
         self, shared: AdaptivePolicies, errors: PassErrors, clock: Clock = time.perf_counter
     ) -> None:
         self._shared, self._errors, self._clock = shared, errors, clock
         self._plan: Plan | None = None  # None if nothing is known of costs
+        self._own: Sequence[DraftLengthPolicy] = ()  # policies that decided for themselves
         self._queued = 0  # sequences whose next token the engine has queued
         self._done = 0.0  # time of the end of the last round
 
@@ -182,8 +186,10 @@ class BatchPolicy:
     ) -> list[Decision]:
         """Return the lengths with the most expected tokens per second of all sequences together."""
         adaptive = [policy for policy in policies if isinstance(policy, MemberPolicy)]
-        assert len(adaptive) == len(policies)
-        began, count, self._plan = self._clock(), len(policies), None
+        began, count, self._plan, self._own = self._clock(), len(policies), None, ()
+        if len(adaptive) < count:
+            self._own = policies
+            return [policy.decide(each) for policy, each in zip(policies, histories, strict=True)]
         if self._shared.costs is None:
             return [Decision((), Reason.LEARNING)] * count
         costs = self._shared.costs.at(sum(map(len, histories)) // count)
@@ -240,6 +246,9 @@ class BatchPolicy:
 
     def observe(self, rounds: Sequence[Round | None]) -> None:
         """Learn from the finished round of each sequence; None if it failed."""
+        for policy, round in zip(self._own, rounds, strict=False):
+            if round is not None:
+                policy.observe(round)
         now, plan, count = self._clock(), self._plan, len(rounds)
         queued = any(round is not None and round.kind == "plain" for round in rounds)
         if plan is not None:

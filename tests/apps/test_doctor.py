@@ -20,6 +20,7 @@ from mlx_spec import demo
 from mlx_spec.apps.doctor import WIDTH, Check, certificate, main, part_in_words, version
 from mlx_spec.apps.selftest import (
     ADAPTIVE,
+    COMPANY,
     OWN,
     QUICK,
     SPOILED,
@@ -77,7 +78,7 @@ def test_the_demo_pair_passes(report):
     found = report["self_test"]
     compared = found["comparisons"]
     assert report["ok"] and report["problem"] is None
-    assert {each["decoder"] for each in compared} == {SPOILED, OWN, ADAPTIVE}
+    assert {each["decoder"] for each in compared} == {SPOILED, OWN, ADAPTIVE, COMPANY}
     assert {each["seeded"] for each in compared} == {False, True}
     assert not any(each["divergence"] or each["error"] for each in compared)
     assert all(each["tokens"] > 0 and each["drift"] is not None for each in compared)

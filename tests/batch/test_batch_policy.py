@@ -11,7 +11,7 @@ from virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies
 from mlx_spec.drafters.model_free import lookup_source
-from mlx_spec.policy import Table
+from mlx_spec.policy import FixedPolicy, Table
 from mlx_spec.policy.adaptive import BUFFER
 from mlx_spec.types import Reason, RequestDrafter, Round
 
@@ -145,6 +145,16 @@ def test_unknown_costs_mean_plain_rounds() -> None:
     group = policies.group()
     decisions = group.decide([policies.policy() for _ in range(3)], [[1, 2]] * 3)
     assert [(d.choices, d.reason) for d in decisions] == [((), Reason.LEARNING)] * 3
+
+
+def test_beside_a_fixed_length_each_decides() -> None:
+    policies = BatchPolicies(["mtp"])
+    policies.use(Table(0.01, {1: 0.01, 17: 0.02}, [{1: 1e-5}]))
+    group, mine = policies.group(), policies.policy()
+    mine.begin()
+    fixed, own = group.decide([FixedPolicy(3), mine], [[1, 2]] * 2)
+    assert fixed.choices[0].limit == 3 and own.reason is not Reason.FIXED
+    group.observe([Round([1], 0, 0, "plain"), Round([1], 0, 0, "plain")])
 
 
 def test_only_some_bring_a_drafter_of_their_own() -> None:
