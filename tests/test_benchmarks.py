@@ -29,6 +29,7 @@ STARTED = (
     "structured",
     "demo_answers",
     "server_checks",
+    "server_load",
     "server_overhead",
     "pictures",
     "restart",

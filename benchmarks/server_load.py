@@ -1,0 +1,121 @@
+"""What do several clients get from one server: tokens a second in all, and pauses between tokens?
+
+For each number of clients, all send a greedy request without an end at the same time and read the stream. The
+same is done with `--parallel 1`, where they wait for each other. Then all but one client stream while the
+last one sends a prompt of `--long` tokens: the time between the tokens of the others is what it costs them.
+Pauses are those that clients see, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from serving import CHAT, Serving, questions, serving
+from timing import finish, parser, table
+
+SETTLE_S = 1.0  # of streaming, before the long prompt is sent
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--target", default="demo")
+    options.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8])
+    options.add_argument("--tokens", type=int, default=128, help="of each answer")
+    options.add_argument("--long", type=int, default=3000, help="tokens of the long prompt")
+    options.add_argument("--repeats", type=int, default=3)
+    settings = options.parse_args()
+    if settings.quick:
+        settings.clients, settings.tokens, settings.long, settings.repeats = [1, 3], 12, 200, 1
+    started, most = time.time(), max(settings.clients)
+    results: dict[str, Any] = {}
+    target = ("--target", settings.target)
+    with serving(*target, "--parallel", str(most)) as batch, serving(*target, "--parallel", "1") as turns:
+        for server in (batch, turns):
+            together(server, 1, 0, settings)
+        for count in settings.clients:
+            runs = [
+                {
+                    name: together(server, count, i, settings)
+                    for name, server in (("batch", batch), ("one", turns))
+                }
+                for i in range(settings.repeats)
+            ]
+            results[str(count)] = {
+                name: round(max(run[name] for run in runs), 1) for name in ("batch", "one")
+            }
+        results["pauses"] = pauses(batch, most, settings)
+    rows = [
+        [n, r["batch"], r["one"], round(r["batch"] / r["one"], 2)] for n, r in results.items() if n.isdigit()
+    ]
+    table(["clients", "tokens/s together", "one after the other", "ratio"], rows)
+    table(list(results["pauses"]), [list(results["pauses"].values())])
+    finish("server_load", results, settings, started)
+
+
+def together(server: Serving, count: int, turn: int, settings: argparse.Namespace) -> float:
+    """Return the tokens a second of so many clients at once."""
+    asked, start = questions(), time.perf_counter()
+    with ThreadPoolExecutor(count) as clients:
+        numbers = range(turn * count, (turn + 1) * count)
+        texts = [asked[i % len(asked)] for i in numbers]
+        streams = list(clients.map(lambda text: stream(server, text, settings.tokens), texts))
+    return sum(tokens for tokens, _ in streams) / (time.perf_counter() - start)
+
+
+def pauses(server: Serving, count: int, settings: argparse.Namespace) -> dict[str, float]:
+    """Return the pauses of streams while a long prompt is read."""
+    asked, word = questions(), "word "
+    once, twice = (prompt_tokens(server, word * n) for n in (50, 100))
+    words = 50 + max(settings.long - once, 0) * 50 // (twice - once)
+    with ThreadPoolExecutor(count) as clients:
+        others = [
+            clients.submit(stream, server, asked[i % len(asked)], 4 * settings.tokens)
+            for i in range(count - 1)
+        ]
+        time.sleep(SETTLE_S)
+        begin = time.perf_counter()
+        stream(server, word * words, 1)
+        end = time.perf_counter()
+        marks = [mark for other in others for mark in other.result()[1]]
+    gaps = sorted(gap for when, gap in marks if begin <= when <= end)
+    return {
+        "prompt": settings.long,
+        "read in s": round(end - begin, 2),
+        "pauses": len(gaps),
+        **{
+            f"{share:.0%}": round(1000 * gaps[min(int(share * len(gaps)), len(gaps) - 1)], 1)
+            for share in (0.5, 0.99, 1)
+            if gaps
+        },
+    }
+
+
+def prompt_tokens(server: Serving, text: str) -> int:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    return int(server.send(CHAT, body).json["usage"]["prompt_tokens"])
+
+
+def stream(server: Serving, text: str, tokens: int) -> tuple[int, list[tuple[float, float]]]:
+    """Return the tokens of an answer, and the time and the pause of each of its chunks but the first."""
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "stream": True}
+    body |= {"ignore_eos": True, "max_tokens": tokens, "stream_options": {"include_usage": True}}
+    marks, last, count = list[tuple[float, float]](), 0.0, 0
+    connection = server.connect()
+    connection.request("POST", CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for line in connection.getresponse():
+        if b'"content"' in line:
+            now = time.perf_counter()
+            marks += [(now, now - last)] if last else []
+            last = now
+        elif b'"usage":{' in line:
+            count = json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"]
+    connection.close()
+    return count, marks
+
+
+if __name__ == "__main__":
+    main()
