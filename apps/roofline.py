@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_spec import hub
@@ -203,8 +202,7 @@ def _sizes(name: str, context: int, format: WeightFormat) -> DecodeSizes:
     if found := SIZE.fullmatch(name):
         size = 1e9 * float(found[1])
         return DecodeSizes(size, size, format)
-    folder = Path(name).expanduser()
-    here = folder if folder.is_dir() else hub.cached(name)
+    here = hub.on_disk(name)
     if here is None:
         raise NotFound(f"{name} is not on this machine: download it, or give its size, such as 17GB")
     return decode_sizes(here, context)

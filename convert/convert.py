@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, made_for
+from mlx_spec.hub.disk import new_folder, refuse_existing
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
@@ -32,8 +33,6 @@ from .write import (
     Files,
     Part,
     check_space,
-    new_folder,
-    refuse_existing,
     write_manifest,
     write_tensors,
     write_text,

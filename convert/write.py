@@ -1,19 +1,12 @@
-"""Write a pair into a hidden folder, which gets its name when it is complete.
-
-A run that is killed leaves a hidden folder that the next run for the same place removes. Memory holds one
-tensor and what it is computed from.
-"""
+"""Write the files of a pair. Memory holds one tensor and what it is computed from."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from glob import escape
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +16,7 @@ import numpy as np
 from mlx_lm.utils import make_shards
 
 from mlx_spec import __version__
-from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import NoSpace
 from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.checkpoint import INDEX
@@ -77,42 +70,6 @@ def write_manifest(
     return manifest
 
 
-# --- the folder
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder that becomes `out` at the end, or goes on failure.
-
-    Raises InvalidValue if `out` exists and is not empty, or another run is writing it, NotFound if its parent
-    does not exist.
-    """
-    out = out.expanduser().absolute()
-    refuse_existing(out)
-    if not out.parent.is_dir():
-        raise NotFound(f"there is no folder {out.parent}: create it, or give another place for the pair")
-    with _locked(out):
-        for stale in out.parent.glob(f".{escape(out.name)}.partial-*"):
-            shutil.rmtree(stale)
-        partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-        partial.mkdir()
-        try:
-            yield partial
-            for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-                _sync(folder)
-            refuse_existing(out)
-            partial.rename(out)
-            _sync(out.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def refuse_existing(out: Path) -> None:
-    """Raise InvalidValue unless `out` does not exist or is an empty folder."""
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise InvalidValue(f"{out} exists already: give another place for the pair, or remove it")
-
-
 def check_space(folder: Path, needed: int) -> None:
     """Raise NoSpace unless `needed` bytes fit on the disk of `folder` and some stay free."""
     free, needed = shutil.disk_usage(folder).free, int(MARGIN * needed) + SPARE_BYTES
@@ -121,43 +78,6 @@ def check_space(folder: Path, needed: int) -> None:
             f"the disk of {folder.parent} has {human_bytes(free)} free and {human_bytes(needed)} are needed: "
             "make room there, or write to another disk"
         )
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold the lock of `out`. The kernel frees it when a run dies, however it dies."""
-    file = out.parent / f".{out.name}.lock"
-    handle = _open_locked(file, out)
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _open_locked(file: Path, out: Path) -> int:
-    while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise InvalidValue(
-                f"another conversion is writing {out}: wait for it, or give another place"
-            ) from error
-        # A run that just ended may have removed the file between the two calls.
-        with contextlib.suppress(FileNotFoundError):
-            if os.fstat(handle).st_ino == file.stat().st_ino:
-                return handle
-        os.close(handle)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- the files

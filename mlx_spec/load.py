@@ -6,6 +6,7 @@ inside functions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -250,13 +251,18 @@ def _quantization(config: Mapping[str, Any]) -> str:
 
 def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Load the model with mlx-lm. Its errors become one line."""
-    from mlx_lm.utils import load_config, load_model
+    import mlx.core as mx
+    from mlx_lm.utils import dequantize_model, load_config, load_model
 
     try:
         model, _ = load_model(folder, strict=True, model_config=repairs(load_config(folder)))
     except LOADING_ERRORS as error:
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
+    if "gguf" in config and mx.default_device().type == mx.cpu:
+        print(f"{folder}: float32 in memory, since quantized layers are slow on a CPU", file=sys.stderr)
+        model.set_dtype(mx.float32)  # scales, too: the weights are then exact
+        model = dequantize_model(model)
     return model
 
 

@@ -17,10 +17,11 @@ from platformdirs import user_cache_path
 from mlx_spec import hub, load
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, aliases, made_for, resolve
+from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, made_for, resolve
+from mlx_spec.hub.disk import default_folder
 from mlx_spec.hub.files import human_bytes, write_atomically
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
-from mlx_spec.hub.local import LocalModel, cache_folder, default_folder, local_models, partners
+from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.types import MAX_DRAFT_TOKENS, Reason
@@ -130,7 +131,7 @@ def names() -> list[str]:
 def find_model(name: str, kv_bits: int | None) -> tuple[PairChoice, list[str]]:
     """Return the choice that a typed name means, and its repositories that are not here. Raises NotFound."""
     converted = default_folder() / typed_path(name)
-    if name == DEMO or typed_path(name).is_dir():
+    if name in (DEMO, SMOLLM2) or typed_path(name).exists():
         return PairChoice(name, kv_bits=kv_bits), []
     if converted.is_dir():
         return PairChoice(str(converted), kv_bits=kv_bits), []
@@ -261,7 +262,7 @@ def _last_used_file() -> Path:
 
 def _absolute(name: str) -> str:
     folder = Path(name).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else name
+    return str(folder.resolve()) if folder.exists() else name
 
 
 def _is_complete(choice: PairChoice) -> bool:
@@ -270,8 +271,6 @@ def _is_complete(choice: PairChoice) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    if Path(name).expanduser().is_dir():
-        return True
     with suppress(SpecError):
-        return hub.cached(name) is not None
+        return hub.on_disk(name) is not None
     return False

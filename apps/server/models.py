@@ -23,10 +23,9 @@ from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.hub import cached
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import integer, read_config, text_config
-from mlx_spec.hub.download import local_folder
+from mlx_spec.hub.download import on_disk
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
@@ -394,8 +393,7 @@ def checkpoint_folders(served: ServedModel) -> list[Path]:
 
 
 def _local_folder(name: str) -> Path:
-    folder = Path(name).expanduser()
-    found = folder if folder.is_dir() else cached(name)
+    found = on_disk(name)
     if found is None:
         raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
     return found
@@ -404,7 +402,7 @@ def _local_folder(name: str) -> Path:
 def check_exists(served: ServedModel) -> None:
     """Raise NotFound or BadCheckpoint for a model that no load will find. Nothing is downloaded."""
     for name in folders(served.target, served.drafter):
-        folder = None if name is None else local_folder(name) or cached(name)
+        folder = None if name is None else on_disk(name)
         if folder is not None:
             read_config(folder)
 

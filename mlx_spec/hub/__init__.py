@@ -3,6 +3,7 @@
 Nothing here needs MLX.
 """
 
-from mlx_spec.hub.download import NoSpace, cached, check_space, fetch, find, free_bytes, plan
+from mlx_spec.hub.disk import NoSpace, check_space, free_bytes
+from mlx_spec.hub.download import cached, fetch, find, on_disk, plan
 
-__all__ = ["NoSpace", "cached", "check_space", "fetch", "find", "free_bytes", "plan"]
+__all__ = ["NoSpace", "cached", "check_space", "fetch", "find", "free_bytes", "on_disk", "plan"]

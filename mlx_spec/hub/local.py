@@ -15,6 +15,7 @@ from mlx_spec import demo
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
 from mlx_spec.hub.checkpoint import WEIGHTS, other_format
+from mlx_spec.hub.disk import default_folder
 from mlx_spec.hub.download import cached
 from mlx_spec.hub.files import one_line, read_object, shortened
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
@@ -61,13 +62,6 @@ class Removal:
             _remove_repository(self.name, self.folder)
         else:
             _remove_pair(self.folder, self.parts)
-
-
-def default_folder() -> Path:
-    """Return the folder of converted pairs."""
-    from platformdirs import user_data_path
-
-    return user_data_path("mlx_spec") / "models"
 
 
 def cache_folder() -> Path:
