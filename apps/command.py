@@ -62,7 +62,9 @@ Version = Annotated[
 ]
 Json = Annotated[bool, flag("--json", "print one JSON object")]
 KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
-Target = Annotated[str, option(value=MODEL, help="the pair", default="the bundled demo")]
+Target = Annotated[
+    str, option(value=MODEL, help="the pair, a target or a GGUF file", default="the bundled demo")
+]
 Drafter = Annotated[
     str | None,
     option(

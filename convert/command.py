@@ -26,7 +26,7 @@ class Options:
     The pair is tested before it gets its name.
     """
 
-    target: Annotated[str, Argument(metavar="TARGET", help="a folder or a repository on Hugging Face")]
+    target: Annotated[str, Argument(metavar="TARGET", help="a folder, a GGUF file or a repository")]
     out: Annotated[Path, option("--out", "-o", value="OUT", help="the folder to create")]
     drafter: Annotated[
         str,

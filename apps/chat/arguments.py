@@ -48,7 +48,7 @@ class Options:
         str | None,
         _model(
             value=MODEL,
-            help="model that answers: Hugging Face name or folder",
+            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
             default="the pair used last, or else demo, the small bundled one",
         ),
     ] = None

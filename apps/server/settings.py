@@ -96,7 +96,7 @@ class Options:
         str | None,
         model_option(
             value=MODEL,
-            help="model that answers: Hugging Face name or folder",
+            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
             default="the small bundled demo",
         ),
     ] = None

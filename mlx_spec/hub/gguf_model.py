@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_spec.errors import BadCheckpoint
+from mlx_spec.errors import BadCheckpoint, SpecError
 from mlx_spec.hub.disk import check_space, default_folder, new_folder
-from mlx_spec.hub.files import human_bytes, shortened
+from mlx_spec.hub.files import AGAIN, human_bytes, one_line, shortened
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
 from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
 
@@ -111,7 +111,12 @@ def _write(file: Path, out: Path) -> None:
 
     gguf = read_gguf(file)
     found = _architecture(gguf)
-    tokenizer, tokenizer_config, ends = read_gguf_tokenizer(file, gguf.metadata)
+    try:
+        tokenizer, tokenizer_config, ends = read_gguf_tokenizer(file, gguf.metadata)
+    except SpecError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise BadCheckpoint(f"{file} has a damaged tokenizer ({one_line(error)}): {AGAIN}") from error
     config = _config(gguf, found)
     names = _names(gguf, found)
     size = file.stat().st_size
@@ -238,6 +243,7 @@ def _gemma3(gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, Any]) ->
         "rope_theta": values.get("rope.freq_base", 1e6),
         "rope_local_base_freq": values.get("rope.freq_base_swa", 1e4),
         "sliding_window": values["attention.sliding_window"],
+        "sliding_window_pattern": values.get("attention.sliding_window_pattern", 6),
     }
 
 

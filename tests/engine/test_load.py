@@ -211,15 +211,15 @@ def test_other_weights(target: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
-@pytest.mark.parametrize("place", ["file", "missing file", "folder", "checkpoint"])
-def test_gguf(saved: Path, target: Path, tmp_path: Path, role: str, place: str) -> None:
-    """One sentence, wherever the name leads to and whoever reads it."""
-    (tmp_path / "folder").mkdir()
-    file = tmp_path / "folder" / "model-Q4.gguf"
-    file.write_bytes(b"GGUF")
-    (target / "model.safetensors").rename(target / "model.gguf")
-    places = {"folder": file.parent, "checkpoint": target, "missing file": Path("owner/x.GGUF")}
-    name = places.get(place, file)
+@pytest.mark.parametrize("place", ["folder", "checkpoint"])
+def test_gguf_beside_other_files(saved: Path, target: Path, tmp_path: Path, role: str, place: str) -> None:
+    """One sentence, whoever reads a folder that holds GGUF."""
+    name = target if place == "checkpoint" else tmp_path / "folder"
+    if place == "checkpoint":
+        (target / "model.safetensors").rename(target / "model.gguf")
+    else:
+        name.mkdir()
+        (name / "model-Q4.gguf").write_bytes(b"GGUF")
     error = BadCheckpoint if place == "checkpoint" else NotFound
     said = refused(error, name) if role == "target" else refused(error, saved / "target", name)
     sentence = GGUF.format(name)
