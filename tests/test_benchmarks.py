@@ -22,6 +22,7 @@ CASES = {
     "round_costs": (["--random", "tiny"], {"bandwidth, GB/s", "contexts"}),
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
     "families": (["--families", "eagle3", "medusa"], {"eagle3", "medusa"}),
+    "traces": (FOLDERS[:4], {"acceptance", "curves", "confidence pays on"}),
     "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
     "batch": (FOLDERS, {"2"}),
 }
@@ -33,6 +34,7 @@ STARTED = (
     "server_overhead",
     "pictures",
     "restart",
+    "smollm2",
 )  # slower, or in need of more
 
 
@@ -66,6 +68,8 @@ def test_benchmark_runs(script: str) -> None:
         assert [len(found["verify"]) for found in results["contexts"].values()] == [3, 3]
     if script == "blas":
         check_blas(results)
+    if script == "traces":
+        check_traces(results)
     if script == "families":
         assert all(arm["differ"] == 0 for found in results.values() for arm in found["arms"].values())
 
@@ -80,6 +84,13 @@ def check_decode(results: dict[str, Any]) -> None:
     # The draft model is the target itself: but for the last, shorter one, every round brings K + 1 tokens.
     assert arms["draft model, K=2"]["tokens a step"] > 2.5
     assert len({prompt["hash"] for prompt in results["prompts"]}) == 2
+
+
+def check_traces(results: dict[str, Any]) -> None:
+    """Drafting pays where a pass of many rows costs what one costs, and nowhere if each row costs a pass."""
+    arms = results["curves"]
+    assert arms["flat"]["K=4"]["all"] > 1 > arms["CUDA linear"]["K=4"]["all"]
+    assert all("gemma4_assistant" in name for name in results["acceptance"] if "lookup" not in name)
 
 
 def check_blas(results: dict[str, Any]) -> None:
