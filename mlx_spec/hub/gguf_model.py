@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlx_spec.errors import BadCheckpoint, SpecError
-from mlx_spec.hub.disk import check_space, default_folder, new_folder
+from mlx_spec.hub.disk import NoSpace, check_space, default_folder, new_folder
 from mlx_spec.hub.files import AGAIN, human_bytes, one_line, shortened
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
 from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 FORMAT = 1  # of the folders written here; raised when older ones must be written again
+Config = Mapping[str, Any]
 SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -108,30 +109,34 @@ def gguf_folder(file: Path) -> Path:
 
 
 def _write(file: Path, out: Path) -> None:
-
-    gguf = read_gguf(file)
-    found = _architecture(gguf)
+    """Write the checkpoint of a file. Raises SpecError for all that a file or the disk can cause."""
     try:
+        gguf = read_gguf(file)
+        found = _architecture(gguf)
         tokenizer, tokenizer_config, ends = read_gguf_tokenizer(file, gguf.metadata)
+        config = _config(gguf, found)
+        names = _names(gguf, found)
+        size = file.stat().st_size
+        print(f"Reading {file.name} ({human_bytes(size)}) into {out}", file=sys.stderr, flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        check_space(file.name, size, out.parent, "remove a model that `mlx-spec models` lists")
+        with new_folder(out) as folder:
+            target = folder / "target"
+            target.mkdir()
+            tokenizer.save(str(target / "tokenizer.json"))
+            _write_json(target / "tokenizer_config.json", tokenizer_config)
+            _write_json(target / "generation_config.json", {"eos_token_id": ends})
+            config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
+            _write_json(target / "config.json", config)
+            _write_json(folder / "pair.json", {"target": "target", "drafter": None, "gguf": str(file)})
     except SpecError:
         raise
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise BadCheckpoint(f"{file} has a damaged tokenizer ({one_line(error)}): {AGAIN}") from error
-    config = _config(gguf, found)
-    names = _names(gguf, found)
-    size = file.stat().st_size
-    print(f"Reading {file.name} ({human_bytes(size)}) into {out}", file=sys.stderr, flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_space(file.name, size, out.parent, "remove a model that `mlx-spec models` lists")
-    with new_folder(out) as folder:
-        target = folder / "target"
-        target.mkdir()
-        tokenizer.save(str(target / "tokenizer.json"))
-        _write_json(target / "tokenizer_config.json", tokenizer_config)
-        _write_json(target / "generation_config.json", {"eos_token_id": ends})
-        config |= {"gguf": file.name} | _write_weights(gguf, found, names, target)
-        _write_json(target / "config.json", config)
-        _write_json(folder / "pair.json", {"target": "target", "drafter": None, "gguf": str(file)})
+    except OSError as error:
+        raise NoSpace(
+            f"{file.name} cannot be written to {out} ({error.strerror}): make room there"
+        ) from error
+    except Exception as error:  # of damaged metadata; the tokenizers library raises nothing narrower
+        raise BadCheckpoint(f"{file} is damaged ({one_line(error)}): {AGAIN}") from error
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -168,36 +173,30 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
     values = {key.removeprefix(f"{prefix}."): value for key, value in metadata.items()}
     if "token_embd.weight" not in gguf.tensors:
         raise BadCheckpoint(f"{gguf.file} has no tensor token_embd.weight: give the file of a whole model")
-    try:
-        heads = values["attention.head_count"]
-        hidden = values["embedding_length"]
-        config = {
-            "model_type": found.model_type,
-            "hidden_size": hidden,
-            "intermediate_size": values["feed_forward_length"],
-            "num_hidden_layers": values["block_count"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": values.get("attention.head_count_kv", heads),
-            "head_dim": values.get("attention.key_length") or hidden // heads,
-            "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
-            "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-            "max_position_embeddings": values["context_length"],
-            "rope_theta": values.get("rope.freq_base", 10000.0),
-            "tie_word_embeddings": "output.weight" not in gguf.tensors,
-            "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        }
-        if prefix in FAMILIES:
-            config |= FAMILIES[prefix](gguf, values, config)
-        scaling = _rope_scaling(gguf, values, config) if prefix != "gemma4" else None
-    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
-        raise BadCheckpoint(
-            f"{gguf.file} lacks {error} in its metadata: get the model in safetensors"
-        ) from error
+    heads, hidden = values["attention.head_count"], values["embedding_length"]
+    config = {
+        "model_type": found.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": values["feed_forward_length"],
+        "num_hidden_layers": values["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": values.get("attention.key_length") or hidden // heads,
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "max_position_embeddings": values["context_length"],
+        "rope_theta": values.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+    }
+    if prefix in FAMILIES:
+        config |= FAMILIES[prefix](gguf, values, config)
+    scaling = _rope_scaling(gguf, values, config) if prefix != "gemma4" else None
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
-def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any] | None:
     kind = values.get("rope.scaling.type", "none")
     if "rope_freqs.weight" in gguf.tensors:
         return _llama3_scaling(gguf, config)
@@ -210,7 +209,7 @@ def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, An
     return None
 
 
-def _llama3_scaling(gguf: GGUF, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
     """Return the parameters of which the file holds only the result. Raises BadCheckpoint for other ones."""
     stored = gguf.read("rope_freqs.weight")["weight"].astype(np.float64)
     factor = float(stored.max())
@@ -226,9 +225,7 @@ def _llama3_scaling(gguf: GGUF, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
 
 
-def _gemma2(
-    gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, Any], largest: int = 46
-) -> dict[str, Any]:
+def _gemma2(gguf: GGUF, values: Mapping[str, Any], config: Config, largest: int = 46) -> dict[str, Any]:
     """Return Gemma's own values. Only the model with `largest` layers scales queries by its mean head."""
     mean = config["hidden_size"] // config["num_attention_heads"]
     is_largest = config["num_hidden_layers"] == largest
@@ -238,7 +235,7 @@ def _gemma2(
     return {"query_pre_attn_scalar": mean if is_largest else config["head_dim"], **soft}
 
 
-def _gemma3(gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return _gemma2(gguf, values, config, 62) | {
         "rope_theta": values.get("rope.freq_base", 1e6),
         "rope_local_base_freq": values.get("rope.freq_base_swa", 1e4),
@@ -247,7 +244,7 @@ def _gemma3(gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, Any]) ->
     }
 
 
-def _gemma4(gguf: GGUF, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma4(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     slides = values["attention.sliding_window_pattern"]
     kv = _for_layers(config["num_key_value_heads"], layers)
@@ -313,7 +310,9 @@ def _name(name: str, found: Architecture) -> str | None:
     return None if new is None else f"{new}.bias" if kind == "bias" else new
 
 
-def _write_weights(gguf: GGUF, found: Architecture, names: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def _write_weights(
+    gguf: GGUF, found: Architecture, config: Config, names: Mapping[str, str], folder: Path
+) -> dict[str, Any]:
     """Write all tensors. Return the keys of config.json that describe their types."""
     import mlx.core as mx
 
@@ -324,7 +323,7 @@ def _write_weights(gguf: GGUF, found: Architecture, names: Mapping[str, str], fo
     count = held = 0
     bits = {}
     for name, new in names.items():
-        arrays = _arrays(gguf, name, found, dtype)
+        arrays = _arrays(gguf, name, found, config, dtype)
         if len(arrays) > 1:
             bits[new] = gguf.tensors[name].kind.bits
         alone = new.endswith((".bias", ".layer_scalar"))
@@ -350,7 +349,9 @@ def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
     shard.clear()
 
 
-def _arrays(gguf: GGUF, name: str, found: Architecture, dtype: mx.Dtype) -> dict[str, mx.array]:
+def _arrays(
+    gguf: GGUF, name: str, found: Architecture, config: Config, dtype: mx.Dtype
+) -> dict[str, mx.array]:
     """Return the arrays of a tensor as the checkpoint holds them."""
     import mlx.core as mx
 
@@ -358,9 +359,8 @@ def _arrays(gguf: GGUF, name: str, found: Architecture, dtype: mx.Dtype) -> dict
     result = {}
     for key, values in gguf.read(name).items():
         if found.interleaved and part in ("attn_q", "attn_k"):
-            key_heads = "head_count_kv" if part == "attn_k" else "head_count"
-            heads = gguf.metadata[f"{gguf.metadata['general.architecture']}.attention.{key_heads}"]
-            pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+            heads = "num_key_value_heads" if part == "attn_k" else "num_attention_heads"
+            pairs = values.reshape(config[heads], -1, 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         array = mx.array(values)
         if gguf.tensors[name].kind.name == "BF16":
