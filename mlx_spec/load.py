@@ -260,8 +260,8 @@ def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
     if "gguf" in config and mx.default_device().type == mx.cpu:
-        print(f"{folder}: float32 in memory, since quantized layers are slow on a CPU", file=sys.stderr)
-        model.set_dtype(mx.float32)  # scales, too: the weights are then exact
+        print(f"{config['gguf']}: in float32, because a CPU is slow with other types", file=sys.stderr)
+        model.set_dtype(mx.float32)  # scales, too: the weights are exact
         model = dequantize_model(model)
     return model
 

@@ -1,6 +1,6 @@
 """Find, download, inspect, list and remove checkpoints.
 
-Nothing here needs MLX.
+Only reading a GGUF file needs MLX.
 """
 
 from mlx_spec.hub.disk import NoSpace, check_space, free_bytes

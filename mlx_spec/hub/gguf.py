@@ -64,6 +64,14 @@ class StoredTensor:
         """Return the bytes that it takes in the file."""
         return math.prod(self.shape) // self.kind.weights * self.kind.nbytes
 
+    @property
+    def mlx_bytes(self) -> int:
+        """Return the bytes that it takes in MLX's form, at most."""
+        weights = math.prod(self.shape)
+        if not self.kind.bits:
+            return max(self.nbytes, 2 * weights)
+        return weights * self.kind.bits // 8 + weights // GROUP * 4  # with a scale and a bias
+
 
 @dataclass(frozen=True)
 class GGUF:

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +93,7 @@ def gguf_folder(file: Path) -> Path:
 
     Raises BadCheckpoint for a file that cannot be read, NoSpace before anything is written.
     """
-
-    file = file.resolve()
-    place = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
     status = file.stat()
     identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
     prefix = f"{file.stem}-{place}-"
@@ -102,7 +101,7 @@ def gguf_folder(file: Path) -> Path:
     out = parent / (prefix + hashlib.sha256(identity.encode()).hexdigest()[:8])
     if not out.is_dir():
         _write(file, out)
-        for stale in parent.glob(f"{prefix}*"):
+        for stale in parent.glob(f"{escape(prefix)}*"):
             if stale != out:
                 shutil.rmtree(stale, ignore_errors=True)
     return out / "target"
@@ -116,8 +115,8 @@ def _write(file: Path, out: Path) -> None:
         tokenizer, tokenizer_config, ends = read_gguf_tokenizer(file, gguf.metadata)
         config = _config(gguf, found)
         names = _names(gguf, found)
-        size = file.stat().st_size
-        print(f"Reading {file.name} ({human_bytes(size)}) into {out}", file=sys.stderr, flush=True)
+        size = sum(tensor.mlx_bytes for tensor in gguf.tensors.values())
+        print(f"Reading {file.name} into {out} ({human_bytes(size)})", file=sys.stderr, flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         check_space(file.name, size, out.parent, "remove a model that `mlx-spec models` lists")
         with new_folder(out) as folder:

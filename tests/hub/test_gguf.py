@@ -212,6 +212,9 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     )
     plan_removal(listed.name).carry_out()
     assert not list(data.glob("*model*"))
+    link = tmp_path / "link [1].gguf"
+    link.symlink_to(file)
+    assert find(str(link)).parent.name.startswith("link [1]-")
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
