@@ -130,7 +130,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "qwen3": (tiny.qwen, {}),
     "gemma2": (
         lambda: small(gemma2, query_pre_attn_scalar=32, final_logit_softcapping=20.0),
-        {"gemma2.attn_logit_softcapping": 50.0, "gemma2.final_logit_softcapping": 20.0},
+        {
+            "gemma2.attn_logit_softcapping": 50.0,
+            "gemma2.final_logit_softcapping": 20.0,
+            "gemma2.attention.sliding_window": 4096,
+        },
     ),
     "gemma3": (
         lambda: small(gemma3_text, **GEMMA3, rope_theta=2e4),
@@ -141,8 +145,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {
             "gemma4.attention.sliding_window": 16,
             "gemma4.attention.sliding_window_pattern": [True, True, True, False] * 2,
-            "gemma4.attention.key_length": 64,
-            "gemma4.attention.key_length_swa": 32,
+            **{f"gemma4.attention.{part}_length": 64 for part in ("key", "value")},
+            **{f"gemma4.attention.{part}_length_swa": 32 for part in ("key", "value")},
+            **{"gemma4.rope.dimension_count": 64, "gemma4.rope.dimension_count_swa": 32},
             "gemma4.attention.shared_kv_layers": 4,
             "gemma4.feed_forward_length": [64] * 4 + [128] * 4,
             "gemma4.embedding_length_per_layer_input": 16,

@@ -47,7 +47,7 @@ def metadata_of(args: Any, architecture: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(args.rms_norm_eps),
     }
     if architecture != "qwen2":
-        found["attention.key_length"] = args.head_dim
+        found["attention.key_length"] = found["attention.value_length"] = args.head_dim
     if architecture != "gemma4":
         found["rope.freq_base"] = float(args.rope_theta)
     return {f"{architecture}.{key}": value for key, value in found.items()}
