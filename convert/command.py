@@ -21,7 +21,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Options:
-    """Convert a target and its drafter from Hugging Face format to a pair that `mlx-spec chat` runs.
+    """Convert a target and its drafter, in Hugging Face format or GGUF, to a pair that `mlx-spec chat` runs.
 
     The pair is tested before it gets its name.
     """

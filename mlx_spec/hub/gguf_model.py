@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlx_spec.errors import BadCheckpoint, SpecError
+from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.disk import NoSpace, check_space, default_folder, new_folder
 from mlx_spec.hub.files import AGAIN, human_bytes, one_line, shortened
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
@@ -127,7 +128,8 @@ def _write(file: Path, out: Path) -> None:
             _write_json(target / "generation_config.json", {"eos_token_id": ends})
             config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
             _write_json(target / "config.json", config)
-            _write_json(folder / "pair.json", {"target": "target", "drafter": None, "gguf": str(file)})
+            test = {"result": "not run", "why": f"read from {file}"}
+            _write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
     except SpecError:
         raise
     except OSError as error:
