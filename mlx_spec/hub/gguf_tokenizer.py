@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from mlx_spec.errors import BadCheckpoint
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPACE = "▁"  # of sentencepiece
 # Tokens that end an answer, whatever the metadata say: chat templates close a turn with them.
 ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
@@ -27,7 +27,7 @@ CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+
 MISTRAL = CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + LINES
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
-# Name -> steps before the byte level; None for GPT-2's own cut there.
+# Name -> steps before GPT-2's own cut, or the pattern of a cut in its place.
 CUTS: dict[str, Any] = {
     "gpt-2": (),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (DIGITS,)),
