@@ -12,8 +12,7 @@ drafter, and the adaptive policy with drafts that are cut where their confidence
 pay. Confidences are calibrated on the other half of the answers. Cutting "for nothing" has the host know the
 confidences at no cost; with "a wait" it reads them before the pass. Each also drafts up to two tokens more
 than decided; the better one counts. Reading confidence comes back into the policy if the arm with a wait
-gains `PAYS` or more on two Mac curves. Where the policy does
-not draft, no confidence is asked for.
+gains `PAYS` or more on two Mac curves. Where the policy does not draft, no confidence is asked for.
 """
 
 from __future__ import annotations
