@@ -105,7 +105,7 @@ def _check_target(subject: TestedConversion, progress: StageProgress) -> dict[st
     progress.stage("computing the converted target on the same texts")
     converted = measure(subject.target_folder, None, tokens)
     distance = difference(converted.logits, original.logits)
-    tolerance = check_logits("target", distance, subject.target, conversion)
+    tolerance = check_logits(distance, subject.target, conversion)
     ratio = converted.perplexity / original.perplexity
     if not (math.isfinite(ratio) and ratio <= MAX_PERPLEXITY_RATIO):
         raise SelfTestFailed(
@@ -212,8 +212,6 @@ class Walk:
 
     continuations: list[list[int]]
     acceptances: list[Acceptance]  # by drafter
-    # By drafter: of its logits from those of the first drafter, in standard deviations of those.
-    differences: list[float]
 
     @property
     def chance(self) -> float:
@@ -223,7 +221,7 @@ class Walk:
 
 
 def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
-    """Check acceptance, logits and losslessness; return figures. Raises SelfTestFailed."""
+    """Check acceptance and losslessness; return figures. Raises SelfTestFailed."""
     config = subject.target.config
     text = read_text(subject.target_folder, config)
     built_in = prompts(subject.target_folder, text)
@@ -244,15 +242,12 @@ def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[st
         load_lazily(subject.target_folder, None), [subject.original_drafter, subject.drafter_folder]
     )
     gc.collect()
-    assert subject.drafter is not None
-    check_logits("drafter", after.differences[1], subject.drafter, subject.drafter_conversion)
     floor = min(MAX_FLOOR, max(MIN_ACCEPTANCE, CHANCE_FACTOR * after.chance))
     _check_acceptance(before, after, floor)
     figures = _figures(before, after)
     figures |= {"not_before": why_not} if why_not else {}
     return {
         "acceptance": {**figures, "chance": after.chance, "floor": floor, "draft_tokens": K},
-        "drafter_logits": after.differences[1],
         "lossless": check_lossless(subject, built_in, after.continuations, progress),
     }
 
@@ -298,27 +293,12 @@ def _figures(before: Walk | None, after: Walk) -> dict[str, Any]:
 # --- drafters along the target's text
 
 
-class _LoggingSampler(Greedy):
-    """Draw greedily and keep the logits of the first draft token."""
-
-    def __init__(self, law: LogitsProcessor) -> None:
-        super().__init__(law)
-        self.first: mx.array | None = None
-
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        self.first = logits if drafted.size == 0 else self.first
-        return super().draw(logits, history, drafted)
-
-
 @dataclass(frozen=True)
 class _Path:
     """One continuation."""
 
     tokens: list[int]
     drafts: list[list[list[int]]]  # by drafter and position: up to K tokens
-    differences: list[float]  # by drafter
 
 
 def walk(
@@ -337,7 +317,6 @@ def walk(
     return Walk(
         [path.tokens for path in paths],
         [count_accepted([(path.tokens, path.drafts[i]) for path in paths]) for i in range(len(drafters))],
-        [max(path.differences[i] for path in paths) for i in range(len(drafters))],
     )
 
 
@@ -346,17 +325,16 @@ def _walk_one(
 ) -> _Path:
     target = LMTarget(model, sources[0].needs if sources else None)
     drafters = [source.make(target.parts) for source in sources]
-    samplers = [_LoggingSampler(LogitsProcessor(GREEDY, len(prompt), vocab)) for _ in sources]
-    path = _Path([], [[] for _ in sources], [0.0 for _ in sources])
+    sampler = Greedy(LogitsProcessor(GREEDY, len(prompt), vocab))
+    path = _Path([], [[] for _ in sources])
     history = list(prompt)
     if len(history) > 1:
         features = target.prefill(history[:-1])
         for drafter in drafters:
             drafter.observe(history, features)
     while len(path.tokens) < GENERATED and not eos.intersection(path.tokens[-1:]):
-        for i, (drafter, sampler) in enumerate(zip(drafters, samplers, strict=True)):
-            path.drafts[i].append(read_tokens(drafter.draft(history, K, sampler).tokens))
-            path.differences[i] = max(path.differences[i], _distance(sampler, samplers[0]))
+        for drafts, drafter in zip(path.drafts, drafters, strict=True):
+            drafts.append(read_tokens(drafter.draft(history, K, sampler).tokens))
         token = read_tokens(target.verify(mx.array(history[-1:])).argmax(axis=-1))
         features = target.commit(1)
         history += token
@@ -385,13 +363,6 @@ def _accepted(draft: Sequence[int], truth: Sequence[int]) -> int:
     """Return the number of draft tokens before the first that differs from `truth`."""
     wrong = (i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b)
     return next(wrong, min(len(draft), len(truth)))
-
-
-def _distance(sampler: _LoggingSampler, reference: _LoggingSampler) -> float:
-    if sampler is reference or sampler.first is None or reference.first is None:
-        return 0.0
-    a, b = (np.array(s.first.astype(mx.float32)) for s in (sampler, reference) if s.first is not None)
-    return difference(a, b)
 
 
 # --- losslessness
