@@ -11,7 +11,7 @@ from mlx_spec.hub.files import human_bytes
 from . import conversation as files
 from . import models
 from .answer import ChatState, Outcome
-from .input import CommandCompleter, UserInput
+from .input import CommandCompleter
 from .settings import NAMES, AnswerSettings, changed, shown, typed_path, values
 from .terminal import legend
 
@@ -28,8 +28,6 @@ class Command(NamedTuple):
 
 class Commands:
     """All commands, by name."""
-
-    input: UserInput  # it completes the commands, so it is set after they are made
 
     def __init__(self, chat: ChatState) -> None:
         self._chat = chat
@@ -49,7 +47,6 @@ class Commands:
             "load": Command(self._load, "FILE", "go on with a conversation from a file"),
             "retry": Command(self._retry, "", "answer the last message again"),
             "undo": Command(self._undo, "", "forget the last message and its answer"),
-            "multiline": Command(self._multiline, "[on|off]", "Enter begins a line, Alt-Enter sends"),
             "json": Command(self._json, "SCHEMA|off", "answers match the JSON schema in that file"),
             "highlight": Command(self._highlight, "[on|off]", "colour each token by where it came from"),
         }
@@ -63,15 +60,13 @@ class Commands:
 
     def completer(self) -> CommandCompleter:
         """Return what the Tab key completes."""
-        switch = ("on", "off")
         return CommandCompleter(
             sorted(self.table),
             {
                 "model": models.names,
                 "draft": lambda: ("auto", "lookup", "off", *map(str, range(1, 17))),
                 "set": lambda: NAMES,
-                "highlight": lambda: switch,
-                "multiline": lambda: switch,
+                "highlight": lambda: ("on", "off"),
                 "system": lambda: ("off",),
             },
             files=("save", "load", "json"),
@@ -195,14 +190,6 @@ class Commands:
             raise InvalidValue("there is nothing to undo: the conversation is empty")
         self._terminal.note(f"forgotten, {self._turns()} left")
 
-    def _multiline(self, word: str) -> None:
-        self.input.blocks = _switched(word, self.input.blocks, "/multiline")
-        self._terminal.note(
-            "Enter begins a line, Alt-Enter sends (commands: Enter)"
-            if self.input.blocks
-            else "Enter sends, Alt-Enter begins a line"
-        )
-
     def _json(self, name: str) -> None:
         if name == "off":
             self._conversation.schema = None
@@ -212,7 +199,9 @@ class Commands:
         self._terminal.note(f"answers match {schema.name}" if schema else "answers are free")
 
     def _highlight(self, word: str) -> None:
-        wanted = _switched(word, self._chat.highlight, "/highlight")
+        if word not in ("", "on", "off"):
+            raise InvalidValue(f"/highlight {word} is not known: give on or off")
+        wanted = word == "on" if word else not self._chat.highlight
         if wanted and not self._terminal.has_styles:
             raise InvalidValue("there are no colours here: use a terminal that has them, and unset NO_COLOR")
         self._chat.highlight = wanted
@@ -253,13 +242,6 @@ class Commands:
         except (EOFError, KeyboardInterrupt):
             self._terminal.newline()
             return False
-
-
-def _switched(word: str, now: bool, command: str) -> bool:
-    """Return the new state of a switch; no word turns it over. Raises InvalidValue."""
-    if word not in ("", "on", "off"):
-        raise InvalidValue(f"{command} {word} is not known: give on or off")
-    return word == "on" if word else not now
 
 
 def _schema_text(name: str) -> str:

@@ -39,7 +39,6 @@ class PlainInput:
     """Reads messages line by line, as Python's own input() does."""
 
     def __init__(self, terminal: Terminal, interrupts: Interrupts) -> None:
-        self.blocks = False  # Enter begins a new line, and an empty line sends
         self._terminal = terminal
         self._interrupts = interrupts
 
@@ -48,7 +47,7 @@ class PlainInput:
         try:
             with self._interrupts.raising():
                 text = self._terminal.ask(PROMPT)
-                while is_open(text) or (self.blocks and text.strip() and not text.endswith("\n")):
+                while is_open(text):
                     text += "\n" + self._terminal.ask(CONTINUATION)
         except (EOFError, KeyboardInterrupt):
             self._terminal.newline()
@@ -57,13 +56,9 @@ class PlainInput:
 
 
 class LineEditor:
-    """Reads messages with history, several lines and completion.
-
-    Enter sends, Alt-Enter begins a new line; with `blocks` it is the other way round.
-    """
+    """Reads messages with history, several lines and completion. Enter sends, Alt-Enter begins a new line."""
 
     def __init__(self, interrupts: Interrupts, completer: Completer, history: Path | None) -> None:
-        self.blocks = False
         self._interrupts = interrupts
         self._input = create_input(sys.stdin)
         self._session: PromptSession[str] = PromptSession(
@@ -110,18 +105,14 @@ class LineEditor:
         @keys.add("enter", filter=typing)
         def _enter(event: KeyPressEvent) -> None:
             buffer = event.current_buffer
-            is_command = buffer.text.startswith("/") and "\n" not in buffer.text
-            if is_open(buffer.text) or (self.blocks and not is_command):
+            if is_open(buffer.text):
                 buffer.insert_text("\n")
             else:
                 buffer.validate_and_handle()
 
         @keys.add("escape", "enter", filter=typing)
         def _alt_enter(event: KeyPressEvent) -> None:
-            if self.blocks:
-                event.current_buffer.validate_and_handle()
-            else:
-                event.current_buffer.insert_text("\n")
+            event.current_buffer.insert_text("\n")
 
         return keys
 

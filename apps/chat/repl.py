@@ -14,7 +14,7 @@ from .answer import ChatState, Outcome
 from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
-from .input import open_input, unquoted
+from .input import UserInput, open_input, unquoted
 from .interrupts import Interrupts
 from .models import choose, open_pair
 from .report import Trace, as_json
@@ -59,12 +59,12 @@ def run(options: Options, prompt: str | None, terminal: Terminal, interrupts: In
 
 def _converse(chat: ChatState, *, history: bool) -> None:
     commands = Commands(chat)
-    commands.input = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
+    reader = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
     chat.terminal.note(GREETING)
     with chat.interrupts.noting():
         while True:
             try:
-                _take_line(chat, commands)
+                _take_line(chat, commands, reader)
             except EOFError:
                 return
             except (OutputClosed, NoModelLeft):
@@ -73,11 +73,11 @@ def _converse(chat: ChatState, *, history: bool) -> None:
                 chat.terminal.error(error)
 
 
-def _take_line(chat: ChatState, commands: Commands) -> None:
+def _take_line(chat: ChatState, commands: Commands, reader: UserInput) -> None:
     """Read a message or a command and act on it. Raises SpecError, and EOFError to leave."""
     chat.interrupts.clear()
     try:
-        text = commands.input.read()
+        text = reader.read()
     except KeyboardInterrupt:
         return
     if command := COMMAND.fullmatch(text.strip()):

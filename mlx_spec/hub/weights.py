@@ -236,7 +236,12 @@ def _bits(settings: Config) -> int:
     """Return the bits of a weight in a `quantization_config`, 4 if it does not say."""
     groups = settings.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    found = [settings.get("bits"), settings.get("w_bit"), *(w.get("num_bits") for w in weights if w)]
+    found = [
+        settings.get("bits"),
+        settings.get("w_bit"),
+        8 if settings.get("load_in_8bit") else None,
+        *(w.get("num_bits") for w in weights if w),
+    ]
     return next((bits for bits in found if isinstance(bits, int) and bits in (2, 3, 4, 5, 6, 8)), 4)
 
 
@@ -252,16 +257,7 @@ def _mlx_precision(settings: Config) -> str:
 def _foreign_precision(settings: Config) -> str:
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
     name = QUANTIZER_NAMES.get(method.lower(), method)
-    if method == "fp8":
-        blocks = settings.get("weight_block_size")
-        return f"{name}, blocks of {'x'.join(map(str, blocks))}" if isinstance(blocks, list) else name
-    if method == "bitsandbytes":
-        return f"{name} {4 if settings.get('load_in_4bit') else 8}-bit"
-    if method == "mxfp4":
-        return name
     if "quant_method" not in settings and "bits" in settings:
         return _mlx_precision(settings)
-    detail = settings.get("format") or settings.get("quant_algo")
-    size = settings.get("group_size")
-    groups = f", groups of {size}" if isinstance(size, int) and size > 0 else ""
-    return f"{name} {detail}" if detail else f"{name} {_bits(settings)}-bit{groups}"
+    kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
+    return name if name in ("FP8", "MXFP4") else f"{name} {kind}"

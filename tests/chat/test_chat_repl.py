@@ -59,7 +59,7 @@ def test_every_command(tmp_path):
     with Screen(*PAIR, "--max-tokens=24", home=tmp_path, PATH="/nowhere") as screen:
         screen.wait_for(READY)
         names = set(re.findall(r"\n/(\w+)", screen.say("/help")))
-        wanted = "help exit clear system model draft set show stats save load retry undo multiline json"
+        wanted = "help exit clear system model draft set show stats save load retry undo json"
         assert names == {*wanted.split(), "highlight"}
         for command, problem in (
             ("/stats", "there is no answer yet"),
@@ -123,15 +123,9 @@ def test_several_lines(tmp_path):
         screen.wait_for('three"""')
         assert READY not in screen.text.rpartition("one")[2]  # it is still being typed
         screen.say("")
-        assert "Enter begins a line, Alt-Enter sends" in screen.say("/multiline")
-        screen.type("four\rfive")
-        screen.wait_for("five")
-        screen.type("\x1b\r")
-        screen.wait_for(READY)
-        assert "Enter sends" in screen.say("/multiline off")
         screen.say(f"/save {tmp_path / 'talk'}")
     content = json.loads((tmp_path / "talk.json").read_text())
-    assert [turn["content"] for turn in content["messages"][::2]] == ["one\ntwo\nthree", "four\nfive"]
+    assert [turn["content"] for turn in content["messages"][::2]] == ["one\ntwo\nthree"]
 
 
 def test_completion(tmp_path):

@@ -76,7 +76,7 @@ def theirs(method: str, **settings: Any) -> dict[str, Any]:
             "4-bit MLX, groups of 64, some layers 8-bit",
             64 * 64 + 10 * 64,
         ),
-        (theirs("fp8", weight_block_size=[128, 128]), FP8, "FP8, blocks of 128x128", 128 * 64),
+        (theirs("fp8", weight_block_size=[128, 128]), FP8, "FP8", 128 * 64),
         (theirs("modelopt", quant_algo="NVFP4"), NVFP4, "ModelOpt NVFP4", 4096),
         ({"quantization": "odd", "quantization_config": 3}, {"l.weight": ("F16", (2, 2))}, "float16", 4),
     ],
