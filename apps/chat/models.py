@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,7 +29,6 @@ from ..models import summary
 from .arguments import Options
 from .settings import typed_path
 
-HUB_TIMEOUT_S = 3.0  # for the sizes of the models that could be downloaded
 MEMORY_FACTOR, MEMORY_EXTRA_BYTES = 1.1, 500_000_000  # of a loaded pair: its weights times, and besides
 
 
@@ -150,13 +147,7 @@ def listing(present: str) -> list[str]:
         lines += ["on this disk:", *table([_row(model, models, present) for model in targets])]
     here = {model.name for model in models if model.problem is None}
     if absent := [alias for alias in ALIASES if resolve(alias).target not in here]:
-        sizes = _download_sizes(absent)
-        rows = []
-        for alias in absent:
-            size = sizes.get(alias)
-            known = ("size not known", "") if size is None else (human_bytes(size), fit(size))
-            rows.append((f"  {alias}", *known, resolve(alias).target))
-        lines += ["to be fetched:", *table(rows)]
+        lines += ["to be fetched:", *table([(f"  {alias}", resolve(alias).target) for alias in absent])]
     return [*lines, "/model NAME loads one, and asks before it downloads anything"]
 
 
@@ -191,27 +182,6 @@ def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str
     mark = "*" if model.name == present else " "
     about = summary(model, partners(model, models))
     return mark, model.name, human_bytes(model.size), fit(model.size), about
-
-
-def _download_sizes(names: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of target and drafter by alias, as far as the hub answers in time."""
-    found: dict[str, int] = {}
-
-    def ask(name: str) -> None:
-        pair = resolve(name)
-        with suppress(SpecError):
-            plans = [hub.plan(part) for part in (pair.target, pair.drafter) if part]
-            found[name] = sum(plan.total for plan in plans)
-
-    import huggingface_hub  # noqa: F401 (imported once, not by all threads together)
-
-    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
-    deadline = time.monotonic() + HUB_TIMEOUT_S
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0))
-    return dict(found)
 
 
 # --- the pair used last

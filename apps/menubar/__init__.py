@@ -16,8 +16,6 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from mlx_spec.errors import InvalidValue
-
 from ..command import ERROR, guarded
 from . import macos
 from .app import QUIT, App, Folder
@@ -33,15 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command line that makes no sense raises SystemExit with status 2.
     """
     plan = parse(arguments)
+    if sys.platform != "darwin":
+        print("mlx-spec: the menu bar is for macOS: use `mlx-spec serve` and its page", file=sys.stderr)
+        return ERROR
     return guarded(lambda: _run(plan, Folder(user_state_path("mlx_spec") / "menubar")))
 
 
 def _run(plan: MenuPlan, folder: Folder) -> int:
     folder.make()
-    agent = macos.agent_file(Path.home()) if macos.IS_MAC else None
+    agent = macos.agent_file(Path.home())
     if plan.installs or plan.removes:
-        if agent is None:
-            raise InvalidValue("login items are of macOS: let your desktop start `mlx-spec menubar`")
         if plan.installs:
             macos.install_agent(agent, plan.passed, folder.own_log)
             print(f"{agent} starts the menu at login")
@@ -56,7 +55,7 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
         return _show(plan, folder, agent)
 
 
-def _show(plan: MenuPlan, folder: Folder, agent: Path | None) -> int:
+def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
     view = _view()
     app = App(plan, folder, view, agent)
     thread = threading.Thread(target=app.run, name="mlx_spec menu")
@@ -64,7 +63,7 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path | None) -> int:
     def on_start() -> None:
         _on_signals(lambda: app.post(QUIT))
         thread.start()
-        print("mlx-spec: the menu is in the menu bar or tray; Ctrl-C ends it", file=sys.stderr)
+        print("mlx-spec: the menu is in the menu bar; Ctrl-C ends it", file=sys.stderr)
 
     view.run(on_start, app.post)
     if thread.ident is not None:
@@ -74,11 +73,7 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path | None) -> int:
 
 
 def _view() -> View:
-    """Return the view for this desktop. Raises NotFound with what has to be installed."""
-    if not macos.IS_MAC:
-        from .gtk import GtkView
-
-        return GtkView()
+    """Return the menu bar of macOS. Raises NotFound with what has to be installed."""
     framework = sysconfig.get_config_var("PYTHONFRAMEWORK") or ""
     problem = macos.framework_problem(platform.mac_ver()[0], framework)
     if problem is not None:

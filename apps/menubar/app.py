@@ -66,8 +66,8 @@ class Folder:
 class App:
     """Owns the state of the menu."""
 
-    def __init__(self, plan: MenuPlan, folder: Folder, view: View, agent: Path | None) -> None:
-        """Take `agent` as the file that starts the menu at login; None where there is no such thing."""
+    def __init__(self, plan: MenuPlan, folder: Folder, view: View, agent: Path) -> None:
+        """Take `agent` as the file that starts the menu at login."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
         self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
         self._server = ServerProcess(plan.server, folder.log, self._update)
@@ -84,8 +84,7 @@ class App:
         """Run until a click on Quit. Then the server has ended and the view is closed."""
         try:
             threading.Thread(target=self._list_models, name="mlx_spec models", daemon=True).start()
-            if self._agent is not None:
-                self._update(login=self._agent.exists())
+            self._update(login=self._agent.exists())
             self._attempt(lambda: self._server.start(self._state.selection))
             while self._step():
                 pass
@@ -173,8 +172,6 @@ class App:
             self._restart()
 
     def _switch_login(self) -> None:
-        if self._agent is None:
-            return
         if self._agent.exists():
             self._agent.unlink()
         else:

@@ -1,4 +1,4 @@
-"""The desktop: open a page or a file, notify, and on macOS start the menu at login with a LaunchAgent."""
+"""macOS: open a file, notify, and start the menu at login with a LaunchAgent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import write_atomically
 
-IS_MAC = sys.platform == "darwin"
 HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
 LABEL = "mlx-spec.menubar"
 DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
@@ -23,15 +22,14 @@ NOTIFY = ("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run")
 
 
 def open_file(path: Path) -> None:
-    """Show a file or folder with the desktop's own program, if there is one."""
-    _spawn(("open" if IS_MAC else "xdg-open", str(path)))
+    """Show a file or folder in Finder."""
+    _spawn(("open", str(path)))
 
 
 def notify(text: str) -> None:
-    """Say something about the menu on stderr and, on macOS, as a notification."""
+    """Say something about the menu on stderr and as a notification."""
     print(f"mlx-spec: {text}", file=sys.stderr, flush=True)
-    if IS_MAC:
-        _spawn((*NOTIFY, text))
+    _spawn((*NOTIFY, text))
 
 
 def framework_problem(version: str, framework: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The menu as data: the state of the server and the entries that show it. `cocoa` and `gtk` draw them."""
+"""The menu as data: the state of the server and the entries that show it. `cocoa` draws them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class State:
     figures: Figures = Figures()
     problem: str | None = None
     retry_s: float = 0.0  # until a crashed server is started again
-    login: bool | None = None  # whether it starts at login; None where the system has no such thing
+    login: bool = False  # it starts at login
     note: str | None = None  # about the menu itself
 
 
@@ -273,8 +273,7 @@ def _endpoint(state: State) -> tuple[Item, ...]:
 
 
 def _program(state: State) -> tuple[Item, ...]:
-    login = () if state.login is None else (_item("Launch at login", Action.LOGIN, checked=state.login),)
-    return (*login, _item("Quit", Action.QUIT))
+    return _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
 
 
 def _item(

@@ -363,7 +363,7 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
 def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
     folder.selection.write_text(kept)
     view = Notepad()
-    app = App(parse(list(given)), folder, view, None)
+    app = App(parse(list(given)), folder, view, macos.agent_file(folder.path))
     app.post(QUIT)
     app.run()
     drafters = [item for item in view.items() if item.click and item.click.action is Action.DRAFTER]
