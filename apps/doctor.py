@@ -43,8 +43,8 @@ class Options:
     """Check this machine and test a pair.
 
     Looks at what is installed and on the disk, then tests for at most a minute whether the text with
-    speculation is the text without, how many draft tokens are accepted, and what that gains. Ends with a
-    certificate to paste into an issue. The exit status is 1 when something is wrong.
+    speculation is the text without. Ends with a certificate to paste into an issue; `mlx-spec bench` measures
+    the gain. The exit status is 1 when something is wrong.
     """
 
     target: Target = "demo"
@@ -143,18 +143,15 @@ def part_in_words(name: str | None, found: CheckpointInfo | None) -> str:
 
 def all_checks() -> Iterator[Check]:
     """Run the checks in the order of the report."""
-    backend = _backend()
     mac = platform.mac_ver()[0]
     name = f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
     yield Check("machine", "ok", _machine())
     yield Check("system", "ok", f"{name}, {platform.machine()}, Python {platform.python_version()}")
-    yield backend
+    yield _backend()
     packages = [f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]
     yield Check("packages", "ok", ", ".join(packages))
     yield _disk()
     yield _models()
-    if backend.state != "wrong":
-        yield _costs()
 
 
 def version(name: str) -> str:
@@ -220,26 +217,6 @@ def _models() -> Check:
     return Check("models", "ok", text)
 
 
-def _costs() -> Check:
-    from mlx_spec.policy import saved_costs
-
-    keys = [_saved_key(file) for file in sorted(saved_costs.folder().glob("*.json"))]
-    ours, damaged = keys.count((device_name(), version("mlx"))), keys.count(None)
-    text = f"{len(keys)} saved, {ours} of this device and this MLX"
-    if damaged:
-        return Check("costs", "note", f"{text}; {damaged} damaged, which will be measured again")
-    return Check("costs", "ok", text)
-
-
-def _saved_key(file: Path) -> tuple[str, str] | None:
-    """Return the device and the MLX version of saved costs, None if the file is damaged."""
-    try:
-        key = json.loads(file.read_text(encoding="utf-8"))["key"]
-        return str(key["device"]), str(key["mlx"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 # --- the certificate
 
 
@@ -255,6 +232,8 @@ def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now
 
 
 def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
+    from .selftest import OWN
+
     yield "verdict", _verdict(found)
     for comparison in (*found.wrong, *found.near_ties)[:MAX_FINDINGS]:
         yield from _finding(comparison, found.allowed)
@@ -282,7 +261,9 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
         yield "window", f"{found.window} tokens, {'crossed' if found.past_window else 'NOT reached'}"
     if found.left_out:
         yield "left out", f"{found.left_out} of the tests: the time was too short"
-    yield from _speed(found)
+    own = [each for each in found.comparisons if each.decoder == OWN]
+    if drafted := sum(each.drafted for each in own):
+        yield "acceptance", f"{sum(each.accepted for each in own) / drafted:.0%} of {drafted} draft tokens"
     yield "test took", f"{found.seconds:.0f} s"
 
 
@@ -312,20 +293,6 @@ def _finding(found: Comparison, allowed: float) -> Iterator[tuple[str, str]]:
 
 def _distance(gap: Gap) -> str:
     return f"logits {gap.logits:.3g} apart, {gap.roundings:.3g} roundings of {gap.dtype}"
-
-
-def _speed(found: SelfTest) -> Iterator[tuple[str, str]]:
-    own = found.accepted
-    if own is not None and own.drafted:
-        first = own.accepted_at[0] / own.drafted_at[0] if own.accepted_at else 0.0
-        every = f"{first:.0%} of first draft tokens, {own.accepted / own.drafted:.0%} of all"
-        yield "acceptance", f"{every}, {own.acceptance_length:.2f} tokens a round at K = 4"
-    if found.plain is not None:
-        yield "plain", f"{found.plain.tokens_per_second:.1f} tokens/s"
-    if found.gain is not None:
-        low, high = found.gain.spread
-        times = f"{found.gain.gain:.2f} times plain ({low:.2f} to {high:.2f} in half of the answers)"
-        yield "adaptive", f"{found.gain.tokens_per_second:.1f} tokens/s, {times}"
 
 
 main = program("doctor", Options, _run)

@@ -1,4 +1,4 @@
-"""The self-test of `mlx-spec doctor`: text with drafts against plain text, acceptance and speed.
+"""The self-test of `mlx-spec doctor`: text with drafts against plain text.
 
 A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
 the last bits, either may be chosen, and neither is wrong: a near-tie. How large those last bits are is
@@ -25,17 +25,16 @@ from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import gumbel, noise_key
-from mlx_spec.session import Statistics, added
+from mlx_spec.session import Statistics
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
-from .bench import Question, Run, Speed, arm, chat_questions, in_turns, speeds
+from .bench import Question, chat_questions
 
 SEEDED = Sampling(temperature=0.8, seed=11)
 K, SCRIPTED_K = 4, 7  # draft tokens
 OWN, ADAPTIVE, SPOILED, COMPANY = f"K = {K}", "adaptive", "spoiled drafts", "beside others"
 MIN_ANSWER_TOKENS = 16  # however slow they come
-COMPARED_SHARE = 0.7  # of the time, by which all answers are compared; the rest is for speed
 DECODE_COST = 5.0  # plain answers that all ways to decode one take together
 PREFILL_COST = 1 / 32  # of a plain token, for one of a long prompt, at most
 NOISE_MARGIN = 4  # times the largest measured difference that counts as rounding
@@ -53,10 +52,9 @@ class Effort:
     seconds: float  # at most, and the time to read one prompt
     questions: int
     tokens: int  # of an answer
-    repeats: int  # of the questions, to measure speed
 
 
-LONG, QUICK = Effort(60.0, 4, 64, 3), Effort(15.0, 2, 32, 1)
+LONG, QUICK = Effort(60.0, 4, 64), Effort(15.0, 2, 32)
 
 
 # --- rounding
@@ -200,9 +198,6 @@ class SelfTest:
     left_out: int  # tests for which the time was too short
     window: int | None  # tokens of sliding attention, None if there is none
     past_window: bool  # whether an answer went past it
-    accepted: Statistics | None  # of fixed draft lengths, None without a drafter
-    plain: Speed | None  # None if an answer is wrong
-    gain: Speed | None  # of the pair's own policy, None without a drafter or if an answer is wrong
     noise: Gap | None  # the largest between caches without a rollback, None if not measured
     seconds: float
 
@@ -255,12 +250,8 @@ def self_test(pair: Pair, window: int | None, effort: Effort, progress: StagePro
     progress.stage("self-test: text with drafts and without")
     for question, sampling in tester.cases(count):
         tester.compare(question, sampling, count)
-    found = tester.result([])
-    if found.passed:
-        progress.stage("self-test: speed, in turns")
-        found = tester.result(tester.speeds(count))
     progress.end()
-    return found
+    return tester.result()
 
 
 class _Tester:
@@ -271,14 +262,13 @@ class _Tester:
         self._started = time.monotonic()
         self._token_seconds = 0.0  # of plain decoding
         self._comparisons: list[Comparison] = []
-        self._statistics: list[Statistics] = []  # of the pair's own drafts
         self._noise: Gap | None = None
         self._left_out, self._past_window = 0, False
         self.questions = chat_questions(pair.text)[: effort.questions]
 
-    def _left(self, share: float = COMPARED_SHARE) -> float:
-        """Return the seconds until a share of the time has passed; 0 if it has."""
-        return max(self._started + share * self._effort.seconds - time.monotonic(), 0.0)
+    def _left(self) -> float:
+        """Return the seconds that are left; 0 if there are none."""
+        return max(self._started + self._effort.seconds - time.monotonic(), 0.0)
 
     def warm_up(self) -> int:
         """Read weights and compile kernels. Return how many tokens an answer may have."""
@@ -287,7 +277,7 @@ class _Tester:
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
         cost = (len(self.questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
-        fitting = int(COMPARED_SHARE * self._effort.seconds / cost)
+        fitting = int(self._effort.seconds / cost)
         return min(max(fitting, MIN_ANSWER_TOKENS), self._effort.tokens)
 
     def cases(self, count: int) -> Iterator[tuple[Question, Sampling]]:
@@ -355,8 +345,6 @@ class _Tester:
                 return
             found = self._decode(parts(), question, sampling, len(expected.tokens), name == COMPANY)
             self._comparisons.append(self._comparison(question, name, sampling, expected, found))
-            if name == OWN and sampling is GREEDY and question in self.questions:
-                self._statistics.append(found.statistics)
             if self._window is not None and len(question.tokens) + len(found.tokens) > self._window:
                 self._past_window = True
 
@@ -423,28 +411,12 @@ class _Tester:
             error=error,
         )
 
-    def speeds(self, count: int) -> list[Speed]:
-        """Measure plain decoding and the pair's own policy, as often as there is time for."""
-        arms = [arm(self._pair, "plain", 0)]
-        arms += [arm(self._pair, "adaptive", None)] if self._pair.drafter_names else []
-        answers: list[list[Run]] = []
-        for turn in range(self._effort.repeats * len(self.questions)):
-            question = self.questions[turn % len(self.questions)]
-            if answers and self._left(1.0) <= len(arms) * count * self._token_seconds:
-                break
-            answers.append(in_turns(self._pair, arms, question.tokens, count, turn))
-        return speeds(arms, answers)
-
-    def result(self, found: Sequence[Speed]) -> SelfTest:
-        plain, gain = [*found, None, None][:2]
+    def result(self) -> SelfTest:
         return SelfTest(
             comparisons=tuple(self._comparisons),
             left_out=self._left_out,
             window=self._window,
             past_window=self._past_window,
-            accepted=added(self._statistics) if self._statistics else None,
-            plain=plain,
-            gain=gain,
             noise=self._noise,
             seconds=time.monotonic() - self._started,
         )

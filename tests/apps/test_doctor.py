@@ -46,7 +46,7 @@ def gap(logits: float) -> Gap:
     return Gap(logits, 0.125, "bfloat16", 8)
 
 
-GOOD = SelfTest((EQUAL,), 0, None, False, None, None, None, None, 1.0)
+GOOD = SelfTest((EQUAL,), 0, None, False, None, 1.0)
 NOW = datetime(2026, 11, 21, 16, 5, tzinfo=UTC)
 
 
@@ -84,8 +84,6 @@ def test_the_demo_pair_passes(report):
     assert all(each["tokens"] > 0 and each["drift"] is not None for each in compared)
     assert all(each["accepted"] < each["drafted"] for each in compared if each["decoder"] == SPOILED)
     assert found["window"] == 64 and found["past_window"] and found["left_out"] == 0
-    assert found["accepted"]["accepted"] > 0
-    assert found["plain"]["tokens_per_second"] > 0 and found["gain"]["gain"] > 0
 
 
 def test_its_certificate_can_be_shown_to_others(report):
@@ -99,8 +97,7 @@ def test_its_certificate_can_be_shown_to_others(report):
         "bfloat16",
         "window 64 tokens, crossed",
         f"mlx-spec {mlx_spec.__version__}, mlx {version('mlx')}",
-        "first draft tokens",
-        "times plain",
+        "acceptance ",
     ):
         assert expected in text
     for secret in (socket.gethostname(), str(Path.home()) + "/", str(demo.TARGET), os.getcwd()):
@@ -121,7 +118,7 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(patient, monkeypatch, cap
     assert block[0] == block[2] == block[-1] == "-" * WIDTH
     text = " ".join(" ".join(block).split())
     assert "verdict FAILED" in text and "difference spoiled drafts, greedy" in text
-    assert "roundings of bfloat16" in text and "times plain" not in text
+    assert "roundings of bfloat16" in text
 
 
 def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
@@ -134,7 +131,7 @@ def test_a_cache_that_keeps_all_rejected_rows_gives_other_tokens(monkeypatch, pa
     monkeypatch.setattr(FullCache, "rewind", lambda self, size: None)
     monkeypatch.setattr(SlidingCache, "rewind", lambda self, size: None)
     broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
-    assert not broken.passed and broken.plain is None
+    assert not broken.passed
     parted = [each for each in broken.wrong if each.divergence is not None]
     assert parted
     divergence = parted[0].divergence
