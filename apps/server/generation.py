@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
+from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, is_optional
 from mlx_spec.batch.scheduler import Result
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.engine import RunningSequence
@@ -31,6 +31,7 @@ from mlx_spec.types import Round, TokenLogprob
 
 from .errors import invalid
 from .fill_in import fill_in_ends, fill_in_prompt
+from .log import LOG
 from .models import GrammarCache, LoadedModel
 from .prefix_cache import Snapshot
 from .request import (
@@ -99,7 +100,7 @@ def prepare(
     )
     format = _output_format(request, dialect, use)
     if format is not None:
-        sampling = replace(sampling, grammar=_compile(format, request, grammars, limits))
+        sampling = replace(sampling, grammar=_compile(format, request, grammars, limits, dialect))
     reads_calls = use is not None and use.choice != "none"
     return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
 
@@ -130,14 +131,27 @@ def _output_format(
 
 
 def _compile(
-    format: OutputFormat, request: GenerationRequest, grammars: GrammarCache, limits: Limits
-) -> Grammar:
-    thinks = isinstance(request.prompt, Chat) and request.prompt.thinking
+    format: OutputFormat,
+    request: GenerationRequest,
+    grammars: GrammarCache,
+    limits: Limits,
+    dialect: ToolFormat | None,
+) -> Grammar | None:
+    """Return the grammar of an answer; None if it is that of calls, only wanted, and does not compile."""
+    chat = request.prompt if isinstance(request.prompt, Chat) else None
+    use = None if chat is None or dialect is None else chat.tools
     source = answer_schema(format.text) if format.kind == "json_schema" else format.text
     try:
-        return grammars.compile(format.kind, source, seconds=limits.grammar_seconds).thinking(thinks)
+        found = grammars.compile(format.kind, source, seconds=limits.grammar_seconds)
     except InvalidValue as error:
+        if use is not None and is_optional(use, request.format):
+            LOG.warning("calls of tools are not constrained: %s", error)
+            return None
         raise invalid(str(error), format.param) from error
+    found = found.thinking(chat is not None and chat.thinking)
+    if use is not None and dialect is not None and use.choice == "auto" and request.format is None:
+        found = found.with_calls(dialect.open, dialect.close)
+    return found
 
 
 # --- on the engine thread

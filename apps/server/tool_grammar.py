@@ -1,8 +1,9 @@
 """Write the demands of a request's tools on the answer as a Lark grammar for llguidance.
 
-Forced calls (`tool_choice`, `strict`) are possible in the syntaxes of CALLS. Values that are not JSON (Gemma,
-Qwen3-Coder) are limited by the common keywords of JSON Schema; a strict tool with another one is refused by
-its name, and for any other tool what cannot be enforced is left out. `oneOf` counts as `anyOf`.
+Calls match their schemas in the syntaxes of CALLS; in others what demands that is refused. Values that are
+not JSON (Gemma, Qwen3-Coder) are limited by the common keywords of JSON Schema; a strict tool with another
+one is refused by its name, and for any other tool what cannot be enforced is left out. `oneOf` counts as
+`anyOf`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
@@ -48,17 +50,31 @@ CODER_CLOSE = "</parameter>"
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
     """Return a grammar of the whole answer, after the thinking; None if the tools demand nothing.
 
-    required and named: calls and nothing else, one of them unless `parallel`. auto, if a tool is strict,
-    calls are not parallel or there is an `answer`: any text, or what `answer` demands, and calls, each of a
-    tool and as its schema says. none: None. Raises Failure 400 that names what cannot be
-    enforced.
+    required and named: calls and nothing else, one of them unless `parallel`. auto: any text, or what
+    `answer` demands, and calls, each of a tool and as its schema says. none: None. Raises Failure 400 that
+    names what cannot be enforced. If nothing demands that, None comes instead, and calls are free.
     """
     tools = [tool for tool in use.tools if use.named in (None, tool.name)]
     if not tools:
         raise invalid(f"tool_choice: {use.named!r} is none of the tools", "tool_choice")
-    free = use.parallel and answer is None and not any(tool.strict for tool in tools)
-    if use.choice == "none" or (use.choice == "auto" and free):
+    if use.choice == "none":
         return None
+    if not is_optional(use, answer):
+        return _answer_grammar(format, use, tools, answer)
+    with suppress(Failure):
+        return _answer_grammar(format, use, tools, None)
+    return None
+
+
+def is_optional(use: ToolUse, answer: OutputFormat | None) -> bool:
+    """Return True if a request does not demand that its calls match their schemas."""
+    is_strict = any(tool.strict for tool in use.tools)
+    return use.choice == "auto" and use.parallel and answer is None and not is_strict
+
+
+def _answer_grammar(
+    format: ToolFormat, use: ToolUse, tools: Sequence[Tool], answer: OutputFormat | None
+) -> str:
     if format.syntax.name not in CALLS:
         raise unsupported(
             f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, "

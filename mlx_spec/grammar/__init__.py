@@ -26,6 +26,12 @@ class Matcher(Protocol):
     def forced(self, generated: Sequence[int]) -> list[int]:
         """Return the tokens that must follow, as far as they are known."""
 
+    def after_unread(self, generated: Sequence[int]) -> tuple[int, mx.array, mx.array] | None:
+        """Return what may stand after a token that only the device knows, if one token decides that.
+
+        That token, and the masks [V] after it and after any other one. None if the host has to read.
+        """
+
 
 class Grammar(Protocol):
     """The form that answers must have."""
@@ -35,6 +41,9 @@ class Grammar(Protocol):
 
     def thinking(self, thinks: bool) -> Grammar:
         """Return the same grammar for answers that may begin with thinking, or may not."""
+
+    def with_calls(self, open: int, close: int) -> Grammar:
+        """Return the same grammar, which lets any text stand outside of calls between these tokens."""
 
 
 def read_tokens(drafted: mx.array) -> list[int]:

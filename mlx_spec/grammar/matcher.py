@@ -29,7 +29,7 @@ from mlx_spec.text import Text, common_prefix
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-State = Literal["start", "thinking", "answer", "end", "invalid"]
+State = Literal["start", "thinking", "free", "answer", "end", "invalid"]
 TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
 JSON_OBJECT = '{"type": "object"}'
@@ -66,14 +66,18 @@ class CompiledGrammar:
     vocabulary: GrammarVocabulary
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
+    calls: tuple[int, int] | None = None  # tokens that open and close a call; the text around calls is free
 
     def thinking(self, thinks: bool) -> CompiledGrammar:
         return replace(self, thinks=thinks)
 
+    def with_calls(self, open: int, close: int) -> CompiledGrammar:
+        return replace(self, calls=(open, close))
+
     def matcher(self, prompt: Sequence[int]) -> AnswerMatcher:
         opened = self.text.opens_thinking(prompt)
         state: State = "thinking" if opened else "start" if self.thinks else "answer"
-        return AnswerMatcher(self.vocabulary, self.start, state)
+        return AnswerMatcher(self.vocabulary, self.start, state, self.calls)
 
 
 class AnswerMatcher:
@@ -81,11 +85,25 @@ class AnswerMatcher:
 
     Tokens are consumed to look ahead and taken back. `_states[i]` is the state after i tokens. After a token
     that may not follow it is "invalid", and the parser reads nothing more. A parser that gives up stays in
-    its error state. If only draft tokens led there, another parser replaces it.
+    its error state. If only draft tokens led there, another parser replaces it. Text around calls is "free":
+    the parser does not read it.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, start: LLMatcher, state: State) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        start: LLMatcher,
+        state: State,
+        calls: tuple[int, int] | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
+        self._calls = calls
+        self._answer: State = "answer" if calls is None else "free"  # where the thinking has ended
+        self._free_tokens = vocabulary.all_tokens
+        if calls is not None:
+            self._free_tokens = vocabulary.all_tokens & ~token_bits(calls[1:], vocabulary.size)
+            state = "free" if state == "answer" else state
+        self._unread: dict[State, tuple[int, mx.array, mx.array]] = {}
         self._start = start
         self._parser = start.deep_copy()
         self._tokens: list[int] = []
@@ -119,6 +137,25 @@ class AnswerMatcher:
         self._follow(generated)
         return self._parser.compute_ff_tokens() if self._states[-1] == "answer" else []
 
+    def after_unread(self, generated: Sequence[int]) -> tuple[int, mx.array, mx.array] | None:
+        self._follow(generated)
+        state, token = self._states[-1], None
+        if state == "thinking":
+            token = self._vocabulary.closing
+        elif state == "free" and self._calls is not None:
+            token = self._calls[0]
+        if token is None:
+            return None
+        if state not in self._unread:
+            rows = []
+            for after in (token, None):  # any other token changes nothing
+                if after is not None:
+                    self._consume(after)
+                rows.append(_unpack(mx.array(self._next_tokens()[None]))[0, : self._vocabulary.size])
+                self._rewind(len(generated))
+            self._unread[state] = token, rows[0], rows[1]
+        return self._unread[state]
+
     def _follow(self, generated: Sequence[int]) -> None:
         """Consume the emitted tokens. Raises InvalidValue if they do not match."""
         tokens = list(generated)
@@ -146,15 +183,21 @@ class AnswerMatcher:
             return "invalid"
         if state == "thinking":
             closes = token == vocabulary.closing
-            return "invalid" if token in vocabulary.ends else "answer" if closes else "thinking"
+            return "invalid" if token in vocabulary.ends else self._answer if closes else "thinking"
         if state == "start" and token == vocabulary.opening:
             return "thinking"
+        if self._is_free(state) and self._calls is not None and token != self._calls[0]:
+            return "end" if token in vocabulary.ends else "invalid" if token == self._calls[1] else "free"
         if token in vocabulary.ends:
             return "end" if self._parser.is_accepting() else "invalid"
         if self._parser.is_stopped() or self._parser.try_consume_tokens([token]) == 0:
             return "invalid"
         self._parsed[-1] += 1
-        return "answer"
+        closes_call = self._calls is not None and token == self._calls[1]
+        return "free" if closes_call and not self._parser.is_stopped() else "answer"
+
+    def _is_free(self, state: State) -> bool:
+        return self._answer == "free" and state in ("start", "free")
 
     def _rewind(self, count: int) -> None:
         """Take back all but the first `count` tokens."""
@@ -174,6 +217,8 @@ class AnswerMatcher:
             return vocabulary.other_tokens
         if state == "end":
             return vocabulary.end_tokens
+        if self._is_free(state):
+            return self._free_tokens
         if state == "invalid" or parser.is_error():
             return vocabulary.all_tokens
         if parser.is_stopped():

@@ -180,11 +180,19 @@ class GrammarMask:
         self._mask = mx.array(True)
 
     def mask(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return which of logits [T, V] are allowed, bool [T, V]. Waits for the draft, not for the logits."""
-        mx.async_eval(drafted)  # apart from the logits: arrays evaluated together are ready together
-        mx.async_eval(logits)  # the device runs the target's pass while the host follows the draft
+        """Return which of logits [T, V] are allowed, bool [T, V]. Waits for the draft, not for the logits.
+
+        It does not wait where the device can tell by the drafted token itself.
+        """
         if self._matcher is None:
             self._matcher = self._grammar.matcher(history[: self._prompt_length])
+        if logits.shape[0] == drafted.shape[0] == 1:  # after a queued token
+            found = self._matcher.after_unread(history[self._prompt_length :])
+            if found is not None:
+                token, after, otherwise = found
+                return mx.where(drafted[0] == token, after, otherwise)[None]
+        mx.async_eval(drafted)  # apart from the logits: arrays evaluated together are ready together
+        mx.async_eval(logits)  # the device runs the target's pass while the host follows the draft
         key = (len(history), read_tokens(drafted), logits.shape[0])
         if key != self._key:
             self._key = key

@@ -11,9 +11,10 @@ import pytest
 from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import GrammarKind
+from mlx_spec.grammar import GrammarKind, Matcher
 from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS, compile_grammar
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling import Sampling, sampling
+from mlx_spec.sampling.sampling import GrammarMask
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"
 LANGUAGE = grammars.language(PATTERN, "abcdx", longest=5)
@@ -95,6 +96,50 @@ def test_lark_with_special_tokens() -> None:
     matcher = compiled("lark", 'start: <|tool_call> "go" | "no"', text=WITH_CALLS).matcher([])
     assert row(matcher, []) == {250, ord("n")}
     assert row(matcher, [250, *b"go"]) == ENDS
+
+
+CALL_OPEN, CALL_CLOSE = 250, 249
+CALLS = f'start: call*\ncall: <[{CALL_OPEN}]> ("ab" | "ac") <[{CALL_CLOSE}]>'
+ONE_CALL = [CALL_OPEN, *b"ab", CALL_CLOSE]
+
+
+def with_calls(source: str = CALLS, *, thinks: bool = False) -> Matcher:
+    text = byte_text({**NAMES, CALL_OPEN: "<|tool_call>", CALL_CLOSE: "<tool_call|>"})
+    return compiled("lark", source, thinks=thinks, text=text).with_calls(CALL_OPEN, CALL_CLOSE).matcher([])
+
+
+def test_text_around_calls_is_free() -> None:
+    matcher, anything = with_calls(), set(range(V)) - {CALL_CLOSE}
+    for free in ([], [*b"xyz"], ONE_CALL, [*b"x", *ONE_CALL, *ONE_CALL, *b"y"]):
+        assert row(matcher, free) == anything
+        assert row(matcher, free, [CALL_OPEN]) == {ord("a")}
+        assert row(matcher, free, [CALL_OPEN, ord("a")]) == {ord("b"), ord("c")}
+    assert matcher.legal([*b"x"], [*ONE_CALL, *b"y", CALL_OPEN, ord("z")]) == 6
+    assert row(with_calls(thinks=True), [OPEN, CALL_OPEN, *b"z", CLOSE]) == anything
+    single = with_calls(CALLS.replace("call*", "call?"))
+    assert row(single, [*b"x", *ONE_CALL]) == ENDS
+
+
+def test_after_a_token_that_is_not_read_the_masks_are_the_same() -> None:
+    for thinks in (False, True):
+        matcher, seen = with_calls(thinks=thinks), 0
+        for before in ([], [*b"x"], ONE_CALL, [CALL_OPEN], [OPEN], [OPEN, *b"x"], [OPEN, CLOSE, *b"x"]):
+            found = matcher.after_unread(before)
+            for token in row(matcher, before) if found is not None else ():
+                expected = ENDS if token in ENDS else row(matcher, before, [token])
+                mask = found[1] if token == found[0] else found[2]
+                assert tokens_of(mask) == expected or token in ENDS
+            seen += found is not None
+        assert seen == (5 if thinks else 6)
+
+
+def test_masks_of_free_text_do_not_wait_for_the_queued_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = byte_text({**NAMES, CALL_OPEN: "<|tool_call>", CALL_CLOSE: "<tool_call|>"})
+    grammar = compiled("lark", CALLS, text=text).with_calls(CALL_OPEN, CALL_CLOSE)
+    mask = GrammarMask(grammar, 0)
+    monkeypatch.setattr(sampling, "read_tokens", None)
+    for token, expected in ((ord("y"), set(range(V)) - {CALL_CLOSE}), (CALL_OPEN, {ord("a")})):
+        assert tokens_of(mask.mask(mx.zeros((1, V)), [*b"x"], mx.array([token]))[0]) == expected
 
 
 # --- thinking

@@ -126,6 +126,20 @@ def test_tools(server: Serving, client: Any) -> None:
     assert again.choices[0].finish_reason in ("stop", "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_the_models_choice_fits_its_schema(client: Any, stream: bool) -> None:
+    """The demo writes calls when its marker is likely; without a grammar they were none."""
+    ask = {"messages": ZIP, "tools": [WEATHER], "max_tokens": 60, "logit_bias": {"6": 30}, **EXACT}
+    if stream:
+        deltas = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **ask)]
+        call = next(call for delta in deltas for call in delta.tool_calls or ())
+    else:
+        call = client.chat.completions.create(**ask).choices[0].message.tool_calls[0]
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather" and "city" in arguments
+    assert arguments.keys() <= {"city", "days"} and arguments.get("days", 1) in (1, 2, 3)
+
+
 def test_constraints_of_vllm_and_sglang(client: Any) -> None:
     """Outlines, for `Literal["yes", "no"]`, sends the first two; its answer was any text."""
     schema = {"properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}

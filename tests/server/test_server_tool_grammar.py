@@ -152,7 +152,8 @@ def test_choices(text):
         answers = ("hello", ONE, TWO, "hello " + ONE, ONE + "bye", "<|tool_call>call:ping{}<tool_call|>", "")
         return [accepts(source, text, answer) for answer in answers]
 
-    assert of(PING) is None and of(PING, SIMPLE, choice="none") is None
+    assert let(of(PING)) == [1, 0, 0, 0, 0, 1, 1] and of(PING, SIMPLE, choice="none") is None
+    assert of(Tool("f", None, {"type": 5})) is None  # nothing demands that it can be enforced
     assert let(of(SIMPLE, PING, choice="required")) == [False, True, True, False, False, True, False]
     assert let(of(SIMPLE, PING, choice="required", parallel=False)) == [0, 1, 0, 0, 0, 1, 0]
     assert let(of(SIMPLE, PING, choice="required", named="f")) == [0, 1, 1, 0, 0, 0, 0]
