@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
@@ -48,22 +47,20 @@ CODER_CLOSE = "</parameter>"
 
 
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
-    """Return a grammar of the whole answer, after the thinking; None if the tools demand nothing.
+    """Return a grammar of the whole answer, after the thinking; None if all of it is free.
 
     required and named: calls and nothing else, one of them unless `parallel`. auto: any text, or what
-    `answer` demands, and calls, each of a tool and as its schema says. none: None. Raises Failure 400 that
-    names what cannot be enforced. If nothing demands that, None comes instead, and calls are free.
+    `answer` demands, and calls, each of a tool and as its schema says. Raises Failure 400 that names what
+    cannot be enforced, unless that is optional.
     """
-    tools = [tool for tool in use.tools if use.named in (None, tool.name)]
-    if not tools:
-        raise invalid(f"tool_choice: {use.named!r} is none of the tools", "tool_choice")
     if use.choice == "none":
         return None
-    if not is_optional(use, answer):
-        return _answer_grammar(format, use, tools, answer)
-    with suppress(Failure):
-        return _answer_grammar(format, use, tools, None)
-    return None
+    try:
+        return _answer_grammar(format, use, answer)
+    except Failure:
+        if is_optional(use, answer):
+            return None
+        raise
 
 
 def is_optional(use: ToolUse, answer: OutputFormat | None) -> bool:
@@ -72,9 +69,10 @@ def is_optional(use: ToolUse, answer: OutputFormat | None) -> bool:
     return use.choice == "auto" and use.parallel and answer is None and not is_strict
 
 
-def _answer_grammar(
-    format: ToolFormat, use: ToolUse, tools: Sequence[Tool], answer: OutputFormat | None
-) -> str:
+def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None) -> str:
+    tools = [tool for tool in use.tools if use.named in (None, tool.name)]
+    if not tools:
+        raise invalid(f"tool_choice: {use.named!r} is none of the tools", "tool_choice")
     if format.syntax.name not in CALLS:
         raise unsupported(
             f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, "
