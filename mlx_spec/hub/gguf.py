@@ -32,7 +32,7 @@ Bytes = npt.NDArray[Any]  # of uint8, which its operations do not say
 Floats = npt.NDArray[Any]
 
 
-class Group(NamedTuple):
+class Unpacked(NamedTuple):
     """Unpacked blocks: w = scales * integers + biases."""
 
     integers: Bytes  # [blocks, weights]
@@ -48,7 +48,7 @@ class BlockType:
     weights: int  # in a block
     nbytes: int  # of a block
     bits: int = 0  # of an integer in MLX; 0 for floats
-    unpack: Callable[[Bytes], Group] | None = None
+    unpack: Callable[[Bytes], Unpacked] | None = None
 
 
 @dataclass(frozen=True)
@@ -222,28 +222,28 @@ def _float16(part: Bytes) -> Floats:
     return np.ascontiguousarray(part).view(np.float16)
 
 
-def _q4_0(block: Bytes) -> Group:
+def _q4_0(block: Bytes) -> Unpacked:
     scales = _float16(block[:, :2])
-    return Group(_halves(block[:, 2:]), scales, scales * np.float16(-8))
+    return Unpacked(_halves(block[:, 2:]), scales, scales * np.float16(-8))
 
 
-def _q4_1(block: Bytes) -> Group:
-    return Group(_halves(block[:, 4:]), _float16(block[:, :2]), _float16(block[:, 2:4]))
+def _q4_1(block: Bytes) -> Unpacked:
+    return Unpacked(_halves(block[:, 4:]), _float16(block[:, :2]), _float16(block[:, 2:4]))
 
 
-def _q5_0(block: Bytes) -> Group:
+def _q5_0(block: Bytes) -> Unpacked:
     scales = _float16(block[:, :2])
-    return Group(_halves(block[:, 6:]) | _fifth_bits(block[:, 2:6]), scales, scales * np.float16(-16))
+    return Unpacked(_halves(block[:, 6:]) | _fifth_bits(block[:, 2:6]), scales, scales * np.float16(-16))
 
 
-def _q5_1(block: Bytes) -> Group:
+def _q5_1(block: Bytes) -> Unpacked:
     integers = _halves(block[:, 8:]) | _fifth_bits(block[:, 4:8])
-    return Group(integers, _float16(block[:, :2]), _float16(block[:, 2:4]))
+    return Unpacked(integers, _float16(block[:, :2]), _float16(block[:, 2:4]))
 
 
-def _q8_0(block: Bytes) -> Group:
+def _q8_0(block: Bytes) -> Unpacked:
     scales = _float16(block[:, :2])
-    return Group(block[:, 2:] ^ 128, scales, scales * np.float16(-128))
+    return Unpacked(block[:, 2:] ^ 128, scales, scales * np.float16(-128))
 
 
 def _k_scales(block: Bytes) -> tuple[Floats, Floats]:
@@ -260,21 +260,21 @@ def _k_halves(part: Bytes) -> Bytes:
     return _halves(part.reshape(-1, GROUP)).reshape(len(part), -1)
 
 
-def _q4_k(block: Bytes) -> Group:
-    return Group(_k_halves(block[:, 16:]), *_k_scales(block))
+def _q4_k(block: Bytes) -> Unpacked:
+    return Unpacked(_k_halves(block[:, 16:]), *_k_scales(block))
 
 
-def _q5_k(block: Bytes) -> Group:
+def _q5_k(block: Bytes) -> Unpacked:
     high = _shifted(block[:, None, 16:48], range(8)) & 1
-    return Group(_k_halves(block[:, 48:]) | high.reshape(len(block), -1) << 4, *_k_scales(block))
+    return Unpacked(_k_halves(block[:, 48:]) | high.reshape(len(block), -1) << 4, *_k_scales(block))
 
 
-def _q6_k(block: Bytes) -> Group:
+def _q6_k(block: Bytes) -> Unpacked:
     low = _shifted(block[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & 15
     high = _shifted(block[:, 128:192].reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & 3
     integers = low.reshape(len(block), -1) | high.reshape(len(block), -1) << 4
     scales = block[:, 192:208].view(np.int8) * _float16(block[:, 208:]).astype(np.float32)
-    return Group(integers - np.uint8(32), scales, scales)
+    return Unpacked(integers - np.uint8(32), scales, scales)
 
 
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
