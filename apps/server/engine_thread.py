@@ -346,7 +346,13 @@ class EngineThread:
             job, row = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
             self._attempt(job, partial(job.answer.step, row))
         for model in self._models.loaded():
-            model.batch.step()
+            try:
+                model.batch.step()
+            except Exception as error:  # of joining or leaving: what the batch holds is unknown
+                for job in [job for job in self._running if job.model == model.name]:
+                    job.send(Failed(to_failure(error)))
+                    self._finish(job)
+                model.batch = model.pair.batch(self._limits.running)
         for job in tuple(self._running):
             for row in [row for row in job.answer.rows if row.arrived]:
                 if job in self._running:  # else another row of it failed

@@ -375,6 +375,20 @@ def test_an_error_fails_one_request(
     assert body(answer(engine, request)) == body(answer(plain, request))
 
 
+@pytest.mark.parametrize("place", ["engine.Group.step", "batch.scheduler.Batch._regroup"])
+def test_an_error_of_a_pass_ends_those_in_it(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    streams = [begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=500)) for _ in range(3)]
+    for stream in streams:
+        stream.until(RoundDone)
+    with monkeypatch.context() as broken:
+        broken.setattr(f"mlx_spec.{place}", lambda *given, **options: 1 / 0)
+        assert {failure(stream.all()).status for stream in streams} == {500}
+    assert text_of(answer(engine, chat(QUESTION))).startswith("os.path.join: Join")
+    wait_until_idle(engine)
+
+
 def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> None:
     """A pair that was loaded beside a busy program took its drafter for too dear, until the next load."""
     pairs: list[Pair] = []
