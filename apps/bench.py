@@ -161,11 +161,11 @@ def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]
 
 def _rounds(pair: Pair, each: Arm, prompt: Sequence[int], count: int) -> Iterator[Round]:
     """Read the prompt and return the rounds of its answer."""
-    from mlx_spec.engine import prefill
+    from mlx_spec.engine import decode, prefill
 
     target, drafters = each.decoding.target, each.decoding.drafters
     target.rewind(0)
-    rounds = pair.run(each.decoding, prompt, max_tokens=count)
+    rounds = decode(pair.prepare(each.decoding, prompt, max_tokens=count))
     for _ in prefill(target, drafters, list(prompt)):
         pass
     return rounds

@@ -26,6 +26,7 @@ from schemas import RECORDS, SCHEMAS, Draws, Schema
 from timing import finish, interval, latin_square, parser, table
 
 import mlx_spec
+from mlx_spec.engine import decode
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -131,7 +132,7 @@ def answer(pairs: Mapping[bool, Pair], schema: Schema, number: int, arm: str, co
         size = pair.info.vocab_size
         grammar = compile_grammar("json_schema", json.dumps(schema), pair.text, size, seconds=5.0)
     parts = pair.open()
-    rounds = list(pair.run(parts, prompt, sampling=Sampling(grammar=grammar), max_tokens=count))
+    rounds = list(decode(pair.prepare(parts, prompt, sampling=Sampling(grammar=grammar), max_tokens=count)))
     return summed(rounds, len(parts.drafters))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,7 +83,10 @@ class Pair:
         The target's own end-of-text tokens end it, and those in `stop`; the last round holds the token that
         did. Raises InvalidValue or PromptTooLong at once, before the first round.
         """
-        return self.run(self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop)
+        sequence = self.prepare(
+            self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop
+        )
+        return engine.decode(sequence)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -92,7 +95,7 @@ class Pair:
 
     def session(self, system: str | None = None) -> Session:
         """Return a new conversation. Raises InvalidValue if the target has no chat template."""
-        return Session(self.text, CachedSequence(self.open()), self.run, system)
+        return Session(self.text, CachedSequence(self.open()), self.prepare, system)
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
@@ -138,34 +141,6 @@ class Pair:
         if isinstance(self.policies, AdaptivePolicies) and self.policies.claim_check():
             self.calibrate()
 
-    def run(
-        self,
-        parts: SequenceParts,
-        prompt_tokens: Sequence[int],
-        *,
-        sampling: Sampling = GREEDY,
-        max_tokens: int,
-        stop: Collection[int] = (),
-        top_logprobs: int | None = None,
-        prediction: Sequence[int] = (),
-    ) -> Generator[Round, None, None]:
-        """Continue a prompt as `generate` does, with parts that may already hold a prefix of the prompt.
-
-        With `top_logprobs`, rounds carry the log-probabilities of their tokens and that many alternatives for
-        each. `prediction` is text that the answer is expected to contain: it is drafted where it fits. The
-        drafters that it and a grammar bring follow `drafter_names` by index.
-        """
-        sequence = self.prepare(
-            parts,
-            prompt_tokens,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop=stop,
-            top_logprobs=top_logprobs,
-            prediction=prediction,
-        )
-        return engine.decode(sequence)
-
     def prepare(
         self,
         parts: SequenceParts,
@@ -177,14 +152,20 @@ class Pair:
         top_logprobs: int | None = None,
         prediction: Sequence[int] = (),
     ) -> engine.RunningSequence:
-        """Return the sequence that `run` decodes, for a batch. Raises InvalidValue and PromptTooLong."""
+        """Return a sequence that `engine.decode` decodes by itself and a batch with others.
+
+        Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
+        log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
+        answer is expected to contain: it is drafted where it fits. The drafters that it and a grammar bring
+        follow `drafter_names` by index. Raises InvalidValue and PromptTooLong.
+        """
         prompt = list(prompt_tokens)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None
         if top_logprobs is not None:
-            law = LogitsProcessor(sampling, len(prompt), self.info.vocab_size)
-            sampler = recorder = LogprobRecorder(sampler, law, self.text, top_logprobs)
+            processor = LogitsProcessor(sampling, len(prompt), self.info.vocab_size)
+            sampler = recorder = LogprobRecorder(sampler, processor, self.text, top_logprobs)
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )

@@ -174,9 +174,9 @@ class Rounds(Protocol):
 class Generation:
     """The answer to one prompt, round by round.
 
-    It continues `sequence`, rewound to what that shares with the prompt. `rounds` come from `Pair.run` or a
-    batch with the same parts and prompt, and have not begun. `answer` reads their tokens. Any step may be the
-    last: the sequence can be used again as soon as `rounds()` is closed.
+    It continues `sequence`, rewound to what that shares with the prompt. `rounds` come from
+    `engine.decode` or a batch, with the same parts and prompt, and have not begun. `answer` reads their
+    tokens. Any step may be the last: the sequence can be used again as soon as `rounds()` is closed.
     """
 
     def __init__(
@@ -259,21 +259,21 @@ class Piece:
 class Session:
     """A conversation. What the target has already read is read again only where it changed.
 
-    Made by `Pair.session`. `run` is its `Pair.run`; `sequence` is for this conversation alone.
+    Made by `Pair.session`. `prepare` is its `Pair.prepare`; `sequence` is for this conversation alone.
     """
 
     def __init__(
         self,
         text: Text,
         sequence: CachedSequence,
-        run: Callable[..., Generator[Round, None, None]],
+        prepare: Callable[..., engine.RunningSequence],
         system: str | None = None,
     ) -> None:
         if not text.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
         self._text = text
         self._sequence = sequence
-        self._run = run
+        self._prepare = prepare
         self._system = system
         self._messages: list[dict[str, Any]] = []
         self._generation: Generation | None = None  # of the last answer
@@ -326,7 +326,9 @@ class Session:
         self._stop()
         question = {"role": "user", "content": message}
         prompt = self._text.prompt([*self.messages, question], thinking=thinking)
-        rounds = self._run(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
+        rounds = engine.decode(
+            self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
+        )
         answer = AnswerStream(self._text, prompt)
         self._generation = Generation(self._sequence, prompt, rounds, answer)
         self._running = self._stream(question, self._generation)

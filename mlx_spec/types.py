@@ -55,8 +55,8 @@ class FeatureSpec:
 class KVRows:
     """K and V of committed positions, in temporal order, as the layer's own attention sees them."""
 
-    keys: mx.array  # [1, H, S, Dk], rope applied
-    values: mx.array  # [1, H, S, Dv]
+    keys: mx.array  # [B, H, S, Dk], rope applied
+    values: mx.array  # [B, H, S, Dv]
     mask: mx.array | None = None  # bool [B, 1, 1, S] of several sequences; None if all see all rows
 
 

@@ -369,10 +369,10 @@ class RunningRequest:
     ) -> Iterator[None]:
         """Process a prompt and add the logprobs of its tokens to `scores`; the first token has none."""
         pair, top = self._pair, self._request.top_logprobs or 0
-        law = LogitsProcessor(replace(self._request.sampling, grammar=None), 0, pair.info.vocab_size)
+        processor = LogitsProcessor(replace(self._request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores.append(TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan))
         parts = sequence.parts
-        for more in score_prompt(parts.target, parts.drafters, law, prompt, pair.text, top):
+        for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.text, top):
             scores.extend(more)
             yield
 

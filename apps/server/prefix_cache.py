@@ -29,6 +29,7 @@ import numpy as np
 from mlx_spec import __version__
 from mlx_spec.convert.write import check_space, safetensors_header
 from mlx_spec.device import device_name
+from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.checkpoint import WEIGHTS
 from mlx_spec.hub.files import human_bytes, one_line
@@ -413,7 +414,7 @@ def _probe(pair: Pair) -> CacheState:
     """Return the state of a scratch sequence. Raises SpecError."""
     tokens = (pair.text.encode(CALIBRATION_TEXT) or [0]) * PROBE_TOKENS
     sequence = CachedSequence(pair.open())
-    for _ in pair.run(sequence.parts, tokens[:PROBE_TOKENS], max_tokens=2):
+    for _ in decode(pair.prepare(sequence.parts, tokens[:PROBE_TOKENS], max_tokens=2)):
         pass
     return sequence.state()
 

@@ -13,10 +13,7 @@ from mlx_spec.model.hooks import decoder_of, start_layers_early
 from mlx_spec.model.target import LMTarget, captures_of, features_of
 from mlx_spec.types import Features, FeatureSpec, KVRows
 
-PROBE_LENGTHS = (
-    3,
-    6,
-)  # prompt tokens of two sequences: unequal, so that their rows need positions of their own
+PROBE_LENGTHS = (3, 6)  # prompt tokens of two sequences: unequal, so that rows need positions of their own
 PROBE_ROWS = 4  # of the probe's pass: neither 1 nor the number of sequences, so that no wrong shape fits
 MAX_PROBE_ERROR = 0.05  # of the largest logit: above the rounding of 16 bits, below that of a wrong position
 

@@ -17,7 +17,6 @@ from lossless import Scripted, emitted
 from mlx_spec.batch.scheduler import Batch
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.engine import RunningSequence, generate
 from mlx_spec.model.target import LMTarget
@@ -53,13 +52,7 @@ KINDS = {
     "recurrent": None,
     "recurrent_moe": None,
 }
-SOURCES = {
-    "lookup": lookup_source,
-    "draft model": lambda: draft_model_source("other", tiny.full(seed=1), VocabularySizes(256, 256)),
-    "eagle3": lambda: random_sources.eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
-    "mtp": lambda: random_sources.mtp(64, 256),
-    "gemma4 assistant": tiny.assistant,
-}
+SOURCES = {"lookup": lookup_source, **random_sources.FOR_TINY}
 
 
 @cache

@@ -17,7 +17,7 @@ import mlx_spec
 from mlx_spec.batch import Batch
 from mlx_spec.batch.policy import FEWEST_RUNNING, MOST_RUNNING, BatchPolicies
 from mlx_spec.batch.scheduler import CHUNK_MULTIPLE, MAX_PAUSE_S
-from mlx_spec.engine import PREFILL_STEP
+from mlx_spec.engine import PREFILL_STEP, decode
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -69,7 +69,7 @@ def test_every_request_is_as_alone(pair: Pair) -> None:
     together, accepted = by_id(pair, requests_of(pair)), 0
     for text, request, rounds in zip(TEXTS * 2, requests_of(pair) * 2, together, strict=True):
         prompt = [2, *pair.text.encode(text)]
-        alone = list(pair.run(pair.open(), prompt, max_tokens=40, **request))
+        alone = list(decode(pair.prepare(pair.open(), prompt, max_tokens=40, **request)))
         assert all(isinstance(round, Round) for round in rounds)
         assert emitted(rounds) == emitted(alone)
         assert rounds[-1].finish_reason == alone[-1].finish_reason
@@ -138,7 +138,7 @@ def test_caches_are_used_again(pair: Pair) -> None:
     for each, text in zip(parts, texts, strict=True):
         assert each.target.size == len(text) - 1
         alone = emitted(list(pair.generate(text, max_tokens=12)))
-        assert emitted(list(pair.run(each, text, max_tokens=12))) == alone
+        assert emitted(list(decode(pair.prepare(each, text, max_tokens=12)))) == alone
 
 
 def test_generate_batch(pair: Pair) -> None:
@@ -203,7 +203,7 @@ def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None
     requests = []
     for i, text in enumerate(TEXTS):
         parts, history = pair.open(), [2, *pair.text.encode(text * (1 + i % 3))]
-        for round in pair.run(parts, history, max_tokens=2 + i):
+        for round in decode(pair.prepare(parts, history, max_tokens=2 + i)):
             history = [*history, *round.tokens]
         sampler = Sampling(temperature=0.5 * (i % 2), seed=i).sampler(len(history), pair.info.vocab_size)
         requests.append(DraftRequest(parts.drafters[0], history, [3, 0, 5, 2][i], sampler))

@@ -28,6 +28,7 @@ from test_session import TEMPLATE, TOKENIZER
 import mlx_spec
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters import DrafterSource
+from mlx_spec.engine import decode
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.sequence import CachedSequence
@@ -249,7 +250,7 @@ def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
     expected: list[int] = []
     for cached, before in ((warm, (0, 0)), (cold, (25, 25))):
         assert (cached.rewind_to_prefix(prompt), cached.drafter_missing) == before
-        tokens = emitted(list(pair.run(cached.parts, prompt, max_tokens=8)))
+        tokens = emitted(list(decode(pair.prepare(cached.parts, prompt, max_tokens=8))))
         expected = expected or tokens
         assert tokens == expected
         cached.append(tokens)

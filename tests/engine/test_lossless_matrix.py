@@ -17,7 +17,6 @@ from lossless import Scripted, emitted, first_difference, lengths, plain, rounds
 from virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.model_free import Lookup, Prediction
 from mlx_spec.drafters.retokenized import Retokenized
 from mlx_spec.engine import PREFILL_STEP
@@ -44,13 +43,7 @@ def short_lookup() -> DrafterSource:
     return DrafterSource("lookup", Lookup.needs, None, lambda parts: Lookup(1, 16))
 
 
-SOURCES = {
-    "lookup": short_lookup,
-    "draft model": lambda: draft_model_source("other", tiny.full(seed=1), VocabularySizes(256, 256)),
-    "eagle3": lambda: random_sources.eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
-    "mtp": lambda: random_sources.mtp(64, 256),
-    "gemma4 assistant": tiny.assistant,
-}
+SOURCES = {"lookup": short_lookup, **random_sources.FOR_TINY}
 DRAFTERS = ["prediction", "retokenized", *SOURCES, *PUBLISHED]
 PAIRS = [pair for pair in itertools.product(DRAFTERS, CACHES) if pair[0] != "gemma4 assistant"]
 # It reads the K/V of these targets.

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from test_session import KINDS, alone, make_pair
 
+from mlx_spec.engine import decode
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
@@ -19,7 +20,7 @@ GREEDY = Sampling()
 
 def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:
     """Continue a prompt with a kept sequence, as those who keep one do."""
-    rounds = pair.run(held.parts, prompt, max_tokens=count)
+    rounds = decode(pair.prepare(held.parts, prompt, max_tokens=count))
     held.rewind_to_prefix(prompt)
     emitted: list[int] = []
     for round in rounds:
@@ -45,7 +46,7 @@ def test_without_a_rewind_the_text_is_wrong() -> None:
     pair, prompt, other = make_pair("full"), tiny.prompt(40), tiny.prompt(50, seed=5)
     held = CachedSequence(pair.open())
     generate(pair, held, prompt, 12)
-    wrong = [t for round in pair.run(held.parts, other, max_tokens=12) for t in round.tokens]
+    wrong = [t for round in decode(pair.prepare(held.parts, other, max_tokens=12)) for t in round.tokens]
     assert wrong != alone(pair, "full", other, 12, GREEDY)
 
 
@@ -86,7 +87,7 @@ def test_interrupted_at_any_round(kind: str) -> None:
     held = CachedSequence(pair.open())
     for count in (0, 1, 3):
         prompt = tiny.prompt(30 + count)
-        rounds = pair.run(held.parts, prompt, max_tokens=50)
+        rounds = decode(pair.prepare(held.parts, prompt, max_tokens=50))
         held.rewind_to_prefix(prompt)
         for round in islice(rounds, count):
             held.append(round.tokens)

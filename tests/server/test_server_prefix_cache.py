@@ -14,6 +14,7 @@ from test_session import alone, make_pair
 from mlx_spec.apps.server.prefix_cache import PrefixCache
 from mlx_spec.apps.server.request import RoundDone
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.engine import decode
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
@@ -119,7 +120,7 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
         prompt = histories[name]
         with cache.borrow(prompt) as sequence:
             reused += sequence.shared(prompt) > 0
-            rounds = pair.run(sequence.parts, prompt, max_tokens=6)
+            rounds = decode(pair.prepare(sequence.parts, prompt, max_tokens=6))
             sequence.rewind_to_prefix(prompt)
             answer: list[int] = []
             for round in rounds:

@@ -31,6 +31,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.retokenized import retokenized_source
+from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
@@ -77,7 +78,7 @@ def generate(
     """Answer a prompt; the client hangs up after `most` rounds."""
     sequence.rewind_to_prefix(prompt)
     rounds = []
-    with closing(pair.run(sequence.parts, prompt, max_tokens=count)) as running:  # type: ignore[type-var]
+    with closing(decode(pair.prepare(sequence.parts, prompt, max_tokens=count))) as running:  # type: ignore[type-var]
         for round in islice(running, most):
             sequence.append(round.tokens)
             rounds.append(round)

@@ -20,6 +20,7 @@ from mlx_spec.convert import measure, selftest, texts
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.engine import decode
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
@@ -130,7 +131,7 @@ def generate_with(
         cached, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
             cached.rewind_to_prefix(prompt)
-            found = list(pair.run(cached.parts, prompt, sampling=sampling, max_tokens=24))
+            found = list(decode(pair.prepare(cached.parts, prompt, sampling=sampling, max_tokens=24)))
             plain = alone.generate(prompt, sampling=sampling, max_tokens=24)
             assert emitted(found) == emitted(list(plain)), text
             cached.append(emitted(found))

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import tiny
 from mlx.utils import tree_map
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.checkpoint import Conventions, Rope
 from mlx_spec.drafters.conditioned import chain_source
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.types import FeatureSpec
@@ -69,3 +71,12 @@ def mtp(D: int, vocab: int, seed: int = 4) -> DrafterSource:
     network = MTPNetwork({"text_config": text, "layer_type": "qwen3_5_text"}, conventions)
     _spread(network, seed)
     return chain_source("qwen_mtp", network, FeatureSpec(final_hidden=True), vocab)
+
+
+# For the targets of `tiny`, which have 64 features and 256 tokens.
+FOR_TINY = {
+    "draft model": lambda: draft_model_source("other", tiny.full(seed=1), VocabularySizes(256, 256)),
+    "eagle3": lambda: eagle3(64, 256, range(0, 256, 2), (0, 1, 2)),
+    "mtp": lambda: mtp(64, 256),
+    "gemma4 assistant": tiny.assistant,
+}
