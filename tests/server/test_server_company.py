@@ -106,7 +106,7 @@ def test_every_answer_is_that_alone(server: Serving, seed: int) -> None:
 
 
 def test_figures_of_a_batch(server: Serving) -> None:
-    ask = {"messages": [{"role": "user", "content": questions()[0]}], "ignore_eos": True, "max_tokens": 200}
+    ask = {"messages": [{"role": "user", "content": questions()[0]}], "ignore_eos": True, "max_tokens": 80}
     ask |= {"temperature": 0}
     seen: list[Any] = []
     done = threading.Event()
