@@ -35,6 +35,7 @@ PROGRAMS = {
     "launch": Program("mlx_spec.apps.launch:main", "mlx_spec.apps.launch:Options", ANSWERS),
     "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar.arguments:options", ANSWERS),
     "convert": Program("mlx_spec.convert.command:main", "mlx_spec.convert.command:Options", MODELS),
+    "train": Program("mlx_spec.convert.train.command:main", "mlx_spec.convert.train.command:Options", MODELS),
     "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:Inspect", MODELS),
     "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:ListOptions", MODELS),
     "pull": Program("mlx_spec.apps.models:pull_main", "mlx_spec.apps.models:Pull", MODELS),

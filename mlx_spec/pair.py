@@ -15,6 +15,7 @@ from mlx_spec.batch.target import SharedTarget, batch_obstacle
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -23,7 +24,7 @@ from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.text import Text
-from mlx_spec.types import FeatureSpec, Round
+from mlx_spec.types import FeatureSpec, Round, TargetParts
 
 GREEDY = Sampling()
 MAX_PADDING_SHARE = 4  # a batch may leave 1 / MAX_PADDING_SHARE of the weights' bytes unused in its buffers
@@ -87,6 +88,17 @@ class Pair:
             self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop
         )
         return engine.decode(sequence)
+
+    def with_drafters(
+        self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
+    ) -> Pair:
+        """Return a pair of the same target with other drafters."""
+        return Pair(self.info, self.text, self._model, drafters, policies, self._kv_bits)
+
+    @property
+    def parts(self) -> TargetParts:
+        """Return the embedding and the LM head of the target."""
+        return parts_of(self._model)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:

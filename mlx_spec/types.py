@@ -105,6 +105,7 @@ class TargetParts:
 
     embed: Callable[[mx.array], mx.array]  # [T] -> [T, D], scaled as the target scales it
     unembed: Callable[[mx.array], mx.array]  # [T, D] -> [T, V], softcap included
+    select: Callable[[mx.array], Callable[[mx.array], mx.array]]  # ids [W] -> the head [T, D] -> [T, W]
 
 
 @dataclass(frozen=True)

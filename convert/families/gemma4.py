@@ -19,7 +19,7 @@ from mlx_spec.hub.files import shortened
 from .table import Config, Converted, Family, Tensors, finished, spell
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
-HEAD, ORDER = "lm_head.weight", "masked_embedding.token_ordering"
+HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"
 # Chained steps read the post-projection's output. All of a round are at the position of its first token.
 CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", rope="target")
 
@@ -33,8 +33,8 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     if missing:
         raise BadCheckpoint(f"this assistant lacks the tensors {shortened(missing)}: download it again")
     ours = {name: tensors[name] for name in sorted(needed)}
-    if ORDER in ours:
-        ours[ORDER] = _integers(ours[ORDER])
+    for name in {ORDER, DRAFT_IDS} & ours.keys():
+        ours[name] = _integers(name, ours[name])
     dropped = {}
     if HEAD in tensors:
         dropped[HEAD] = "a copy of the embedding table"
@@ -43,15 +43,17 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
         dropped |= dict.fromkeys(unused, "config.json has use_ordered_embeddings off")
     written = {**config, "model_type": NAME, KEY: asdict(CONVENTIONS)}
     head = f"a head of {assistant.num_centroids} centroids" if assistant.num_centroids else "a dense head"
+    if assistant.draft_vocab_size is not None:
+        head = f"the target's head for {assistant.draft_vocab_size} tokens"
     result = Converted(written, ours, frozenset(needed), dropped, _quantizable, (head,))
     return finished(spell(TITLE, tensors, config), result)
 
 
-def _integers(order: mx.array) -> mx.array:
+def _integers(name: str, order: mx.array) -> mx.array:
     """Return token ids as int32. Raises BadCheckpoint for floats."""
     if not mx.issubdtype(order.dtype, mx.integer):
         raise BadCheckpoint(
-            f"{ORDER} holds {order.dtype} where token ids belong, a cast damaged it: download it again"
+            f"{name} holds {order.dtype} where token ids belong, a cast damaged it: download it again"
         )
     return order.astype(mx.int32)
 

@@ -224,13 +224,15 @@ def own_parts(network: nn.Module, parts: TargetParts, vocab_size: int) -> Target
     embed = network.get("embed_tokens", parts.embed)
     unembed = network.get("lm_head", parts.unembed)
     if "draft_ids" in network:
-        unembed = _widened(unembed, network["draft_ids"], vocab_size)
-    return TargetParts(embed, unembed)
+        unembed = widened(unembed, network["draft_ids"], vocab_size)
+    return TargetParts(embed, unembed, parts.select)
 
 
-def _widened(
+def widened(
     unembed: Callable[[mx.array], mx.array], ids: mx.array, vocab_size: int
 ) -> Callable[[mx.array], mx.array]:
+    """Return a head over all tokens from one over the tokens `ids` [W]. The others have logits of -inf."""
+
     def to_full_vocabulary(normed: mx.array) -> mx.array:
         logits = unembed(normed)  # [T, W]
         empty = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required
+from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required, widened
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
@@ -34,6 +34,7 @@ ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
+Head = Callable[[mx.array, mx.array], mx.array]
 Newest = tuple[mx.array, Callable[[], Mapping[str, KVRows]]]
 
 
@@ -62,6 +63,9 @@ class AssistantConfig:
     sliding_window: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
+    draft_vocab_size: int | None = (
+        None  # W: the head is W rows of the target's own; None for a head of its own
+    )
     num_centroids: int = 0  # 0 for a dense head
     centroid_intermediate_top_k: int = 0
 
@@ -80,6 +84,7 @@ class AssistantConfig:
             heads=tuple(head_shape(text, index, where) for index in range(len(layer_types))),
             rms_norm_eps=required(text, "rms_norm_eps", float, where),
             rope_parameters=required(text, "rope_parameters", dict, where),
+            draft_vocab_size=config.get("draft_vocab_size"),
             **{key: required(text, key, int, where) for key in integers},
             **{key: required(config, key, int, CONFIG) for key in clusters},
         )
@@ -88,20 +93,23 @@ class AssistantConfig:
 
 
 def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
-    """Return the shape of K and V in one layer of any Gemma 4 text config.
+    """Return the shape of K and V in one layer of a Gemma 4 text config, or of one without layer types.
 
     transformers 5.23 writes `per_layer_config`, everything else the `global_` keys.
     """
-    num_kv_heads = required(text, "num_key_value_heads", int, where)
+    heads = text.get("num_attention_heads")
+    num_kv_heads = required({"num_key_value_heads": heads, **text}, "num_key_value_heads", int, where)
+    if heads and text.get("head_dim") is None:
+        text = {**text, "head_dim": required(text, "hidden_size", int, where) // heads}
     head_dim = required(text, "head_dim", int, where)
-    if text["layer_types"][layer] != FULL:
+    if text.get("layer_types", [FULL])[layer] != FULL:
         return HeadShape(num_kv_heads, head_dim)
     if "per_layer_config" in text:
         own = text["per_layer_config"].get(str(layer), {})
         return HeadShape(own.get("num_key_value_heads", num_kv_heads), own.get("head_dim", head_dim))
     if text.get("attention_k_eq_v"):
         num_kv_heads = text.get("num_global_key_value_heads") or num_kv_heads
-    return HeadShape(num_kv_heads, required(text, "global_head_dim", int, where))
+    return HeadShape(num_kv_heads, text.get("global_head_dim") or head_dim)
 
 
 def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
@@ -127,6 +135,13 @@ def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapp
     if clusters and not 0 < config.centroid_intermediate_top_k <= clusters:
         top_k = config.centroid_intermediate_top_k
         raise BadCheckpoint(f"the drafter's centroid_intermediate_top_k {top_k} is not in 1..{clusters}")
+
+
+def _owners(target: Mapping[str, Any]) -> list[str]:
+    """Return the attention type of each layer that has a cache of its own; all are full if none is named."""
+    layers = int(target.get("num_hidden_layers") or 0)
+    types: list[str] = target.get("layer_types") or [FULL] * layers
+    return types[: len(types) - int(target.get("num_kv_shared_layers") or 0)]
 
 
 def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None:
@@ -155,9 +170,8 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
 
 def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
     """Return the K/V shape of the last layer of each attention type that has a cache of its own."""
-    layer_types = target.get("layer_types") or []
-    owners = len(layer_types) - int(target.get("num_kv_shared_layers") or 0)
-    return {layer_types[i]: head_shape(target, i, "config.json of the target") for i in range(owners)}
+    where = "config.json of the target"
+    return {kind: head_shape(target, i, where) for i, kind in enumerate(_owners(target))}
 
 
 def _check(what: str, expected: object, found: object) -> None:
@@ -173,10 +187,12 @@ class AssistantNetwork(nn.Module):
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
-        width = config.hidden_size
+        width, self.vocab_size = config.hidden_size, config.vocab_size
         self.pre_projection = nn.Linear(2 * config.backbone_hidden_size, width, bias=False)
         self.post_projection = nn.Linear(width, config.backbone_hidden_size, bias=False)
         self.model = _Body(config)
+        if config.draft_vocab_size is not None:
+            self.draft_ids = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
         if config.num_centroids:
             self.masked_embedding = Centroids(
                 width, config.vocab_size, config.num_centroids, config.centroid_intermediate_top_k
@@ -231,6 +247,12 @@ class AssistantNetwork(nn.Module):
         empty = mx.full((normed.shape[0], table.weight.shape[0]), -mx.inf, dtype=scores.dtype)
         return mx.put_along_axis(empty, candidates, scores, axis=-1)
 
+    def places(self, ids: mx.array) -> mx.array:
+        """Return the rows of the embedding table that belong to token ids."""
+        if "masked_embedding" not in self:
+            return ids
+        return mx.argsort(self.masked_embedding.token_ordering)[ids]
+
     def sort_table(self) -> None:
         """Bring the rows of the embedding table, stored by token id, into the order of a centroid head."""
         if "masked_embedding" in self:
@@ -243,7 +265,10 @@ class AssistantNetwork(nn.Module):
 class _Body(nn.Module):
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # the LM head, never an input
+        if config.draft_vocab_size is None:
+            self.embed_tokens = nn.Embedding(
+                config.vocab_size, config.hidden_size
+            )  # the LM head, never an input
         self.layers = [_Layer(config, index) for index in range(len(config.layer_types))]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -362,6 +387,7 @@ class Gemma4Assistant(SequenceDrafter):
         self._network = network
         self._window = sliding_window
         self._parts = parts
+        self._logits = head_of(network, parts)
         self._features: Features | None = None
         self._length = 0  # of the history that the features belong to
 
@@ -389,7 +415,7 @@ class Gemma4Assistant(SequenceDrafter):
         builders = [DraftBuilder(request.history, request.sampler) for _, request, _ in ready]
         for step in range(max(request.limit for _, request, _ in ready)):
             hidden, normed = self._network(self._parts.embed(token), hidden, position, shared)
-            logits, drawn = self._network.logits(normed), list[mx.array]()
+            logits, drawn = self._logits(hidden, normed), list[mx.array]()
             for i, ((_, request, _), builder) in enumerate(zip(ready, builders, strict=True)):
                 own = slice(i, i + 1)
                 drawn.append(builder.draw(logits[own]) if step < request.limit else token[own])
@@ -405,6 +431,17 @@ class Gemma4Assistant(SequenceDrafter):
             return None
         assert features.final_hidden is not None and features.shared_kv is not None
         return features.final_hidden, features.shared_kv
+
+
+def head_of(network: AssistantNetwork, parts: TargetParts) -> Head:
+    """Return the head: logits [B, V] for the next hidden state [B, D] and the final norm [B, h].
+
+    A reduced vocabulary is scored by the target's own head. Its other tokens have logits of -inf.
+    """
+    if "draft_ids" not in network:
+        return lambda hidden, normed: network.logits(normed)
+    score = widened(parts.select(network.draft_ids), network.draft_ids, network.vocab_size)
+    return lambda hidden, normed: score(hidden)
 
 
 def _newest(request: DraftRequest) -> Newest | None:

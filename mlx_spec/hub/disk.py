@@ -61,8 +61,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.expanduser().absolute()
     refuse_existing(out)
     if not out.parent.is_dir():
-        raise NotFound(f"there is no folder {out.parent}: create it, or give another place for the pair")
-    with _locked(out):
+        raise NotFound(f"there is no folder {out.parent}: create it, or give another place")
+    with locked(out):
         for stale in out.parent.glob(f".{escape(out.name)}.partial-*"):
             shutil.rmtree(stale)
         partial = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -81,11 +81,11 @@ def new_folder(out: Path) -> Iterator[Path]:
 def refuse_existing(out: Path) -> None:
     """Raise InvalidValue unless `out` does not exist or is an empty folder."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise InvalidValue(f"{out} exists already: give another place for the pair, or remove it")
+        raise InvalidValue(f"{out} exists already: give another place, or remove it")
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Hold the lock of `out`. The kernel frees it when a run dies, however it dies."""
     file = out.parent / f".{out.name}.lock"
     handle = _open_locked(file, out)
@@ -103,9 +103,7 @@ def _open_locked(file: Path, out: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(handle)
-            raise InvalidValue(
-                f"another conversion is writing {out}: wait for it, or give another place"
-            ) from error
+            raise InvalidValue(f"another run is writing {out}: wait for it, or give another place") from error
         # A run that just ended may have removed the file between the two calls.
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(handle).st_ino == file.stat().st_ino:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,11 +124,29 @@ def parts_of(model: nn.Module) -> TargetParts:
         embedded: mx.array = table(tokens)
         return embedded if scale == 1.0 else embedded * scale
 
-    def unembed(hidden: mx.array) -> mx.array:
-        logits: mx.array = outer["lm_head"](hidden) if "lm_head" in outer else table.as_linear(hidden)
+    def capped(logits: mx.array) -> mx.array:
         return logits if softcap is None else mx.tanh(logits / softcap) * softcap
 
-    return TargetParts(embed, unembed)
+    def unembed(hidden: mx.array) -> mx.array:
+        return capped(outer["lm_head"](hidden) if "lm_head" in outer else table.as_linear(hidden))
+
+    def select(ids: mx.array) -> Callable[[mx.array], mx.array]:
+        head = outer.get("lm_head", table)
+        rows = {name: array[ids] for name, array in head.parameters().items()}
+
+        def score(hidden: mx.array) -> mx.array:
+            if "scales" not in rows:
+                logits = hidden @ rows["weight"].T
+            else:
+                quantized = rows["weight"], rows["scales"], rows.get("biases")
+                logits = mx.quantized_matmul(
+                    hidden, *quantized, group_size=head.group_size, bits=head.bits, mode=head.mode
+                )
+            return capped(logits + rows["bias"] if "bias" in rows else logits)
+
+        return score
+
+    return TargetParts(embed, unembed, select)
 
 
 def _language_model(model: nn.Module) -> nn.Module:

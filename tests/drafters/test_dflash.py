@@ -42,7 +42,13 @@ def published(**config: object) -> Checkpoint:
 
 def made(source: DrafterSource) -> DFlash:
     _, _, tensors = golden()
-    return source.make(TargetParts(lambda ids: tensors["embed"][ids], lambda x: x @ tensors["head"].T))
+    return source.make(
+        TargetParts(
+            lambda ids: tensors["embed"][ids],
+            lambda x: x @ tensors["head"].T,
+            lambda ids: lambda x: x @ tensors["head"][ids].T,
+        )
+    )
 
 
 def layers() -> list[mx.array]:

@@ -181,7 +181,7 @@ def gather(
         rows.append(np.array(hidden))
         return mx.zeros((hidden.shape[0], V))
 
-    drafter = source.make(TargetParts(target.parts.embed, unembed))
+    drafter = source.make(TargetParts(target.parts.embed, unembed, target.parts.select))
     history = list(prompt)
     drafter.observe(history, target.prefill(history[:-1]))
     for i, token in enumerate(truth):

@@ -1,0 +1,1 @@
+"""Train a drafter for a target on its own answers: `mlx-spec train`."""

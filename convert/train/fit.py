@@ -1,0 +1,256 @@
+"""Fit the weights of a drafter to recorded answers, in steps that an interruption cannot spoil."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_spec.drafters.gemma4 import AssistantNetwork
+from mlx_spec.types import TargetParts
+
+from .answers import Answer, read_answer
+from .unroll import batch_of, heads_of, loss_of, round_tokens, unroll
+
+DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
+STEP_ROWS = 512  # rows of a step, padding included: Muon's products then take a third of its time
+PEAK = 0.01  # learning rate of Muon for matrices: a step turns random weights by a few percent
+FINE_TUNING = 0.1  # of it for a drafter that is trained already
+NORMS = 0.1  # of it for norms, which AdamW changes by about the rate in each step; they are near 1
+WARM_UP, FLOOR = 0.1, 0.02  # shares: of the steps until the peak, and of the peak that is left at the end
+CLIP = 1.0  # largest norm of a gradient
+SAVE_SECONDS = 30.0  # between two states on the disk: what kill -9 loses at most, and a save takes far less
+EVALUATIONS = 12  # in a run: points of the curve that is shown
+MAX_TEST_ROWS = 6000  # of held-out rows for the curve: 1 % of acceptance is told apart
+BRANCH = 0.1  # first weight of the norms behind attention and MLP: a tenth of the residual stream
+RIDGE = 1e-3  # of the mean square of an input: keeps the first projections finite
+STATE = "state.safetensors"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens a round on held-out answers, with `DEPTH` draft tokens."""
+
+    greedy: float
+    sampled: float
+
+    @property
+    def mean(self) -> float:
+        """Return the mean of both, by which the best weights are chosen."""
+        return (self.greedy + self.sampled) / 2
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; part of its state on the disk."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)  # since the last point of the curve
+    curve: list[tuple[int, float, float, float]] = field(default_factory=list)  # step, loss, greedy, sampled
+    best: float = 0.0
+
+
+class Fit:
+    """A network, its optimizer, and where both are saved."""
+
+    def __init__(
+        self,
+        network: AssistantNetwork,
+        parts: TargetParts,
+        ids: mx.array,
+        files: tuple[Sequence[Path], Sequence[Path]],
+        folder: Path,
+        *,
+        window: int,
+        epochs: float,
+        fine_tunes: bool,
+        seed: int,
+    ) -> None:
+        self.network, self.progress = network, Progress()
+        self._embed, self._heads = parts.embed, heads_of(network, parts, ids)
+        self._train, self._test = files
+        self._folder, self._window, self._seed = folder, window, seed
+        self._sizes = {file: read_answer(file).tokens.size for file in self._train}
+        self.rows = sum(self._sizes.values())
+        self.steps = max(math.ceil(epochs * self.rows / STEP_ROWS), 1)
+        peak = FINE_TUNING * PEAK if fine_tunes else PEAK
+        matrices = optim.Muon(self._schedule(peak), weight_decay=0.0)
+        others = optim.AdamW(self._schedule(NORMS * peak), betas=[0.9, 0.98], weight_decay=0.0)
+        self._optimizer = optim.MultiOptimizer([matrices, others], [_is_matrix])
+        self._optimizer.init(network.trainable_parameters())
+        self._best = flat(network.parameters())
+        self._restore()
+
+    def run(self) -> Iterator[Progress]:
+        """Train until all steps are done. Yields after each step; the state is saved from time to time."""
+        compute = nn.value_and_grad(self.network, self._loss)
+        saved, batches = time.monotonic(), self._batches()
+        if not self.progress.step:
+            self._note()
+        for _ in range(self.progress.step):
+            next(batches)
+        while self.progress.step < self.steps:
+            begun = time.monotonic()
+            answers = [read_answer(file) for file in next(batches)]
+            loss, gradients = compute(self.network, answers)
+            gradients, _ = optim.clip_grad_norm(gradients, CLIP)
+            self._optimizer.update(self.network, gradients)
+            mx.eval(self.network.parameters(), self._optimizer.state, loss)
+            progress = self.progress
+            progress.step += 1
+            progress.losses.append(float(loss))
+            if progress.step * EVALUATIONS // self.steps > (progress.step - 1) * EVALUATIONS // self.steps:
+                self._note()
+            progress.seconds += time.monotonic() - begun
+            if time.monotonic() - saved > SAVE_SECONDS or progress.step == self.steps:
+                self.save()
+                saved = time.monotonic()
+            yield progress
+
+    @property
+    def best_step(self) -> int:
+        """Return the step with the best acceptance, 0 for the weights that training began with."""
+        return max(self.progress.curve, key=lambda point: point[2] + point[3])[0]
+
+    def take_best(self) -> None:
+        """Go back to the weights that had the best acceptance."""
+        self.network.update(tree_unflatten(list(self._best.items())))
+
+    def acceptance(self) -> Acceptance:
+        """Measure the acceptance on held-out answers."""
+        greedy, sampled, left = [0.0, 0], [0.0, 0], MAX_TEST_ROWS
+        for file in self._test:
+            if left <= 0:
+                break
+            answer = read_answer(file)
+            rows = batch_of([answer], self._window, mx.float32)
+            steps = unroll(self.network, rows, DEPTH, self._heads, self._embed)
+            ours, expected, _ = round_tokens(steps, rows, self._heads.ids)
+            into, found = (greedy, ours) if answer.greedy else (sampled, expected)
+            into[0], into[1] = into[0] + float(found.sum()), into[1] + found.size
+            left -= found.size
+        return Acceptance(*(total / max(count, 1) for total, count in (greedy, sampled)))
+
+    def _schedule(self, peak: float) -> Callable[[mx.array], mx.array]:
+        """Return the learning rate by step: it rises to `peak`, then falls along a cosine."""
+        warm = max(round(WARM_UP * self.steps), 1)
+        rising = optim.linear_schedule(0.0, peak, warm)
+        falling = optim.cosine_decay(peak, max(self.steps - warm, 1), FLOOR * peak)
+        return optim.join_schedules([rising, falling], [warm])
+
+    def _loss(self, network: AssistantNetwork, answers: Sequence[Answer]) -> mx.array:
+        rows = batch_of(answers, self._window, mx.float32)
+        return loss_of(unroll(network, rows, DEPTH, self._heads, self._embed))
+
+    def _batches(self) -> Iterator[list[Path]]:
+        """Yield the answers of each step, without end. Those of a step are of similar length."""
+        chance = random.Random(self._seed)
+        while True:
+            files = sorted(self._train, key=lambda file: self._sizes[file] * chance.uniform(0.9, 1.1))
+            batches, batch = [], list[Path]()
+            for file in files:
+                longest = max(self._sizes[each] for each in [*batch, file])
+                if batch and longest * (len(batch) + 1) > STEP_ROWS:
+                    batches.append(batch)
+                    batch = []
+                batch.append(file)
+            batches.append(batch)
+            chance.shuffle(batches)
+            yield from batches
+
+    def _note(self) -> None:
+        """Add a point to the curve, and keep the weights if they are the best so far."""
+        progress, found = self.progress, self.acceptance()
+        loss = sum(progress.losses) / max(len(progress.losses), 1)
+        progress.curve.append((progress.step, loss, found.greedy, found.sampled))
+        progress.losses.clear()
+        if found.mean > progress.best:
+            progress.best = found.mean
+            self._best = flat(self.network.parameters())
+
+    def save(self) -> None:
+        """Write everything that the rest of the run depends on, under a temporary name first."""
+        arrays = {f"network.{name}": a for name, a in flat(self.network.parameters()).items()}
+        arrays |= {f"best.{name}": a for name, a in self._best.items()}
+        arrays |= {f"optimizer.{name}": a for name, a in flat(self._optimizer.state).items()}
+        temporary = self._folder / "state.tmp.safetensors"
+        mx.save_safetensors(str(temporary), arrays, {"progress": json.dumps(vars(self.progress))})
+        temporary.replace(self._folder / STATE)
+
+    def _restore(self) -> None:
+        if not (self._folder / STATE).exists():
+            return
+        loaded = mx.load(str(self._folder / STATE), return_metadata=True)
+        arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
+        parts: dict[str, list[tuple[str, mx.array]]] = {"network": [], "best": [], "optimizer": []}
+        for name, array in arrays.items():
+            part, _, rest = name.partition(".")
+            parts[part].append((rest, array))
+        self.network.update(tree_unflatten(parts["network"]))
+        self._best = dict(parts["best"])
+        self._optimizer.state = tree_unflatten(parts["optimizer"])
+        self.progress = Progress(**json.loads(metadata["progress"]))
+
+
+def _is_matrix(name: str, weight: mx.array) -> bool:
+    return weight.ndim == 2
+
+
+def flat(tree: Any) -> dict[str, mx.array]:
+    """Return the arrays of a tree by their names."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
+
+
+def frequent_tokens(files: Sequence[Path], size: int, vocab_size: int) -> mx.array:
+    """Return the most frequent tokens of the answers, ascending; filled up with the first of the others."""
+    counts: Counter[int] = Counter()
+    for file in files:
+        counts.update(cast(list[int], read_answer(file).tokens.tolist()))
+    chosen = [token for token, _ in counts.most_common(size)]
+    rest = (token for token in range(vocab_size) if token not in counts)
+    chosen += [token for token, _ in zip(rest, range(size - len(chosen)), strict=False)]
+    return mx.array(sorted(chosen), dtype=mx.int32)
+
+
+def start_linear(
+    network: AssistantNetwork, embed: Callable[[mx.array], mx.array], files: Sequence[Path]
+) -> None:
+    """Set the projections to the best linear prediction of the next hidden state.
+
+    The layers add little to it at first. Random weights would need a few hundred steps to come so far.
+    """
+    width = network.pre_projection.weight.shape[0]
+    inputs, outputs = [], []
+    for file in files:
+        answer = read_answer(file)
+        hidden = answer.hidden.astype(mx.float32)
+        inputs.append(mx.concatenate([embed(answer.tokens[:-1]).astype(mx.float32), hidden[:-1]], axis=-1))
+        outputs.append(hidden[1:])
+    x, y = mx.concatenate(inputs), mx.concatenate(outputs)
+    gram = x.T @ x
+    ridge = RIDGE * mx.diag(mx.ones(gram.shape[0])) * mx.diag(gram).mean()
+    solution = mx.linalg.solve(gram + ridge, x.T @ y, stream=mx.cpu)  # [2D, D]
+    left, scale, right = mx.linalg.svd(solution, stream=mx.cpu)
+    rank = min(width, scale.size)
+    enter, leave = left[:, :rank] * mx.sqrt(scale[:rank]), mx.sqrt(scale[:rank])[:, None] * right[:rank]
+    size = mx.sqrt(mx.mean(mx.square(x @ enter)) * rank / width)  # root mean square of the residual stream
+    network.pre_projection.weight = mx.pad((enter / size).T, [(0, width - rank), (0, 0)])
+    network.post_projection.weight = mx.pad((leave * size).T, [(0, 0), (0, width - rank)])
+    for layer in network.model.layers:
+        for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+            norm.weight = mx.full(norm.weight.shape, BRANCH)
+        query = layer.self_attn.q_norm.weight
+        layer.self_attn.q_norm.weight = mx.full(query.shape, query.size**-0.5)
+    mx.eval(network.parameters())

@@ -1,0 +1,321 @@
+"""Train a drafter for a target, on the target's own answers: the stages of a run, in order.
+
+Everything on the way is kept in OUT.training, so that the same command goes on where the last one ended. The
+result is a Gemma 4 assistant with two layers, whose head is a part of the target's own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec import __version__
+from mlx_spec.drafters.checkpoint import KEY, load_weights
+from mlx_spec.drafters.gemma4 import FULL, AssistantConfig, AssistantNetwork, assistant_source, check_fit
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
+from mlx_spec.hub import find
+from mlx_spec.hub.catalog import NONE, repair_config
+from mlx_spec.hub.checkpoint import read_config, text_config
+from mlx_spec.hub.disk import check_space, locked, new_folder, refuse_existing
+from mlx_spec.hub.files import human_bytes, read_object, sha256, write_atomically
+from mlx_spec.load import folders, load
+from mlx_spec.pair import Pair
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+
+from .answers import Answer, read_answer
+from .data import AnswerPlan
+from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
+from .prompts import own_prompts
+
+WORK = ".training"  # after the name of OUT: the folder of an unfinished run
+SETTINGS, REPORT = "run.json", "training.json"
+NEW_WIDTH = 512  # of a new drafter, in a target that is not narrower: 5 M weights, 10 MB
+LAYERS = 2  # of a new drafter: they cost a few percent of a small target, and a third one gains little
+LINEAR_ANSWERS = 100  # that the first weights are computed from
+TESTS, TEST_TOKENS = 32, 96  # held-out prompts for the real engine, and tokens of each answer
+TEMPERATURES = 0.0, 0.8  # at which acceptance is measured
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run as the command line asks for it."""
+
+    target: str
+    out: Path
+    source: str | None  # a drafter to improve; None for a new one
+    prompts: tuple[Path, ...]  # of the user; the bundled ones if there are none
+    answers: int
+    answer_tokens: int
+    epochs: float
+    vocabulary: int
+    width: int | None
+    parallel: int  # answers that are made at a time
+    seed: int
+
+
+Say = Callable[[str], None]
+Advance = Callable[[str, int, int, str], None]  # stage, done, of how many, figures
+
+
+def train(request: Request, say: Say, advance: Advance) -> dict[str, Any]:
+    """Train a drafter and write it to `request.out`. Return its report.
+
+    Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
+    """
+    out = request.out.expanduser().absolute()
+    refuse_existing(out)
+    work = out.with_name(out.name + WORK)
+    own = tuple(own_prompts(request.prompts))
+    pair = load(request.target, NONE)
+    work.mkdir(parents=True, exist_ok=True)
+    with locked(work):
+        _check_settings(work / SETTINGS, _settings(request))
+        plan = AnswerPlan(work / "answers", request.answers, request.answer_tokens, request.seed, own)
+        check_space(out.name, _announce(pair, request, say), work, "give another OUT")
+        _record(pair, plan, request, advance)
+        network, config = _network(pair, plan, request)
+        fit = _fit(pair, plan, network, config, request, work)
+        for done in fit.run():
+            last = done.curve[-1]
+            loss = f"loss {done.losses[-1]:.2f}, " if done.losses else ""
+            figures = f"{loss}{last[2]:.2f} tokens a round greedy, {last[3]:.2f} sampled"
+            advance("training", done.step, fit.steps, figures)
+        fit.take_best()
+        tests = _test(pair, plan, network, config, advance)
+        report = _report(request, plan, fit, tests)
+        if request.source is not None and fit.best_step == 0:
+            raise InvalidValue(
+                f"{request.source} was not improved on held-out answers and stays as it is: remove {work} "
+                "and give more --answers"
+            )
+        with new_folder(out) as folder:
+            _write(folder, network, config, report)
+        shutil.rmtree(work)
+    return report
+
+
+# --- before it begins
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    """Return what must not change while a run is cut into pieces."""
+    files = {str(file): sha256(file.expanduser()) for file in request.prompts}
+    chosen = {
+        key: value for key, value in asdict(request).items() if key not in ("out", "parallel", "prompts")
+    }
+    return {**chosen, "prompts": files, "version": __version__}
+
+
+def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
+    """Keep the settings of a new run. Raises InvalidValue if an unfinished run has others."""
+    if not file.exists():
+        write_atomically(file, json.dumps(wanted, indent=2) + "\n")
+        return
+    found = read_object(file)
+    for key in wanted:
+        if found.get(key) != wanted[key]:
+            raise InvalidValue(
+                f"{file.parent} holds a run with {key} {found.get(key)}, this one has {wanted[key]}: give "
+                "the same options to go on, or remove that folder, or give another OUT"
+            )
+
+
+def _announce(pair: Pair, request: Request, say: Say) -> int:
+    """Say what memory and disk a run takes. Returns the bytes on the disk."""
+    parts = pair.open()
+    parts.target.prefill([0, 0])
+    rows = request.answers * request.answer_tokens
+    width = parts.target.parts.embed(mx.array([0])).shape[-1]
+    shared = sum(each.keys.nbytes + each.values.nbytes for each in parts.target.shared_kv().values()) // 2
+    disk = rows * (2 * width + shared)
+    caches = request.parallel * request.answer_tokens * 2 * parts.target.row_bytes
+    memory = pair.info.target_bytes + caches
+    say(
+        f"{request.answers} answers of up to {request.answer_tokens} tokens: at most {human_bytes(memory)} "
+        f"of memory and {human_bytes(disk)} on the disk until it is done"
+    )
+    return disk
+
+
+# --- stages
+
+
+def _record(pair: Pair, plan: AnswerPlan, request: Request, advance: Advance) -> None:
+    done = sum(file.exists() for held in (True, False) for file in plan.answers(held_out=held))
+    tokens = 0
+    for count in plan.record(pair, request.parallel):
+        done, tokens = done + 1, tokens + count
+        advance("answers", min(done, request.answers), request.answers, f"{tokens} tokens")
+    for held_out in (True, False):
+        if not plan.answers(held_out=held_out):
+            raise InvalidValue(
+                f"{request.answers} answers are too few to train and to test: give more --answers, or "
+                "prompts that the target answers at greater length"
+            )
+
+
+def _network(pair: Pair, plan: AnswerPlan, request: Request) -> tuple[AssistantNetwork, dict[str, Any]]:
+    """Return the network to train, with its first weights, and its config.json."""
+    target = repair_config(read_config(find(folders(request.target, NONE)[0])))
+    if request.source is not None:
+        return _published(request.source, target)
+    files = plan.answers(held_out=False)
+    config = _new_config(target, read_answer(files[0]), pair.info.vocab_size, request)
+    assistant = AssistantConfig.from_dict(config)
+    check_fit(assistant, target)
+    mx.random.seed(request.seed)
+    network = AssistantNetwork(assistant)
+    network.draft_ids = frequent_tokens(files, config["draft_vocab_size"], pair.info.vocab_size)
+    start_linear(network, pair.parts.embed, files[:LINEAR_ANSWERS])
+    return network, config
+
+
+def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork, dict[str, Any]]:
+    """Load an assistant to improve. Raises BadCheckpoint for another kind, or one that is quantized."""
+    folder = find(source)
+    config = read_config(folder)
+    if not str(config["model_type"]).endswith("assistant"):
+        raise BadCheckpoint(
+            f"{source} is a {config['model_type']}, only a Gemma 4 assistant or a drafter that `mlx-spec "
+            "train` made can be improved: leave out --from to train a new one"
+        )
+    if "quantization" in config:
+        raise BadCheckpoint(
+            f"{source} is quantized and cannot be trained: convert it with --drafter-bits none"
+        )
+    assistant = AssistantConfig.from_dict(config)
+    check_fit(assistant, target)
+    network = AssistantNetwork(assistant)
+    load_weights(network, folder, skip=("lm_head.weight",))
+    network.sort_table()
+    network.set_dtype(mx.float32)
+    return network, config
+
+
+def _new_config(
+    target: Mapping[str, Any], answer: Answer, vocab_size: int, request: Request
+) -> dict[str, Any]:
+    """Return the config.json of a new drafter for a target. Raises Mismatch if it has no full attention."""
+    if FULL not in answer.keys:
+        raise Mismatch(
+            f"{request.target} has no full attention, whose K/V a drafter reads: it cannot be trained for"
+        )
+    text, width = text_config(target), answer.hidden.shape[-1]
+    heads, head_dim = answer.keys[FULL].shape[0], answer.keys[FULL].shape[-1]
+    queries = int(text.get("num_attention_heads") or heads)
+    hidden = request.width or min(width, NEW_WIDTH)
+    rope = text.get("rope_parameters") or {}
+    rope = rope.get(FULL) or {"rope_type": "default", **(text.get("rope_scaling") or {}), **rope}
+    rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
+    return {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": width,
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": True,
+        "draft_vocab_size": min(request.vocabulary, vocab_size),
+        KEY: {"hidden": "post_norm", "chain": "post_norm", "rope": "target", "shift": 1, "capture": []},
+        "text_config": {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_attention_heads": queries,
+            "num_key_value_heads": heads,
+            "head_dim": head_dim,
+            "layer_types": [FULL] * LAYERS,
+            "sliding_window": int(text.get("sliding_window") or 0),
+            "rms_norm_eps": float(text.get("rms_norm_eps") or 1e-6),
+            "rope_parameters": {FULL: rope},
+        },
+    }
+
+
+def _fit(
+    pair: Pair,
+    plan: AnswerPlan,
+    network: AssistantNetwork,
+    config: Mapping[str, Any],
+    request: Request,
+    work: Path,
+) -> Fit:
+    files = plan.answers(held_out=False), plan.answers(held_out=True)
+    if "draft_ids" in network:
+        ids = network.draft_ids
+    else:  # its own table has a row for every token; the rows of others than these are not trained
+        ids = frequent_tokens(files[0], min(request.vocabulary, pair.info.vocab_size), pair.info.vocab_size)
+        network.model.embed_tokens.freeze()
+    network.freeze(recurse=False, keys=["draft_ids"])
+    return Fit(
+        network,
+        pair.parts,
+        ids,
+        files,
+        work,
+        window=config["text_config"]["sliding_window"],
+        epochs=request.epochs,
+        fine_tunes=request.source is not None,
+        seed=request.seed,
+    )
+
+
+def _test(
+    pair: Pair, plan: AnswerPlan, network: AssistantNetwork, config: Mapping[str, Any], advance: Advance
+) -> dict[str, dict[str, float]]:
+    """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
+    source = assistant_source(network, config["text_config"]["sliding_window"], pair.info.vocab_size)
+    drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
+    prompts = list(islice(plan.tests(pair), TESTS))
+    results = {}
+    for temperature in TEMPERATURES:
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for i, (kind, tokens) in enumerate(prompts):
+            sampling = Sampling(temperature=temperature, seed=i if temperature else None)
+            for result in drafting.generate(tokens, sampling=sampling, max_tokens=TEST_TOKENS):
+                if result.kind == "draft":
+                    for each in (kind, "all"):
+                        counts[each][0] += len(result.tokens)
+                        counts[each][1] += 1
+            advance(f"test at temperature {temperature:g}", i + 1, len(prompts), "")
+        results[f"{temperature:g}"] = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
+    return results
+
+
+# --- the result
+
+
+def _report(
+    request: Request, plan: AnswerPlan, fit: Fit, tests: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    progress = fit.progress
+    return {
+        **_settings(request),
+        "training_answers": len(plan.answers(held_out=False)),
+        "held_out_answers": len(plan.answers(held_out=True)),
+        "rows": fit.rows,
+        "steps": fit.steps,
+        "training_seconds": round(progress.seconds),
+        "draft_tokens": DEPTH,
+        "curve": [[step, *(round(value, 3) for value in values)] for step, *values in progress.curve],
+        "tokens_a_round": tests,
+    }
+
+
+def _write(
+    folder: Path, network: AssistantNetwork, config: Mapping[str, Any], report: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint in bfloat16, and the report beside it."""
+    tensors = {
+        name: array.astype(mx.bfloat16) if mx.issubdtype(array.dtype, mx.floating) else array
+        for name, array in flat(network.parameters()).items()
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")

@@ -1,0 +1,262 @@
+"""`mlx-spec train`: the chain that is trained is the one that drafts, runs go on, and the result is used."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from commands import run
+from mlx.utils import tree_flatten
+
+import mlx_spec
+from mlx_spec.convert.selftest import CHANCE_FACTOR, MIN_ACCEPTANCE
+from mlx_spec.convert.train.answers import Question, read_answer, record, recording
+from mlx_spec.convert.train.fit import Fit, frequent_tokens, start_linear
+from mlx_spec.convert.train.prompts import bundled_prompts, own_prompts, quoting_prompts
+from mlx_spec.convert.train.train import WORK
+from mlx_spec.convert.train.unroll import batch_of, heads_of, loss_of, unroll
+from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4Assistant
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.pair import Pair
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Features, KVRows
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "benchmarks" / "prompts" / "demo" / "facts.jsonl"
+SMALL = ["--answers", "100", "--answer-tokens", "24", "--vocabulary", "512", "--width", "64"]
+LIMIT = 120  # seconds until a process counts as hung
+
+
+@pytest.fixture(scope="module")
+def demo() -> Pair:
+    return recording(mlx_spec.load("demo", "none"))
+
+
+@pytest.fixture(scope="module")
+def answers(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("answers")
+    lines = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    questions = [
+        Question(
+            folder / f"{i:06d}.safetensors",
+            "chat",
+            demo.text.prompt([{"role": "user", "content": line}]),
+            Sampling(temperature=float(i % 2), seed=i),
+        )
+        for i, line in enumerate(lines[:6])
+    ]
+    assert [tokens > 0 for _, tokens in record(demo, questions, 40, 3)] == [True] * 6
+    return [question.file for question in questions]
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """Return the config.json of an assistant for the demo target that reads its full layers."""
+    text = {
+        "vocab_size": 2816,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    }
+    own = {"backbone_hidden_size": 192, "use_ordered_embeddings": False, "draft_vocab_size": 300}
+    return {**own, "text_config": text, **changes}
+
+
+def new_network(answers: list[Path], demo: Pair) -> AssistantNetwork:
+    network = AssistantNetwork(AssistantConfig.from_dict(config()))
+    network.draft_ids = frequent_tokens(answers, 300, 2816)
+    network.freeze(recurse=False, keys=["draft_ids"])
+    start_linear(network, demo.parts.embed, answers)
+    return network
+
+
+def test_answers_are_those_of_the_target_alone(demo: Pair, answers: list[Path]) -> None:
+    """A batch records what decoding alone gives: tokens, hidden states, K/V and the sum of all logits."""
+    line = json.loads(PROMPTS.read_text().splitlines()[0])
+    prompt = demo.text.prompt([{"role": "user", "content": line}])
+    alone = [t for r in demo.generate(prompt, sampling=Sampling(), max_tokens=40) for t in r.tokens]
+    answer = read_answer(answers[0])
+    assert answer.tokens.tolist() == alone
+    assert answer.greedy
+    assert answer.prompt_tokens == len(prompt)
+    parts = demo.open()
+    parts.target.prefill(prompt[:-1])
+    logits = parts.target.verify(mx.array([prompt[-1], *alone[:-1]]))
+    assert mx.allclose(mx.logsumexp(logits.astype(mx.float32), axis=-1), answer.logsumexp, atol=0.1)
+    parts.target.commit(len(alone))
+    for kind, rows in parts.target.shared_kv().items():
+        size = answer.keys[kind].shape[1]
+        assert mx.allclose(rows.keys[0, :, -size:].astype(mx.float32), answer.keys[kind], atol=0.1)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path], place: int) -> None:
+    """Tokens that the real drafter drafts are the best ones of each unrolled step."""
+    mx.random.seed(3)
+    network, answer = new_network(answers, demo), read_answer(answers[0])
+    for name, weight in tree_flatten(network.parameters()):
+        if "norm" in name:  # so that attention and MLP count
+            assert isinstance(weight, mx.array)
+            weight[...] = 1.0
+    seen = answer.prompt_tokens + place  # rows of K/V, without the pending token's
+    rows = {
+        kind: KVRows(
+            answer.keys[kind][None, :, :seen].astype(mx.float32),
+            answer.values[kind][None, :, :seen].astype(mx.float32),
+        )
+        for kind, keys in answer.keys.items()
+    }
+    drafter = Gemma4Assistant(network, 64, demo.parts)
+    history = [0] * seen + [int(answer.tokens[place])]
+    hidden = answer.hidden[place : place + 1].astype(mx.float32)
+    drafter.observe(history, Features(final_hidden=hidden, shared_kv=lambda: rows))
+    drafted = drafter.draft(history, 4, Sampling().sampler(seen, 2816)).tokens.tolist()
+
+    tokens = mx.array([*answer.tokens.tolist()[: place + 1], *drafted, 0])
+    size = len(tokens)
+    pad = [
+        (0, 0),
+        (0, max(answer.prompt_tokens + size - 1 - answer.keys["full_attention"].shape[1], 0)),
+        (0, 0),
+    ]
+    changed = type(answer)(
+        "chat",
+        True,
+        tokens,
+        mx.broadcast_to(answer.hidden[place], (size, 192)),
+        {kind: mx.pad(a, pad)[:, : answer.prompt_tokens + size - 1] for kind, a in answer.keys.items()},
+        {kind: mx.pad(a, pad)[:, : answer.prompt_tokens + size - 1] for kind, a in answer.values.items()},
+        mx.zeros(size),
+    )
+    batch = batch_of([changed], 64, mx.float32)
+    heads = heads_of(network, demo.parts, network.draft_ids)
+    steps = unroll(network, batch, 4, heads, demo.parts.embed)
+    best = [int(heads.ids[int(mx.argmax(step.logits[0, place]))]) for step in steps]
+    assert best == drafted
+
+
+def test_padding_changes_nothing(demo: Pair, answers: list[Path]) -> None:
+    """The loss of two answers in one batch is the mean of their losses, weighted by their rows."""
+    network = new_network(answers, demo)
+    heads = heads_of(network, demo.parts, network.draft_ids)
+    both = [read_answer(file) for file in answers[:2]]
+    assert both[0].tokens.size != both[1].tokens.size
+
+    def loss(chosen: list[Any]) -> float:
+        steps = unroll(network, batch_of(chosen, 64, mx.float32), 1, heads, demo.parts.embed)
+        return float(loss_of(steps))
+
+    sizes = [answer.tokens.size - 1 for answer in both]
+    mean = sum(n * loss([a]) for n, a in zip(sizes, both, strict=True)) / sum(sizes)
+    assert loss(both) == pytest.approx(mean, rel=1e-4)
+
+
+def test_a_run_in_pieces_is_a_run_in_one(demo: Pair, answers: list[Path], tmp_path: Path) -> None:
+    """Weights after an interruption are those without one, to the last bit."""
+
+    def fit(folder: Path, *, stop: int | None) -> Fit:
+        mx.random.seed(0)
+        made = Fit(
+            new_network(answers, demo),
+            demo.parts,
+            frequent_tokens(answers, 300, 2816),
+            (answers[:-1], answers[-1:]),
+            folder,
+            window=64,
+            epochs=24,
+            fine_tunes=False,
+            seed=1,
+        )
+        for progress in made.run():
+            if progress.step == stop:
+                made.save()
+                break
+        return made
+
+    for name in ("whole", "pieces"):
+        (tmp_path / name).mkdir()
+    whole = fit(tmp_path / "whole", stop=None)
+    assert whole.steps > 3
+    fit(tmp_path / "pieces", stop=2)
+    pieces = fit(tmp_path / "pieces", stop=None)
+    ours, theirs = (dict(tree_flatten(each.network.parameters())) for each in (pieces, whole))
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
+    assert float(whole.progress.curve[-1][1]) < float(whole.progress.curve[1][1])
+
+
+def test_train_end_to_end(tmp_path: Path) -> None:
+    """The command trains a drafter that accepts more than chance and leaves the text as it is."""
+    out = tmp_path / "drafter"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS.read_text().splitlines()))
+    arguments = ["train", "demo", "-o", str(out), "--prompts", str(prompts), *SMALL, "--epochs", "30"]
+    assert run(*arguments) == 0
+    report = json.loads((out / "training.json").read_text())
+    assert report["tokens_a_round"]["0"]["all"] > 1 + CHANCE_FACTOR * MIN_ACCEPTANCE
+    assert not (tmp_path / f"drafter{WORK}").exists()
+
+    plain, fast = mlx_spec.load("demo", "none"), mlx_spec.load("demo", out, num_draft_tokens=4)
+    for line in PROMPTS.read_text().splitlines()[:3]:
+        prompt = plain.text.prompt([{"role": "user", "content": json.loads(line)}])
+        texts = [
+            [t for r in pair.generate(prompt, max_tokens=60) for t in r.tokens] for pair in (plain, fast)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_killed_while_training(tmp_path: Path) -> None:
+    """After kill -9 the same command goes on, and other options are refused."""
+    out = tmp_path / "drafter"
+    arguments = ["-m", "mlx_spec", "train", "demo", "-o", str(out), "--prompts", str(PROMPTS), *SMALL]
+    with subprocess.Popen([sys.executable, *arguments, "--epochs", "1"], cwd=ROOT) as process:
+        end = time.monotonic() + LIMIT
+        while len(list(out.with_name(f"drafter{WORK}").glob("answers/*"))) < 20 and time.monotonic() < end:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    kept = {file.name for file in out.with_name(f"drafter{WORK}").glob("answers/0*")}
+    assert kept
+    other = subprocess.run(
+        [sys.executable, *arguments, "--epochs", "2"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert other.returncode == 1
+    assert "epochs 1.0, this one has 2.0" in other.stderr
+    again = subprocess.run(
+        [sys.executable, *arguments, "--epochs", "1"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert (out / "model.safetensors").exists()
+
+
+def test_prompts(tmp_path: Path) -> None:
+    """Bundled prompts have four kinds and no gap; a user's come from lines, JSON strings and saved chats."""
+    prompts = bundled_prompts(40, seed=5)
+    assert {prompt.kind for prompt in prompts} == {"chat", "list", "writing", "code"}
+    assert not any("{" in prompt.messages[0]["content"] for prompt in prompts)
+    assert prompts == bundled_prompts(40, seed=5) != bundled_prompts(40, seed=6)
+    quoting = list(quoting_prompts(iter([("code", "print({x})"), ("chat", "Tea is a drink.")]), seed=1))
+    assert "print({x})" in quoting[0].messages[0]["content"]
+
+    lines = tmp_path / "lines.txt"
+    lines.write_text('What is tea?\n\n"two\\nlines"\n')
+    assert [p.messages[0]["content"] for p in own_prompts([lines])] == ["What is tea?", "two\nlines"]
+    saved = tmp_path / "chat.json"
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")]
+    saved.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
+    assert [len(prompt.messages) for prompt in own_prompts([saved])] == [1, 3]
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(InvalidValue, match="there is no prompt in it"):
+        own_prompts([tmp_path / "empty.txt"])
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        own_prompts([tmp_path / "absent.txt"])
