@@ -43,14 +43,14 @@ class AnswerPlan:
 
     def answers(self, *, held_out: bool) -> list[Path]:
         """Return the files of the answers to train with, or of those to test with."""
-        files = [self._file(i) for i in range(self.count) if is_held_out(i) == held_out]
+        files = [self._file(i) for i in range(self.count) if self._is_held_out(i) == held_out]
         return [file for file in files if file.exists()]
 
     def tests(self, pair: Pair) -> Iterator[tuple[str, list[int]]]:
         """Yield kind and tokens of the prompts whose answers are held out."""
         for prompts in (self._first(), self._second(pair)):
             for i, prompt in prompts:
-                if is_held_out(i):
+                if self._is_held_out(i):
                     yield prompt.kind, encode(pair.text, prompt)
 
     @property
@@ -75,14 +75,14 @@ class AnswerPlan:
     def _file(self, index: int) -> Path:
         return self.folder / f"{index:06d}.safetensors"
 
+    def _is_held_out(self, index: int) -> bool:
+        """Return True for an answer that no weight is fitted to; its prompt is in no other answer."""
+        own = len(self.own) or self.count
+        return index % own % HELD_OUT == min(HELD_OUT, own) - 1
+
     def _sampling(self, index: int) -> Sampling:
         temperature = TEMPERATURES[index // SAME % len(TEMPERATURES)]
         return Sampling(temperature=temperature, seed=self.seed + index if temperature else None)
-
-
-def is_held_out(index: int) -> bool:
-    """Return True for an answer that no weight is fitted to."""
-    return index % HELD_OUT == HELD_OUT - 1
 
 
 def _text(pair: Pair, answer: Answer) -> tuple[str, str]:

@@ -272,13 +272,13 @@ def _test(
     """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
     source = assistant_source(network, config["text_config"]["sliding_window"], pair.info.vocab_size)
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
-    prompts = list(islice(plan.tests(pair), TESTS))
+    prompts, limit = list(islice(plan.tests(pair), TESTS)), min(TEST_TOKENS, plan.max_tokens)
     results = {}
     for temperature in TEMPERATURES:
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for i, (kind, tokens) in enumerate(prompts):
             sampling = Sampling(temperature=temperature, seed=i if temperature else None)
-            for result in drafting.generate(tokens, sampling=sampling, max_tokens=TEST_TOKENS):
+            for result in drafting.generate(tokens, sampling=sampling, max_tokens=limit):
                 if result.kind == "draft":
                     for each in (kind, "all"):
                         counts[each][0] += len(result.tokens)

@@ -201,7 +201,7 @@ def test_train_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "drafter"
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS.read_text().splitlines()))
-    arguments = ["train", "demo", "-o", str(out), "--prompts", str(prompts), *SMALL, "--epochs", "30"]
+    arguments = ["train", "demo", "-o", str(out), "--prompts", str(prompts), *SMALL, "--epochs", "12"]
     assert run(*arguments) == 0
     report = json.loads((out / "training.json").read_text())
     assert report["tokens_a_round"]["0"]["all"] > 1 + CHANCE_FACTOR * MIN_ACCEPTANCE
