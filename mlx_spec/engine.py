@@ -235,9 +235,14 @@ class Group:
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
 
-    def step(self, *, may_queue: bool = True) -> list[Round | Exception]:
-        """Decode one round of every sequence. Returns it, or the error that ended the sequence."""
+    def step(self, *, may_queue: bool = True, may_probe: bool = True) -> list[Round | Exception]:
+        """Decode one round of every sequence. Returns it, or the error that ended the sequence.
+
+        Without `may_probe`, several sequences draft only what pays.
+        """
         shared, decisions = self._shared_policy, self._decide()
+        if shared is not None and not may_probe:
+            decisions = [replace(d, choices=()) if d.reason is Reason.PROBE else d for d in decisions]
         start = time.perf_counter()
         rounds = self._round(
             [_limited(d, each) for d, each in zip(decisions, self.sequences, strict=True)], may_queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,57 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.types import GroupPolicy, Round, Target
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-CHUNK_MULTIPLE = 32  # prompt tokens: the fewest in one pass, and what their number is a multiple of
+PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take, because times vary
+MIN_CHUNK = 8  # prompt tokens in one pass, even where they do not fit the pause: the prompt goes on
+CHUNKS, ROUNDS = 2, 4  # that are remembered: two prompts may be read by turns, and not all rounds draft
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
+Clock = Callable[[], float]
+
+
+class PromptPace:
+    """Chooses how many tokens of a prompt to read between two rounds, so that nobody waits too long.
+
+    The time between the ends of two rounds is that of a chunk, and of the rest: the round itself, sequences
+    that join, and what the caller does. The last ones tell what the next ones will take.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens and seconds
+        self._rests: deque[float] = deque(maxlen=ROUNDS)  # seconds
+        self.reading = 0.0  # seconds of chunks since the last round
+        self._last: float | None = None  # time of the end of the last round; None if nobody decoded
+
+    def tokens(self) -> int:
+        """Return how many tokens to read next. Small chunks come first where times are not known."""
+        left = PLANNED_SHARE * MAX_PAUSE_S - max(self._rests, default=MAX_PAUSE_S)
+        # A pass has a cost of its own, so a much larger one says too little of a small one.
+        if not self._chunks or any(seconds > 2 * left for _, seconds in self._chunks):
+            return MIN_CHUNK
+        fits = min(math.ceil(tokens * left / seconds) for tokens, seconds in self._chunks)
+        return min(max(fits, MIN_CHUNK), engine.PREFILL_STEP)
+
+    def timed(self, steps: Iterable[object], target: Target) -> Iterator[None]:
+        """Do steps that write a prompt to a target, and learn what they take."""
+        todo = iter(steps)
+        while True:
+            start, before = self._clock(), target.size
+            if next(todo, self) is self:
+                return
+            seconds = self._clock() - start
+            self.reading += seconds
+            if target.size > before:
+                self._chunks.append((target.size - before, max(seconds, 1e-6)))
+            yield
+
+    def end_round(self, goes_on: bool) -> None:
+        """Learn from the time since the last round. `goes_on` says whether somebody waits for the next."""
+        now = self._clock()
+        if self._last is not None:
+            self._rests.append(now - self._last - self.reading)
+        self._last, self.reading = now if goes_on else None, 0.0
 
 
 @dataclass(eq=False)
@@ -53,6 +101,7 @@ class Batch:
         max_running: int,
         policies: Callable[[], GroupPolicy] | None = None,
         max_padding: int = MAX_PADDING,
+        clock: Clock = time.perf_counter,
     ) -> None:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
@@ -65,8 +114,7 @@ class Batch:
         self._reading: tuple[_Member, Iterator[None]] | None = None  # the prompt that is being written
         self._groups: list[Group] = []
         self._next_id = 0
-        self._round_seconds = 0.0  # of the last step, without what it read of a prompt
-        self._token_seconds: float | None = None  # of one prompt token in the last chunk; None before it
+        self._pace = PromptPace(clock)
 
     def __len__(self) -> int:
         """Return the number of sequences that run or wait."""
@@ -87,20 +135,11 @@ class Batch:
         """Return how many tokens of a prompt to write next, so that nobody who decodes waits too long."""
         if not self._groups:
             return engine.PREFILL_STEP
-        left = MAX_PAUSE_S - self._round_seconds
-        fits = 0 if self._token_seconds is None else int(left / self._token_seconds)
-        return min(max(fits // CHUNK_MULTIPLE * CHUNK_MULTIPLE, CHUNK_MULTIPLE), engine.PREFILL_STEP)
+        return self._pace.tokens()
 
     def timed(self, steps: Iterable[object], target: Target) -> Iterator[None]:
-        """Do steps that write a prompt to a target, and learn what a token takes."""
-        todo = iter(steps)
-        while True:
-            start, before = time.perf_counter(), target.size
-            if next(todo, self) is self:
-                return
-            if target.size > before:
-                self._token_seconds = (time.perf_counter() - start) / (target.size - before)
-            yield
+        """Do steps that write a prompt to a target, and learn what they take."""
+        return self._pace.timed(steps, target)
 
     def add(
         self,
@@ -139,18 +178,18 @@ class Batch:
         has a finish reason, or with its error.
         """
         results = self._prefill()
-        start, landing = time.perf_counter(), self._regroup()
+        landing = self._regroup()
         for group in list(self._groups):
             members = [self._member(sequence) for sequence in group.sequences]
             try:
-                rounds = group.step(may_queue=group not in landing)
+                rounds = group.step(may_queue=group not in landing, may_probe=not self._pace.reading)
             except Exception as error:  # of the pass: it ends all sequences of the group
                 rounds = [error] * len(members)
             for member, round in zip(members, rounds, strict=True):
                 results.append((member, round))
                 if isinstance(round, Exception) or round.finish_reason is not None:
                     self.remove(member.id)
-        self._round_seconds = time.perf_counter() - start
+        self._pace.end_round(goes_on=bool(self._groups))
         for member, result in results:
             if member.receive is not None:
                 member.receive(result)

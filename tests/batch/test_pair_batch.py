@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from lossless import emitted
 import mlx_spec
 from mlx_spec.batch import Batch
 from mlx_spec.batch.policy import FEWEST_RUNNING, MOST_RUNNING, BatchPolicies
-from mlx_spec.batch.scheduler import CHUNK_MULTIPLE, MAX_PAUSE_S
-from mlx_spec.engine import PREFILL_STEP, decode
+from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -212,24 +209,6 @@ def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None
     alone = [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
     assert [d.tokens.tolist() for d in together] == [d.tokens.tolist() for d in alone]
     assert [d.tokens.size for d in together] == [3, 0, 5, 2, 0]
-
-
-def test_a_prompt_is_read_in_chunks_that_fit_the_pause(pair: Pair) -> None:
-    batch = pair.batch(4)
-    assert batch.chunk() == PREFILL_STEP
-    batch.add(pair.prepare(pair.open(), [2, 5, 6], max_tokens=30))
-    for _ in range(2):
-        batch.step()
-    assert batch.chunk() == CHUNK_MULTIPLE  # nothing is known yet of a prompt's tokens
-    target = pair.open().target
-
-    def steps() -> Iterator[None]:
-        target.prefill([5] * 40)
-        time.sleep(0.04)
-        yield
-
-    list(batch.timed(steps(), target))
-    assert 0 < batch.chunk() <= MAX_PAUSE_S / 0.001 and batch.chunk() % CHUNK_MULTIPLE == 0
 
 
 def test_how_many_run_depends_on_what_rows_cost() -> None:

@@ -1,0 +1,124 @@
+"""Prompts are read beside sequences that decode: nobody waits too long, and the prompt goes on.
+
+Time is counted: a clock goes on by what a pass would take on a device, by its rows and its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny
+from lossless import Scripted
+
+from mlx_spec.batch.scheduler import MAX_PAUSE_S, MIN_CHUNK, Batch
+from mlx_spec.batch.target import SharedTarget
+from mlx_spec.engine import PREFILL_STEP, RunningSequence
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
+
+MODEL = tiny.full()
+LONG = 1500  # tokens of the prompt that is read while others decode
+ROWS = 7  # sequences that decode meanwhile
+
+# Milliseconds of a pass by its rows and its position, and the steps in which the long prompt should be read.
+DEVICES: dict[str, tuple[Callable[[int, int], float], int]] = {
+    "each row costs the same": (lambda rows, at: 2.2 * rows, 65),
+    "a pass is dear, rows are not": (lambda rows, at: 25 + 0.3 * rows, 25),
+    "rows cost almost nothing": (lambda rows, at: 35 + 0.01 * rows, 30),
+    "attention grows": (lambda rows, at: rows * (1 + at / 500), 80),
+    "a round takes all of the time": (lambda rows, at: 95.0, LONG // MIN_CHUNK + 1),
+}
+
+
+class Clock:
+    """Returns the seconds of all passes so far."""
+
+    def __init__(self, milliseconds: Callable[[int, int], float]) -> None:
+        self.milliseconds, self.now = milliseconds, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def count(self, rows: int, at: int) -> None:
+        self.now += self.milliseconds(rows, at) / 1000
+
+
+class CountedTarget(LMTarget):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(MODEL)
+        self.clock = clock
+
+    def prefill(self, tokens: list[int]) -> Features:
+        self.clock.count(len(tokens), self.size)
+        return super().prefill(tokens)
+
+    def verify(self, tokens: mx.array) -> mx.array:
+        self.clock.count(tokens.size, self.size)
+        return super().verify(tokens)
+
+
+class CountedShared(SharedTarget):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(MODEL, FeatureSpec())
+        self.clock = clock
+
+    def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:
+        self.clock.count(sum(block.size for block in blocks), 0)
+        return super().verify(blocks)
+
+
+class Probing:
+    """Probes in every round."""
+
+    def decide(
+        self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
+    ) -> list[Decision]:
+        return [Decision((Choice(0, 2),), Reason.PROBE)] * len(policies)
+
+    def observe(self, rounds: Sequence[Round | None]) -> None: ...
+
+
+def running(clock: Clock, length: int, **given: Any) -> RunningSequence:
+    prompt = tiny.prompt(length, seed=length)
+    drafters = (Scripted([7] * 2000),)
+    parts = (CountedTarget(clock), drafters, FixedPolicy(0), Sampling().sampler(length, tiny.VOCAB), prompt)
+    return RunningSequence(*parts, **{"max_tokens": 1000} | given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nobody_waits_too_long_for_a_prompt(device: str) -> None:
+    milliseconds, most = DEVICES[device]
+    clock = Clock(milliseconds)
+    batch = Batch(lambda: CountedShared(clock), ROWS + 1, clock=clock)
+    assert batch.chunk() == PREFILL_STEP  # nobody waits
+    for i in range(ROWS):  # the first one reads a large chunk, which says little of small ones
+        batch.add(running(clock, 900 if i == 0 else 20 + i))
+    while sum(batch.group_sizes) < ROWS or len(batch.group_sizes) > 1:
+        batch.step()
+    for _ in range(3):
+        batch.step()
+    long = batch.add(running(clock, LONG, max_tokens=1))
+    pauses, last = list[float](), clock()
+    while not any(id == long for id, _ in batch.step()):
+        pauses.append(clock() - last)
+        last = clock()
+    if device != "a round takes all of the time":
+        assert max(pauses) <= MAX_PAUSE_S
+    assert len(pauses) <= most
+
+
+def test_nothing_is_probed_while_a_prompt_is_read() -> None:
+    clock = Clock(lambda rows, at: rows)
+    batch = Batch(lambda: CountedShared(clock), 3, Probing, clock=clock)
+    first, second = (batch.add(running(clock, 20 + i)) for i in range(2))
+    while batch.group_sizes != [2]:
+        batch.step()
+    assert all(round.drafted == 2 for _, round in batch.step())
+    long = batch.add(running(clock, 200, max_tokens=1))
+    while long not in (found := dict(batch.step())):
+        assert found[first].drafted == found[second].drafted == 0
