@@ -2,20 +2,25 @@
 
 Arms, each with 1, 2, 4 and 8 sequences that run at a time:
 
-  turns plain, turns K=n    a round of one sequence after the other, each with caches of its own
+  turns plain               a round of one sequence after the other, each with caches of its own
   batch plain, batch K=n    one pass for all, drafts of their own
   batch adaptive            the same, the policy chooses the lengths
   mlx-lm                    its BatchGenerator
 
 A figure is the tokens a second of all sequences together, from the moment when all run until the first one
-ends. The arms of a block run one after the other on the same prompts, in an order that changes from block to
-block; ratios are those of one block. The texts of all arms are compared with those of plain turns.
+ends. The arms of a block decode the same prompts. They take turns of a few rounds, so that a slow moment of
+the machine meets all of them, and wait for the device at the end of a turn. Ratios are those of one block.
+The texts of all arms are compared with those of plain turns.
+
+With `--acceptance`, drafts are scripted (see blas.py): right with that probability, drawn once for each
+position, and free. `--float32` decodes with dequantized weights, `--blas FILE` with an optimized BLAS.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -26,56 +31,84 @@ from typing import Any
 
 import mlx.core as mx
 from arms import PROMPTS, Folders
-from mlx_lm.generate import BatchGenerator
+from blas import Script, Scripted, restart
+from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.utils import dequantize_model
 from timing import finish, interval, parser, table
 
 from mlx_spec import engine, load
 from mlx_spec.batch import Batch
+from mlx_spec.batch.policy import BatchPolicies
 from mlx_spec.pair import Pair
-from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.policy.calibrate import measure as calibrate
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import Drafter
 
 COUNTS = (1, 2, 4, 8)
-BASE = "turns plain"
+BASE, TURNS, ADAPTIVE = "mlx-lm", "turns plain", "batch adaptive"
+MORE_TRUTH = 20  # scripted tokens after the last one that counts
 
 Emitted = tuple[int, list[int]]  # index of a sequence, and its tokens
 Arm = Callable[[Sequence[list[int]], int], Iterator[list[Emitted]]]  # steps; the first when all run
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--target", default="demo")
-    options.add_argument("--drafter")
-    options.add_argument("--dtype", help="cast all weights to this type")
-    options.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
-    options.add_argument("--lengths", type=int, nargs="+", default=[2, 4], help="draft tokens")
-    options.add_argument("--tokens", type=int, default=64, help="tokens of each sequence")
-    options.add_argument("--blocks", type=int, default=5)
-    options.add_argument("--prompts", type=Path, help="a text file, one prompt a line")
-    settings = options.parse_args()
-    if settings.quick:
-        settings.counts, settings.lengths, settings.tokens, settings.blocks = [2], [2], 8, 1
+    settings = arguments()
+    if settings.blas and os.environ.get("LD_PRELOAD") != str(settings.blas):
+        restart(settings)
     started = time.time()
     folders = Folders.find(settings.target, settings.drafter)
     folders = folders.cast(settings.dtype) if settings.dtype else folders
     pair = load(folders.target, folders.drafter or "lookup")
-    if isinstance(pair.policies, AdaptivePolicies):
-        pair.calibrate()
-    prompts, arms = read_prompts(settings, pair), arms_of(pair, settings.lengths)
+    if settings.float32:
+        pair._model.set_dtype(mx.float32)
+        dequantize_model(pair._model)
+    prompts = read_prompts(settings, pair)
+    arms = arms_of(pair, settings, scripts(pair, prompts, settings))
     results = {count: measure(arms, prompts, count, settings) for count in settings.counts}
-    for key, title in (("speeds", "tokens a second of all"), ("ratios", f"over {BASE}, with 95 % intervals")):
-        print(f"\n{title}:\n")
-        head = ["arm", *(f"B = {count}" for count in settings.counts)]
-        table(
-            head, [[arm, *(shown(results[count][key].get(arm)) for count in settings.counts)] for arm in arms]
-        )
-    differing = sum(result["differing"] for result in results.values())
-    print(f"texts that differ from {BASE}: {differing}")
+    report(results, list(arms))
     finish("batch", {str(count): result for count, result in results.items()}, settings, started)
 
 
-def shown(value: float | list[float] | None) -> str:
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--target", default="demo")
+    options.add_argument("--drafter")
+    options.add_argument("--dtype", help="cast all weights to this type")
+    options.add_argument("--float32", action="store_true", help="dequantize the target's weights")
+    options.add_argument("--acceptance", type=float, help="script the drafts")
+    options.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
+    options.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4], help="draft tokens")
+    options.add_argument("--tokens", type=int, default=64, help="tokens of each sequence")
+    options.add_argument("--blocks", type=int, default=5)
+    options.add_argument("--turn", type=int, default=8, help="rounds of one arm before the next one's")
+    options.add_argument("--prompts", type=Path, help="a text file, one prompt a line")
+    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
+    options.add_argument("--coretype", help="kernels of OpenBLAS, such as SKYLAKEX, ZEN or HASWELL")
+    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of OpenBLAS")
+    settings = options.parse_args()
+    if settings.quick:
+        settings.counts, settings.lengths, settings.tokens, settings.blocks = [2], [2], 8, 1
+    return settings
+
+
+def report(results: dict[int, dict[str, Any]], arms: list[str]) -> None:
+    """Print the tables."""
+    head = ["arm", *(f"B = {count}" for count in results)]
+    for key, title in (("speeds", "tokens a second of all"), ("ratios", f"over {BASE}, with 95 % intervals")):
+        print(f"\n{title}:\n")
+        table(head, [[arm, *(shown(each[key].get(arm)) for each in results.values())] for arm in arms])
+    print("batch adaptive over the best of plain and fixed lengths, and what it did:\n")
+    rows = [[name, *(shown(each["best"][name]) for each in results.values())] for name in ("arm", "ratio")]
+    table(head, [*rows, ["tokens a round", *(each["adaptive"] for each in results.values())]])
+    print(f"texts that differ from {TURNS}: {sum(each['differing'] for each in results.values())}")
+
+
+def shown(value: float | list[float] | str | None) -> str:
     """Return a figure, or a ratio with its interval."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, list):
         return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
     return "" if value is None else f"{value:.1f}"
@@ -93,27 +126,55 @@ def read_prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
     return found
 
 
-def arms_of(pair: Pair, lengths: Sequence[int]) -> dict[str, Arm]:
+def scripts(
+    pair: Pair, prompts: list[list[int]], settings: argparse.Namespace
+) -> dict[tuple[int, ...], Script]:
+    """Return the script of each prompt; none if drafts are not scripted."""
+    found = {}
+    for i, prompt in enumerate(prompts if settings.acceptance else ()):
+        sampler, count = Sampling().sampler(len(prompt), pair.info.vocab_size), settings.tokens + MORE_TRUTH
+        rounds = engine.generate(pair.open().target, (), FixedPolicy(0), sampler, prompt, max_tokens=count)
+        truth = tuple(token for round in rounds for token in round.tokens)
+        chance = random.Random(f"{settings.seed} {i} {settings.acceptance}")
+        right = tuple(chance.random() < settings.acceptance for _ in truth)
+        found[tuple(prompt)] = Script("scripted", prompt, settings.tokens, truth, right)
+    return found
+
+
+def arms_of(
+    pair: Pair, settings: argparse.Namespace, scripted: dict[tuple[int, ...], Script]
+) -> dict[str, Arm]:
     """Return the arms by name."""
+    vocab, policies = pair.info.vocab_size, pair.policies
+    if scripted:
+        policies = BatchPolicies(["scripted"])
+        prompt, script = next(iter(scripted.items()))
+        target = pair.open().target
+        target.prefill(list(prompt[:-1]))
+        policies.use(calibrate(target, (Scripted(script, vocab),), list(prompt)))
+    else:
+        pair.calibrate()
+    assert isinstance(policies, BatchPolicies)
 
     def sequences(prompts: Sequence[list[int]], tokens: int, length: int | None) -> list[Any]:
         made = []
         for prompt in prompts:
-            parts, sampler = pair.open(), Sampling().sampler(len(prompt), pair.info.vocab_size)
-            policy = parts.policy if length is None else FixedPolicy(length)
-            made.append(engine.RunningSequence(parts.target, parts.drafters, policy, sampler, prompt, tokens))
+            parts, sampler = pair.open(), Sampling().sampler(len(prompt), vocab)
+            drafters: Sequence[Drafter] = parts.drafters
+            if scripted:
+                drafters = (Scripted(scripted[tuple(prompt)], vocab),)
+            policy = policies.policy() if length is None else FixedPolicy(length)
+            made.append(engine.RunningSequence(parts.target, drafters, policy, sampler, prompt, tokens))
             list(made[-1].prefill())
         return made
 
-    def turns(prompts: Sequence[list[int]], tokens: int, length: int) -> Iterator[list[Emitted]]:
-        rounds = [engine.decode(each) for each in sequences(prompts, tokens, length)]
+    def turns(prompts: Sequence[list[int]], tokens: int) -> Iterator[list[Emitted]]:
+        rounds = [engine.decode(each) for each in sequences(prompts, tokens, 0)]
         while True:
             yield [(i, next(each).tokens) for i, each in enumerate(rounds)]
 
     def together(prompts: Sequence[list[int]], tokens: int, length: int | None) -> Iterator[list[Emitted]]:
-        batch: Batch = pair.batch(len(prompts))
-        if length is not None:
-            batch = Batch(batch.share, len(prompts))
+        batch = Batch(pair.batch(1).share, len(prompts), policies.group if length is None else None)
         for each in sequences(prompts, tokens, length):
             batch.add(each)
         early: list[Emitted] = []
@@ -123,7 +184,7 @@ def arms_of(pair: Pair, lengths: Sequence[int]) -> dict[str, Arm]:
                 assert not isinstance(round, Exception), round
                 step.append((index, round.tokens))
             early += step
-            if sum(batch.group_sizes) == len(prompts):
+            if batch.group_sizes == [len(prompts)]:
                 yield early
                 early = []
         yield early
@@ -135,33 +196,59 @@ def arms_of(pair: Pair, lengths: Sequence[int]) -> dict[str, Arm]:
             yield [(ids.index(response.uid), [response.token]) for response in responses]
         generator.close()
 
-    arms: dict[str, Arm] = {BASE: lambda prompts, tokens: turns(prompts, tokens, 0)}
-    for k in lengths:
-        arms[f"turns K={k}"] = lambda prompts, tokens, k=k: turns(prompts, tokens, k)
-    arms["batch plain"] = lambda prompts, tokens: together(prompts, tokens, 0)
-    for k in lengths:
-        arms[f"batch K={k}"] = lambda prompts, tokens, k=k: together(prompts, tokens, k)
-    if isinstance(pair.policies, AdaptivePolicies):
-        arms["batch adaptive"] = lambda prompts, tokens: together(prompts, tokens, None)
-    return {**arms, "mlx-lm": mlx_lm}
+    arms: dict[str, Arm] = {TURNS: turns}
+    for k in (0, *settings.lengths):
+        name = f"batch K={k}" if k else "batch plain"
+        arms[name] = lambda prompts, tokens, k=k: together(prompts, tokens, k)
+    arms[ADAPTIVE] = lambda prompts, tokens: together(prompts, tokens, None)
+    return {**arms, BASE: mlx_lm}
 
 
-def run(arm: Arm, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Return the tokens a second of all sequences while all run, and the texts until then."""
-    texts: list[list[int]] = [[] for _ in prompts]
-    steps = arm(prompts, tokens)
-    for index, new in next(steps):
-        texts[index] += new
-    before, start = sum(map(len, texts)), time.perf_counter()
-    for step in steps:
+class Run:
+    """One arm in one block: its texts so far, and the time since all sequences run."""
+
+    def __init__(self, arm: Arm, prompts: Sequence[list[int]], tokens: int) -> None:
+        self.texts: list[list[int]] = [[] for _ in prompts]
+        self._steps, self._limit = arm(prompts, tokens), tokens
+        self._before, self._seconds, self._rounds = 0, 0.0, 0
+        self._read(next(self._steps))
+        self._before = sum(map(len, self.texts))
+        self._wait()
+
+    @property
+    def is_done(self) -> bool:
+        return max(map(len, self.texts)) >= self._limit
+
+    @property
+    def speed(self) -> float:
+        """Return the tokens a second of all sequences."""
+        return (sum(map(len, self.texts)) - self._before) / self._seconds
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Return the tokens of a sequence in a round."""
+        return (sum(map(len, self.texts)) - self._before) / self._rounds / len(self.texts)
+
+    def take_turn(self, rounds: int) -> None:
+        """Decode so many rounds, unless a sequence ends."""
+        start = time.perf_counter()
+        while rounds and not self.is_done:
+            self._read(next(self._steps))
+            self._rounds, rounds = self._rounds + 1, rounds - 1
+        self._wait()
+        self._seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        self._steps.close()  # type: ignore[attr-defined]
+
+    def _read(self, step: list[Emitted]) -> None:
         for index, new in step:
-            texts[index] += new
-        if max(map(len, texts)) >= tokens:
-            break
-    seconds = time.perf_counter() - start
-    steps.close()  # type: ignore[attr-defined]
-    mx.clear_cache()
-    return (sum(map(len, texts)) - before) / seconds, texts
+            self.texts[index] += new
+
+    def _wait(self) -> None:
+        """Wait for the token that the arm may have queued."""
+        mx.synchronize()
+        mx.synchronize(generation_stream)
 
 
 def measure(
@@ -170,22 +257,35 @@ def measure(
     """Return speeds and ratios of all arms with `count` sequences."""
     order, chance = list(arms), random.Random(settings.seed)
     speeds: dict[str, list[float]] = {name: [] for name in arms}
-    differing = 0
+    differing, lengths = 0, list[float]()
     for block in range(settings.blocks + 1):  # the first one compiles
-        chance.shuffle(order)
-        found = {name: run(arms[name], prompts[:count], settings.tokens) for name in order}
-        for name, (speed, texts) in found.items():
+        runs = {name: Run(arms[name], prompts[:count], settings.tokens) for name in order}
+        while left := [name for name in order if not runs[name].is_done]:
+            chance.shuffle(left)
+            for name in left:
+                runs[name].take_turn(settings.turn)
+        for name, run in runs.items():
+            run.close()
             if block or not settings.blocks:
-                speeds[name].append(speed)
-            pairs = zip(texts, found[BASE][1], strict=True)
+                speeds[name].append(run.speed)
+            pairs = zip(run.texts, runs[TURNS].texts, strict=True)
             differing += sum(any(x != y for x, y in zip(a, b, strict=False)) for a, b in pairs)
+        lengths.append(runs[ADAPTIVE].tokens_a_round)
+        mx.clear_cache()
         print(f"B = {count}, block {block}", file=sys.stderr)
-    ratios = {
-        name: interval([[a / b for a, b in zip(values, speeds[BASE], strict=True)]], settings.seed)
-        for name, values in speeds.items()
-    }
+
+    def ratio(name: str, base: str) -> list[float]:
+        return interval([[a / b for a, b in zip(speeds[name], speeds[base], strict=True)]], settings.seed)
+
     middle = {name: round(statistics.median(values), 1) for name, values in speeds.items()}
-    return {"speeds": middle, "ratios": ratios, "differing": differing}
+    best = max((name for name in arms if name not in (TURNS, ADAPTIVE, BASE)), key=lambda name: middle[name])
+    return {
+        "speeds": middle,
+        "ratios": {name: ratio(name, BASE) for name in arms},
+        "best": {"arm": best, "ratio": ratio(ADAPTIVE, best)},
+        "adaptive": round(statistics.median(lengths), 2),
+        "differing": differing,
+    }
 
 
 if __name__ == "__main__":
