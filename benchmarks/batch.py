@@ -137,7 +137,7 @@ def scripts(
         truth = tuple(token for round in rounds for token in round.tokens)
         chance = random.Random(f"{settings.seed} {i} {settings.acceptance}")
         right = tuple(chance.random() < settings.acceptance for _ in truth)
-        found[tuple(prompt)] = Script("scripted", prompt, settings.tokens, truth, right)
+        found[tuple(prompt)] = Script("scripted", prompt, settings.tokens, truth=truth, right=right)
     return found
 
 
