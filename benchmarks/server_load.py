@@ -1,23 +1,33 @@
 """What do several clients get from one server: tokens a second in all, and pauses between tokens?
 
 For each number of clients, all send a greedy request without an end at the same time and read the stream. The
-same is done with `--parallel 1`, where they wait for each other. Then all but one client stream while the
-last one sends a prompt of `--long` tokens: the time between the tokens of the others is what it costs them.
-Pauses are those that clients see, in milliseconds.
+same is done with `--parallel 1`, where they wait for each other, and with mlx_lm.server on the same weights.
+Then all but one client stream while the last one sends a prompt of `--long` tokens: the time between the
+tokens of the others is what it costs them. Pauses are those that clients see, in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from serving import CHAT, Serving, questions, serving
+from serving import CHAT, READY_TIMEOUT_S, Serving, questions, serving
 from timing import finish, parser, table
 
+from mlx_spec import demo
+from mlx_spec.hub import find
+
 SETTLE_S = 1.0  # of streaming, before the long prompt is sent
+NAMES = {"batch": "together", "one": "one after the other", "mlx-lm": "mlx_lm.server"}
 
 
 def main() -> None:
@@ -31,29 +41,52 @@ def main() -> None:
     if settings.quick:
         settings.clients, settings.tokens, settings.long, settings.repeats = [1, 3], 12, 200, 1
     started, most = time.time(), max(settings.clients)
+    folder = demo.TARGET if settings.target == "demo" else find(settings.target)
+    ends = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    settings.ends = ends if isinstance(ends, list) else [ends]
     results: dict[str, Any] = {}
     target = ("--target", settings.target)
-    with serving(*target, "--parallel", str(most)) as batch, serving(*target, "--parallel", "1") as turns:
-        for server in (batch, turns):
+    with (
+        serving(*target, "--parallel", str(most)) as batch,
+        serving(*target, "--parallel", "1") as turns,
+        mlx_lm_server(folder) as other,
+    ):
+        servers = {"batch": batch, "one": turns, "mlx-lm": other}
+        for server in servers.values():
             together(server, 1, 0, settings)
         for count in settings.clients:
             runs = [
-                {
-                    name: together(server, count, i, settings)
-                    for name, server in (("batch", batch), ("one", turns))
-                }
+                {name: together(server, count, i, settings) for name, server in servers.items()}
                 for i in range(settings.repeats)
             ]
-            results[str(count)] = {
-                name: round(max(run[name] for run in runs), 1) for name in ("batch", "one")
-            }
-        results["pauses"] = pauses(batch, most, settings)
-    rows = [
-        [n, r["batch"], r["one"], round(r["batch"] / r["one"], 2)] for n, r in results.items() if n.isdigit()
-    ]
-    table(["clients", "tokens/s together", "one after the other", "ratio"], rows)
-    table(list(results["pauses"]), [list(results["pauses"].values())])
+            results[str(count)] = {name: round(max(run[name] for run in runs), 1) for name in servers}
+        results["pauses"] = {NAMES[n]: pauses(servers[n], most, settings) for n in ("batch", "mlx-lm")}
+    rows = [[n, *r.values()] for n, r in results.items() if n.isdigit()]
+    table(["clients", *(f"tokens/s {name}" for name in NAMES.values())], rows)
+    found = results["pauses"]
+    table(["", *next(iter(found.values()))], [[name, *each.values()] for name, each in found.items()])
     finish("server_load", results, settings, started)
+
+
+@contextmanager
+def mlx_lm_server(folder: Path) -> Iterator[Serving]:
+    """Run mlx_lm.server on a checkpoint for as long as the context lasts."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server, end = Serving(process, "127.0.0.1", port, []), time.monotonic() + READY_TIMEOUT_S
+    try:
+        while True:
+            try:
+                server.send("/health", timeout=5)
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < end, "mlx_lm.server did not come up"
+                time.sleep(0.2)
+        yield server
+    finally:
+        server.stop()
 
 
 def together(server: Serving, count: int, turn: int, settings: argparse.Namespace) -> float:
@@ -62,7 +95,7 @@ def together(server: Serving, count: int, turn: int, settings: argparse.Namespac
     with ThreadPoolExecutor(count) as clients:
         numbers = range(turn * count, (turn + 1) * count)
         texts = [asked[i % len(asked)] for i in numbers]
-        streams = list(clients.map(lambda text: stream(server, text, settings.tokens), texts))
+        streams = list(clients.map(lambda text: stream(server, text, settings.tokens, settings.ends), texts))
     return sum(tokens for tokens, _ in streams) / (time.perf_counter() - start)
 
 
@@ -73,12 +106,12 @@ def pauses(server: Serving, count: int, settings: argparse.Namespace) -> dict[st
     words = 50 + max(settings.long - once, 0) * 50 // (twice - once)
     with ThreadPoolExecutor(count) as clients:
         others = [
-            clients.submit(stream, server, asked[i % len(asked)], 4 * settings.tokens)
+            clients.submit(stream, server, asked[i % len(asked)], 4 * settings.tokens, settings.ends)
             for i in range(count - 1)
         ]
         time.sleep(SETTLE_S)
         begin = time.perf_counter()
-        stream(server, word * words, 1)
+        stream(server, word * words, 1, settings.ends)
         end = time.perf_counter()
         marks = [mark for other in others for mark in other.result()[1]]
     gaps = sorted(gap for when, gap in marks if begin <= when <= end)
@@ -99,10 +132,11 @@ def prompt_tokens(server: Serving, text: str) -> int:
     return int(server.send(CHAT, body).json["usage"]["prompt_tokens"])
 
 
-def stream(server: Serving, text: str, tokens: int) -> tuple[int, list[tuple[float, float]]]:
+def stream(server: Serving, text: str, tokens: int, ends: list[int]) -> tuple[int, list[tuple[float, float]]]:
     """Return the tokens of an answer, and the time and the pause of each of its chunks but the first."""
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "stream": True}
-    body |= {"ignore_eos": True, "max_tokens": tokens, "stream_options": {"include_usage": True}}
+    body |= {"logit_bias": {str(end): -100 for end in ends}, "max_tokens": tokens}
+    body |= {"stream_options": {"include_usage": True}}
     marks, last, count = list[tuple[float, float]](), 0.0, 0
     connection = server.connect()
     connection.request("POST", CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -111,7 +145,7 @@ def stream(server: Serving, text: str, tokens: int) -> tuple[int, list[tuple[flo
             now = time.perf_counter()
             marks += [(now, now - last)] if last else []
             last = now
-        elif b'"usage":{' in line:
+        elif b"completion_tokens" in line:
             count = json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"]
     connection.close()
     return count, marks
