@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_spec import demo
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import (
@@ -21,6 +22,7 @@ from mlx_spec.hub.catalog import (
     LOOKUP,
     MANIFEST,
     NONE,
+    SMOLLM2,
     drafter_kind,
     made_for,
     mlx_lm_module,
@@ -66,12 +68,16 @@ def load(
     config = repair_config(read_config(folder))
     size = check_weights(folder)
     _check_supported(folder, config)
+    import mlx.core as mx
+
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.text import read_text
 
     _raise_wired_limit()
     text = read_text(folder, config)
     found = _open_drafter(names, folder, config, text)
+    if found is not None and found.network is not None and _is_dequantized(config):
+        found.network.set_dtype(mx.float32)
     sizes = size, check_weights(found.folder) if found and found.folder else 0
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
     offered = _offered(found, num_draft_tokens)
@@ -109,19 +115,17 @@ class _Names:
 def _named(target: str, drafter: str | None) -> _Names:
     """Fill in the bundled pair, a manifest, and the target's own drafter."""
     if target == DEMO:
-        from mlx_spec import demo
-
         own: str | None = str(demo.DRAFTER)
         path = str(demo.TARGET)
     else:
         path, own = _from_manifest(target)
-        own = own or made_for(target)
+        own = own or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else made_for(target))
     chosen = own or LOOKUP if drafter is None else drafter
     if chosen == NONE:
         return _Names(target, path, None, None)
     if chosen == LOOKUP:
         return _Names(target, path, LOOKUP, None)
-    shown = DEMO if target == DEMO and drafter is None else chosen
+    shown = target if target in (DEMO, SMOLLM2) and drafter is None else chosen
     return _Names(target, path, shown, chosen)
 
 
@@ -259,11 +263,18 @@ def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     except LOADING_ERRORS as error:
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
-    if "gguf" in config and mx.default_device().type == mx.cpu:
+    if _is_dequantized(config):
         print(f"{config['gguf']}: in float32, because a CPU is slow with other types", file=sys.stderr)
         model.set_dtype(mx.float32)  # scales, too: the weights are exact
         model = dequantize_model(model)
     return model
+
+
+def _is_dequantized(config: Mapping[str, Any]) -> bool:
+    """Return True for a GGUF file on a CPU, which is slow with other types than float32."""
+    import mlx.core as mx
+
+    return "gguf" in config and mx.default_device().type == mx.cpu
 
 
 def _vocab_size(config: Mapping[str, Any], text: Text) -> int:

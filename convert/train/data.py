@@ -20,7 +20,7 @@ SAME = 4  # answers in a row with one temperature, so that it is not tied to the
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """What to answer. The same plan gives the same answers, so that a run can be cut into pieces."""
+    """The prompts to answer. The same plan gives the same answers, so that a run can be cut into pieces."""
 
     folder: Path  # of the answers' files
     count: int

@@ -53,7 +53,7 @@ class Acceptance:
 
 @dataclass
 class Progress:
-    """What a run has done so far; part of its state on the disk."""
+    """The figures of a run so far; part of its state on the disk."""
 
     step: int = 0
     seconds: float = 0.0

@@ -221,6 +221,7 @@ def _new_config(
         "backbone_hidden_size": width,
         "use_ordered_embeddings": False,
         "tie_word_embeddings": True,
+        **({} if Path(request.target).exists() else {"base_model_name_or_path": request.target}),
         "draft_vocab_size": min(request.vocabulary, vocab_size),
         KEY: {"hidden": "post_norm", "chain": "post_norm", "rope": "target", "shift": 1, "capture": []},
         "text_config": {
