@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 QUESTIONS = (
     "What does os.path.join do?",
     "Write code that reads a JSON file",
-    "What is functools.lru_cache for?",
+    "How can I parse command line arguments?",
 )
 COLUMNS = 108  # of the terminal
 WARM_UP = ("What does zip do?", "What does itertools.chain do?")  # asked first: they teach the policy
