@@ -102,7 +102,7 @@ def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
     if heads and text.get("head_dim") is None:
         text = {**text, "head_dim": required(text, "hidden_size", int, where) // heads}
     head_dim = required(text, "head_dim", int, where)
-    if text.get("layer_types", [FULL])[layer] != FULL:
+    if (text.get("layer_types") or [FULL] * (layer + 1))[layer] != FULL:
         return HeadShape(num_kv_heads, head_dim)
     if "per_layer_config" in text:
         own = text["per_layer_config"].get(str(layer), {})
