@@ -41,7 +41,7 @@ LAYERS = (
     ("pair",),
     ("load",),
     ("", "convert"),  # "" is mlx_spec/__init__.py, the public face
-    ("apps", "convert.command"),
+    ("apps", "convert.command", "convert.train.command"),
     ("__main__", "chat", "serve", "menubar"),
 )
 

@@ -30,7 +30,7 @@ KEYS, VALUES = "keys.", "values."
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecordedAnswer:
     """A recorded answer of A tokens after a prompt of P."""
 
     kind: str  # of text, as its prompt asks for
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Question:
+class AnswerRequest:
     """A prompt to answer, and where its answer is kept."""
 
     file: Path
@@ -82,7 +82,7 @@ class Recorder(SequenceDrafter):
         """Return no tokens for any sequence."""
         return [no_draft()] * len(requests)
 
-    def answer(self, question: Question) -> Answer | None:
+    def answer(self, question: AnswerRequest) -> RecordedAnswer | None:
         """Return what was recorded; None for an answer that is too short to learn from."""
         hidden = mx.concatenate(self._hidden)
         if len(hidden) < MIN_TOKENS:
@@ -90,7 +90,7 @@ class Recorder(SequenceDrafter):
         assert self._features is not None and self._features.shared_kv is not None
         rows, size = self._features.shared_kv(), len(self._history) - 1
         logits = self._parts.unembed(hidden).astype(mx.float32)
-        return Answer(
+        return RecordedAnswer(
             question.kind,
             not question.sampling.temperature,
             mx.array(list(self._history[-len(hidden) :]), dtype=mx.int32),
@@ -107,14 +107,14 @@ def recording(pair: Pair) -> Pair:
 
 
 def record(
-    pair: Pair, questions: Iterable[Question], max_tokens: int, max_running: int
-) -> Iterator[tuple[Question, int]]:
-    """Answer the questions and write the files. Yields each with the number of its tokens.
+    pair: Pair, questions: Iterable[AnswerRequest], max_tokens: int, max_running: int
+) -> Iterator[tuple[AnswerRequest, int]]:
+    """RecordedAnswer the questions and write the files. Yields each with the number of its tokens.
 
     `pair` is one of `recording`. The number is 0 for an answer that is too short to learn from.
     """
     batch, todo = pair.batch(max_running), iter(questions)
-    running: dict[int, tuple[Question, Recorder]] = {}
+    running: dict[int, tuple[AnswerRequest, Recorder]] = {}
     while True:
         for question in islice(todo, max_running - len(batch)):
             parts = pair.open()
@@ -137,7 +137,7 @@ def record(
                 yield question, 0 if answer is None else answer.tokens.size
 
 
-def write_answer(file: Path, answer: Answer) -> None:
+def write_answer(file: Path, answer: RecordedAnswer) -> None:
     """Write a file under a temporary name first."""
     arrays = {"tokens": answer.tokens, "hidden": answer.hidden, "logsumexp": answer.logsumexp}
     arrays |= {KEYS + kind: rows for kind, rows in answer.keys.items()}
@@ -147,7 +147,7 @@ def write_answer(file: Path, answer: Answer) -> None:
     temporary.replace(file)
 
 
-def read_answer(file: Path) -> Answer:
+def read_answer(file: Path) -> RecordedAnswer:
     """Read a recorded answer. Raises BadCheckpoint for a damaged file."""
     try:
         loaded = mx.load(str(file), return_metadata=True)
@@ -159,6 +159,6 @@ def read_answer(file: Path) -> Answer:
     keys = {name.removeprefix(KEYS): a for name, a in found.items() if name.startswith(KEYS)}
     values = {name.removeprefix(VALUES): a for name, a in found.items() if name.startswith(VALUES)}
     greedy = metadata["greedy"] == str(True)
-    return Answer(
+    return RecordedAnswer(
         metadata["kind"], greedy, found["tokens"], found["hidden"], keys, values, found["logsumexp"]
     )

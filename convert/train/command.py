@@ -85,10 +85,10 @@ class _Bars:
 
 def _run(options: Options) -> int:
     require_backend()
-    from mlx_spec.convert.train.train import WORK, Request, train
+    from mlx_spec.convert.train.train import WORK, TrainingRequest, train
 
     bars = _Bars()
-    request = Request(**{**vars(options), "prompts": tuple(options.prompts or ())})
+    request = TrainingRequest(**{**vars(options), "prompts": tuple(options.prompts or ())})
     try:
         report = train(request, lambda line: print(line, file=sys.stderr), bars.advance)
     except OSError as error:

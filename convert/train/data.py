@@ -10,7 +10,7 @@ from typing import cast
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 
-from .answers import Answer, Question, read_answer, record, recording
+from .answers import AnswerRequest, RecordedAnswer, read_answer, record, recording
 from .prompts import QUOTED_SHARE, TrainingPrompt, bundled_prompts, encode, quoting_prompts
 
 HELD_OUT = 25  # every so many answers one is held out: a few dozen of a run tell 2 % of acceptance apart
@@ -29,12 +29,12 @@ class AnswerPlan:
     own: tuple[TrainingPrompt, ...] = ()  # of the user; they replace the bundled ones
 
     def record(self, pair: Pair, max_running: int) -> Iterator[int]:
-        """Answer what has no file yet. Yields the number of tokens in each new answer."""
+        """RecordedAnswer what has no file yet. Yields the number of tokens in each new answer."""
         self.folder.mkdir(parents=True, exist_ok=True)
         recorder = recording(pair)
         for prompts in (self._first(), self._second(pair)):
             questions = (
-                Question(self._file(i), prompt.kind, encode(pair.text, prompt), self._sampling(i))
+                AnswerRequest(self._file(i), prompt.kind, encode(pair.text, prompt), self._sampling(i))
                 for i, prompt in prompts
                 if not self._file(i).exists()
             )
@@ -85,5 +85,5 @@ class AnswerPlan:
         return Sampling(temperature=temperature, seed=self.seed + index if temperature else None)
 
 
-def _text(pair: Pair, answer: Answer) -> tuple[str, str]:
+def _text(pair: Pair, answer: RecordedAnswer) -> tuple[str, str]:
     return answer.kind, pair.text.decode(cast(list[int], answer.tokens.tolist()))

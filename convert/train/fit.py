@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_spec.drafters.gemma4 import AssistantNetwork
 from mlx_spec.types import TargetParts
 
-from .answers import Answer, read_answer
+from .answers import RecordedAnswer, read_answer
 from .unroll import batch_of, heads_of, loss_of, round_tokens, unroll
 
 DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
@@ -39,7 +39,7 @@ STATE = "state.safetensors"
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class HeldOutAcceptance:
     """Tokens a round on held-out answers, with `DEPTH` draft tokens."""
 
     greedy: float
@@ -128,7 +128,7 @@ class Fit:
         """Go back to the weights that had the best acceptance."""
         self.network.update(tree_unflatten(list(self._best.items())))
 
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> HeldOutAcceptance:
         """Measure the acceptance on held-out answers."""
         greedy, sampled, left = [0.0, 0], [0.0, 0], MAX_TEST_ROWS
         for file in self._test:
@@ -141,7 +141,7 @@ class Fit:
             into, found = (greedy, ours) if answer.greedy else (sampled, expected)
             into[0], into[1] = into[0] + float(found.sum()), into[1] + found.size
             left -= found.size
-        return Acceptance(*(total / max(count, 1) for total, count in (greedy, sampled)))
+        return HeldOutAcceptance(*(total / max(count, 1) for total, count in (greedy, sampled)))
 
     def _schedule(self, peak: float) -> Callable[[mx.array], mx.array]:
         """Return the learning rate by step: it rises to `peak`, then falls along a cosine."""
@@ -150,7 +150,7 @@ class Fit:
         falling = optim.cosine_decay(peak, max(self.steps - warm, 1), FLOOR * peak)
         return optim.join_schedules([rising, falling], [warm])
 
-    def _loss(self, network: AssistantNetwork, answers: Sequence[Answer]) -> mx.array:
+    def _loss(self, network: AssistantNetwork, answers: Sequence[RecordedAnswer]) -> mx.array:
         rows = batch_of(answers, self._window, mx.float32)
         return loss_of(unroll(network, rows, DEPTH, self._heads, self._embed))
 

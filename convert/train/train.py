@@ -31,7 +31,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
-from .answers import Answer, read_answer
+from .answers import RecordedAnswer, read_answer
 from .data import AnswerPlan
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
 from .prompts import own_prompts
@@ -46,7 +46,7 @@ TEMPERATURES = 0.0, 0.8  # at which acceptance is measured
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainingRequest:
     """A run as the command line asks for it."""
 
     target: str
@@ -66,7 +66,7 @@ Say = Callable[[str], None]
 Advance = Callable[[str, int, int, str], None]  # stage, done, of how many, figures
 
 
-def train(request: Request, say: Say, advance: Advance) -> dict[str, Any]:
+def train(request: TrainingRequest, say: Say, advance: Advance) -> dict[str, Any]:
     """Train a drafter and write it to `request.out`. Return its report.
 
     Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
@@ -106,7 +106,7 @@ def train(request: Request, say: Say, advance: Advance) -> dict[str, Any]:
 # --- before it begins
 
 
-def _settings(request: Request) -> dict[str, Any]:
+def _settings(request: TrainingRequest) -> dict[str, Any]:
     """Return what must not change while a run is cut into pieces."""
     files = {str(file): sha256(file.expanduser()) for file in request.prompts}
     chosen = {
@@ -129,7 +129,7 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
             )
 
 
-def _announce(pair: Pair, request: Request, say: Say) -> int:
+def _announce(pair: Pair, request: TrainingRequest, say: Say) -> int:
     """Say what memory and disk a run takes. Returns the bytes on the disk."""
     parts = pair.open()
     parts.target.prefill([0, 0])
@@ -149,7 +149,7 @@ def _announce(pair: Pair, request: Request, say: Say) -> int:
 # --- stages
 
 
-def _record(pair: Pair, plan: AnswerPlan, request: Request, advance: Advance) -> None:
+def _record(pair: Pair, plan: AnswerPlan, request: TrainingRequest, advance: Advance) -> None:
     done = sum(file.exists() for held in (True, False) for file in plan.answers(held_out=held))
     tokens = 0
     for count in plan.record(pair, request.parallel):
@@ -163,7 +163,9 @@ def _record(pair: Pair, plan: AnswerPlan, request: Request, advance: Advance) ->
             )
 
 
-def _network(pair: Pair, plan: AnswerPlan, request: Request) -> tuple[AssistantNetwork, dict[str, Any]]:
+def _network(
+    pair: Pair, plan: AnswerPlan, request: TrainingRequest
+) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, with its first weights, and its config.json."""
     target = repair_config(read_config(find(folders(request.target, NONE)[0])))
     if request.source is not None:
@@ -202,7 +204,7 @@ def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork
 
 
 def _new_config(
-    target: Mapping[str, Any], answer: Answer, vocab_size: int, request: Request
+    target: Mapping[str, Any], answer: RecordedAnswer, vocab_size: int, request: TrainingRequest
 ) -> dict[str, Any]:
     """Return the config.json of a new drafter for a target. Raises Mismatch if it has no full attention."""
     if FULL not in answer.keys:
@@ -244,7 +246,7 @@ def _fit(
     plan: AnswerPlan,
     network: AssistantNetwork,
     config: Mapping[str, Any],
-    request: Request,
+    request: TrainingRequest,
     work: Path,
 ) -> Fit:
     files = plan.answers(held_out=False), plan.answers(held_out=True)
@@ -293,7 +295,7 @@ def _test(
 
 
 def _report(
-    request: Request, plan: AnswerPlan, fit: Fit, tests: Mapping[str, Mapping[str, float]]
+    request: TrainingRequest, plan: AnswerPlan, fit: Fit, tests: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     progress = fit.progress
     return {

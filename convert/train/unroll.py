@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_spec.drafters.gemma4 import SLIDING, AssistantNetwork
 from mlx_spec.types import KVRows, TargetParts
 
-from .answers import Answer
+from .answers import RecordedAnswer
 
 STEP_WEIGHT = 0.8  # of a step against the one before it: a later draft counts only if all before are accepted
 
@@ -27,7 +27,7 @@ Embed = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """A batch of B answers, padded to A rows and S positions of K/V."""
 
     tokens: mx.array  # [B, A] int32: the pending token of each row
@@ -43,7 +43,7 @@ class Rows:
         return self.positions.size
 
 
-def batch_of(answers: Sequence[Answer], window: int, dtype: mx.Dtype) -> Rows:
+def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) -> TrainingRows:
     """Return the rows of several answers. `window` limits what rows see of sliding K/V."""
     sizes = [answer.tokens.size for answer in answers]
     starts = [answer.prompt_tokens for answer in answers]
@@ -63,7 +63,7 @@ def batch_of(answers: Sequence[Answer], window: int, dtype: mx.Dtype) -> Rows:
         keys = mx.stack([pad(answer.keys[kind], 1, S) for answer in answers]).astype(dtype)
         values = mx.stack([pad(answer.values[kind], 1, S) for answer in answers]).astype(dtype)
         shared[kind] = KVRows(keys, values, mask)
-    return Rows(
+    return TrainingRows(
         mx.stack([pad(answer.tokens, 0, A) for answer in answers]),
         mx.stack([pad(answer.hidden, 0, A) for answer in answers]).astype(dtype),
         mx.stack([pad(answer.logsumexp, 0, A) for answer in answers]),
@@ -74,7 +74,7 @@ def batch_of(answers: Sequence[Answer], window: int, dtype: mx.Dtype) -> Rows:
 
 
 def take_step(
-    network: AssistantNetwork, embedded: mx.array, hidden: mx.array, rows: Rows
+    network: AssistantNetwork, embedded: mx.array, hidden: mx.array, rows: TrainingRows
 ) -> tuple[mx.array, mx.array]:
     """Return the next hidden state [N, D] and the final norm [N, h] for two [N, D], N = B * A."""
     x = network.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
@@ -124,7 +124,9 @@ def heads_of(network: AssistantNetwork, parts: TargetParts, ids: mx.array) -> He
     )
 
 
-def unroll(network: AssistantNetwork, rows: Rows, depth: int, heads: Heads, embed: Embed) -> list[Step]:
+def unroll(
+    network: AssistantNetwork, rows: TrainingRows, depth: int, heads: Heads, embed: Embed
+) -> list[Step]:
     """Take `depth` steps from every row."""
     B, A = rows.real.shape
     target = mx.exp(heads.target(rows.hidden).astype(mx.float32) - rows.logsumexp[..., None])
@@ -153,7 +155,9 @@ def loss_of(steps: Sequence[Step]) -> mx.array:
     return total / weights
 
 
-def round_tokens(steps: Sequence[Step], rows: Rows, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def round_tokens(
+    steps: Sequence[Step], rows: TrainingRows, ids: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
     """Return the tokens of a round from each row, [B, A - K]: greedy, and expected when sampled.
 
     Greedy figures hold for greedy answers, where a draft is accepted if it is the next token. Sampled ones

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 import mlx_spec
 from mlx_spec.convert.selftest import CHANCE_FACTOR, MIN_ACCEPTANCE
-from mlx_spec.convert.train.answers import Question, read_answer, record, recording
+from mlx_spec.convert.train.answers import AnswerRequest, read_answer, record, recording
 from mlx_spec.convert.train.fit import Fit, frequent_tokens, start_linear
 from mlx_spec.convert.train.prompts import bundled_prompts, own_prompts, quoting_prompts
 from mlx_spec.convert.train.train import WORK
@@ -44,7 +44,7 @@ def answers(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("answers")
     lines = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
     questions = [
-        Question(
+        AnswerRequest(
             folder / f"{i:06d}.safetensors",
             "chat",
             demo.text.prompt([{"role": "user", "content": line}]),
