@@ -126,7 +126,7 @@ def test_one_run_a_place(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / "x").write_text("x")
-        with pytest.raises(InvalidValue, match="another conversion is writing"), new_folder(out):
+        with pytest.raises(InvalidValue, match="another run is writing"), new_folder(out):
             pass
         with new_folder(tmp_path / "other"):
             pass
