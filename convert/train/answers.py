@@ -109,7 +109,7 @@ def recording(pair: Pair) -> Pair:
 def record(
     pair: Pair, questions: Iterable[AnswerRequest], max_tokens: int, max_running: int
 ) -> Iterator[tuple[AnswerRequest, int]]:
-    """RecordedAnswer the questions and write the files. Yields each with the number of its tokens.
+    """Record the answers to the questions and write the files. Yields each with the number of its tokens.
 
     `pair` is one of `recording`. The number is 0 for an answer that is too short to learn from.
     """

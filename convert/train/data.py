@@ -29,7 +29,7 @@ class AnswerPlan:
     own: tuple[TrainingPrompt, ...] = ()  # of the user; they replace the bundled ones
 
     def record(self, pair: Pair, max_running: int) -> Iterator[int]:
-        """RecordedAnswer what has no file yet. Yields the number of tokens in each new answer."""
+        """Record what has no file yet. Yields the number of tokens in each new answer."""
         self.folder.mkdir(parents=True, exist_ok=True)
         recorder = recording(pair)
         for prompts in (self._first(), self._second(pair)):
