@@ -10,11 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+import mlx_spec
 from mlx_spec.drafters import FAMILIES, open_drafter
 from mlx_spec.drafters.gemma4 import AssistantConfig, check_fit
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+BUNDLED = Path(mlx_spec.__file__).parent / "demo" / "smollm2"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -91,6 +93,17 @@ def test_only_layers_with_a_cache_count():
     target["text_config"]["num_kv_shared_layers"] = 6
     with pytest.raises(Mismatch, match="reads full_attention K/V"):
         check_fit(config, target)
+
+
+@pytest.mark.parametrize("layer_types", [{}, {"layer_types": None}], ids=["absent", "null"])
+def test_target_without_layer_types(layer_types):
+    """All layers of a Llama are full attention; its config.json does not say so."""
+    target = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    target |= {"num_hidden_layers": 30, "rope_parameters": {"rope_theta": 1e5}, **layer_types}
+    config = AssistantConfig.from_dict(json.loads((BUNDLED / "config.json").read_text()))
+    check_fit(config, target)
+    with pytest.raises(Mismatch, match="expects full_attention K/V heads 3, target has 9"):
+        check_fit(config, target | {"num_key_value_heads": 9})
 
 
 # --- the tensors
