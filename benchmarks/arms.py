@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx_lm
+from mlx_lm.utils import dequantize_model, save
 
-from mlx_spec import load
+from mlx_spec import demo, hub, load
 from mlx_spec.engine import generate, prefill
+from mlx_spec.hub.catalog import SMOLLM2
 from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -30,6 +33,7 @@ Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified 
 Read = Callable[[], None]  # what to call when the prompt has been read
 Decoder = Callable[["Prompt", Read], Iterator[Step]]  # steps, as they come
 Arms = dict[str, Callable[[], Decoder]]  # what an arm needs is loaded when it is made
+COMPRESSION = ("quantization", "quantization_config", "gguf")  # keys of config.json
 PROMPTS = Path(__file__).parent / "prompts"
 
 
@@ -59,9 +63,9 @@ class Folders:
     def find(cls, target: str, drafter: str | None, draft_model: str | None = None) -> Folders:
         small = Path(draft_model).expanduser() if draft_model else None
         if target == "demo":
-            from mlx_spec import demo
-
             return cls(demo.TARGET, demo.DRAFTER, small)
+        if target == SMOLLM2:
+            return cls(hub.find(target), demo.SMOLLM2_DRAFTER, small)
         return cls(Path(target).expanduser(), Path(drafter).expanduser() if drafter else None, small)
 
     def cast(self, dtype: str) -> Folders:
@@ -76,6 +80,16 @@ class Folders:
         result.drafter = result.copy(self.drafter, change) if self.drafter else None
         result.draft_model = result.copy(self.draft_model, change) if self.draft_model else None
         return result
+
+    def dequantized(self) -> Folders:
+        """Return the target with dense float32 weights, which a CPU multiplies fastest."""
+        model, tokenizer, config = cast(Any, mlx_lm.load(str(self.target), return_config=True))
+        model.set_dtype(mx.float32)
+        config = {key: value for key, value in config.items() if key not in COMPRESSION}
+        self._kept.append(tempfile.TemporaryDirectory())
+        new = Path(self._kept[-1].name)
+        save(new, self.target, dequantize_model(model), tokenizer, config)
+        return replace(self, target=new)
 
     def shuffled(self, folder: Path, seed: int) -> Path:
         """Return a copy whose weights are shuffled within each tensor: as large, and useless."""

@@ -66,6 +66,8 @@ def main() -> None:
     settings = arguments()
     started = time.time()
     folders = Folders.find(settings.target, settings.drafter, settings.draft_model)
+    if settings.dense:
+        folders = folders.dequantized()
     if settings.dtype:
         folders = folders.cast(settings.dtype)
     pair, arms = ours(folders, settings.seed)
@@ -82,7 +84,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--target", default="demo", help="demo, or a folder")
+    options.add_argument("--target", default="demo", help="demo, smollm2 or a folder")
     options.add_argument("--drafter", help="a folder")
     options.add_argument("--draft-model", help="a folder: a small model with the target's vocabulary")
     options.add_argument("--prompts", type=Path, help="a folder like those in prompts/, or one file of it")
@@ -93,6 +95,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--repeats", type=int, default=9, help="blocks a prompt; the first is dropped")
     options.add_argument("--arms", nargs="+", default=DEFAULT)
     options.add_argument("--dtype", help="cast all weights, as to float32")
+    options.add_argument("--dense", action="store_true", help="dequantize the target to float32")
     options.add_argument("--burst", type=int, default=16, help="tokens of a turn")
     options.add_argument("--spread", type=float, default=0.04)
     settings = options.parse_args()
