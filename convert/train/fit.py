@@ -25,8 +25,8 @@ from .unroll import batch_of, heads_of, loss_of, round_tokens, unroll
 
 DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
 STEP_ROWS = 512  # rows of a step, padding included: Muon's products then take a third of its time
-PEAK = 0.01  # learning rate of Muon for matrices: a step turns random weights by a few percent
-FINE_TUNING = 0.1  # of it for a drafter that is trained already
+PEAK = 0.003  # learning rate of Muon for matrices: for SmolLM2, three times more or less learns slower
+FINE_TUNING = 0.3  # of it for a drafter that is trained already
 NORMS = 0.1  # of it for norms, which AdamW changes by about the rate in each step; they are near 1
 WARM_UP, FLOOR = 0.1, 0.02  # shares: of the steps until the peak, and of the peak that is left at the end
 CLIP = 1.0  # largest norm of a gradient

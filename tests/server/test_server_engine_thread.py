@@ -198,9 +198,9 @@ def test_a_request_with_many_choices_leaves_room_for_others() -> None:
 
 
 def test_what_does_not_fit_the_memory_waits() -> None:
-    settings = replace(DEMO, memory_bytes=16 * 10**6)
+    settings = replace(DEMO, memory_bytes=13_200_000)
     with working(settings) as engine:
-        prompts = [raw((5 + i,) * 3000, max_tokens=40, sampling=ENDLESS) for i in range(2)]
+        prompts = [raw((5 + i,) * 1500, max_tokens=40, sampling=ENDLESS) for i in range(2)]
         streams = [begin(engine, prompt) for prompt in prompts]
         streams[0].until(RoundDone)
         assert engine.status().running == 2

@@ -238,7 +238,7 @@ def test_loading_and_reading_are_shown(tab):
         tab.open(url)
         tab.until(READY)
         ask(tab)
-        assert text(tab, "#speed") == "20.0"
+        tab.until("document.querySelector('#speed').textContent === '20.0'")
         tab.value(WATCH)
         stub.state = replace(stub.state, loading="smol")
         stub.events = (1.5, PromptProgress(1512, 0, 0), 0.5, PromptProgress(1512, 0, 1024), 0.5, *ANSWER)
