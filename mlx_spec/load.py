@@ -6,15 +6,17 @@ inside functions.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlx_spec import demo
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import (
     ASSISTANT,
@@ -29,18 +31,28 @@ from mlx_spec.hub.catalog import (
     repair_config,
     repairs,
 )
-from mlx_spec.hub.checkpoint import check_weights, integer, read_config, read_published, text_config
+from mlx_spec.hub.checkpoint import (
+    WEIGHTS,
+    check_weights,
+    integer,
+    read_config,
+    read_published,
+    text_config,
+)
 from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_spec.drafters import DrafterSource
+    from mlx_spec.model.ranks import Ranks
     from mlx_spec.pair import Pair
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy
     from mlx_spec.text import Text
 
 KV_BITS = (4, 8)
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WITHOUT = 'drafter="none" decodes without one'
 
 
@@ -50,6 +62,7 @@ def load(
     *,
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Pair:
     """Load a target and a drafter, ready to generate.
 
@@ -58,16 +71,13 @@ def load(
     target's own: the one in the folder's pair.json or the one published for the repository, else lookup.
     `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
     first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
-    attention.
+    attention. With `ranks`, this is rank 0 and has a part of the target; on the others run `follow`.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
     _check_values(num_draft_tokens, kv_bits)
     names = _named(str(target), None if drafter is None else str(drafter))
-    folder = find(names.target_path)
-    config = repair_config(read_config(folder))
-    size = check_weights(folder)
-    _check_supported(folder, config)
+    folder, config, size = _find_target(names, ranks)
     import mlx.core as mx
 
     from mlx_spec.pair import Pair, PairInfo
@@ -78,11 +88,20 @@ def load(
     found = _open_drafter(names, folder, config, text)
     if found is not None and found.network is not None and _is_dequantized(config):
         found.network.set_dtype(mx.float32)
-    sizes = size, check_weights(found.folder) if found and found.folder else 0
+    if ranks is not None and found is not None and found.needs.shared_kv:
+        raise Mismatch(
+            f"the drafter {names.drafter} reads the target's K/V, of which every rank has a part: "
+            'use another one, or drafter="lookup"'
+        )
+    sizes = (
+        size // (1 if ranks is None else ranks.size),
+        check_weights(found.folder) if found and found.folder else 0,
+    )
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
     offered = _offered(found, num_draft_tokens)
-    policies = _policies(folder, offered, config, num_draft_tokens, kv_bits)
-    pair = Pair(info, text, _load_target(folder, config), offered, policies, kv_bits)
+    quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
+    policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
+    pair = Pair(info, text, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
     try:
         pair.open().target.prefill([0])  # refuses caches without exact rollback now, not in an answer
         pair.calibrate()
@@ -90,6 +109,18 @@ def load(
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
     return pair
+
+
+def follow(target: str, ranks: Ranks) -> NoReturn:
+    """Load this rank's part of a target and do what rank 0 does with it, until that ends."""
+    try:
+        folder, config, _ = _find_target(_named(target, NONE), ranks)
+        _raise_wired_limit()
+        ranks.follow(_load_target(folder, config, ranks))
+    except SpecError as error:
+        ranks.fail(f"rank {ranks.rank}: {error}")
+    except Exception as error:
+        ranks.fail(f"rank {ranks.rank} failed: {one_line(error)}")
 
 
 def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
@@ -139,6 +170,49 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
     if not isinstance(paths[0], str) or not isinstance(paths[1], str | None):
         raise BadCheckpoint(f"{folder / MANIFEST}: target and drafter must be paths relative to it")
     return str(folder / paths[0]), None if paths[1] is None else str(folder / paths[1])
+
+
+def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
+    """Return the folder, the config and the bytes of a target. All ranks must have the same."""
+    folder = find(names.target_path)
+    config = repair_config(read_config(folder))
+    size = check_weights(folder)
+    _check_supported(folder, config)
+    if ranks is not None:
+        _check_heads(config, ranks.size)
+        ranks.compare(_identity(folder))
+    return folder, config, size
+
+
+def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
+    """Raise BadCheckpoint if each rank cannot have as many attention heads as the others."""
+    heads = {name: n for name, n in text_config(config).items() if name.endswith("_heads") and n}
+    if odd := [f"{name} {n}" for name, n in heads.items() if n % ranks]:
+        common = math.gcd(*heads.values())
+        fitting = [str(n) for n in range(2, common + 1) if common % n == 0]
+        way = f"{' or '.join(fitting)} ranks" if fitting else "one machine"
+        kind = config["model_type"]
+        raise BadCheckpoint(f"{kind} with {' and '.join(odd)} cannot be split over {ranks} ranks: use {way}")
+
+
+def _identity(folder: Path) -> dict[str, str]:
+    """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
+    from mlx_spec.policy.saved_costs import fingerprint
+
+    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
+    weights = hashlib.sha256(fingerprint(folder).encode())
+    for file in sorted(folder.glob(WEIGHTS)):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                stream.seek(at)
+                weights.update(stream.read(SAMPLE_BYTES))
+    return {
+        **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")},
+        "config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:12],
+        "tokenizer": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12],
+        "weights": weights.hexdigest()[:12],
+    }
 
 
 def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
@@ -224,7 +298,7 @@ def _offered(found: DrafterSource | None, num_draft_tokens: int | None) -> list[
 def _policies(
     target: Path,
     offered: list[DrafterSource],
-    config: Mapping[str, Any],
+    quantization: str,
     num_draft_tokens: int | None,
     kv_bits: int | None,
 ) -> AdaptivePolicies | FixedPolicy:
@@ -241,7 +315,7 @@ def _policies(
     folders = {source.name: source.folder for source in offered}
     prints = tuple(name if f is None else saved_costs.fingerprint(f) for name, f in folders.items())
     fingerprint = saved_costs.fingerprint(target)
-    key = Key(device_name(), fingerprint, prints, _quantization(config), kv_bits, version("mlx"))
+    key = Key(device_name(), fingerprint, prints, quantization, kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
     return BatchPolicies(list(folders), copying, key=key, folder=saved_costs.folder())
 
@@ -253,13 +327,15 @@ def _quantization(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "as saved")
 
 
-def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """Load the model with mlx-lm. Its errors become one line."""
+def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> nn.Module:
+    """Load the model with mlx-lm, of several ranks a part of it. Its errors become one line."""
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model, load_config, load_model
 
     try:
-        model, _ = load_model(folder, strict=True, model_config=repairs(load_config(folder)))
+        model, _ = load_model(
+            folder, lazy=ranks is not None, strict=True, model_config=repairs(load_config(folder))
+        )
     except LOADING_ERRORS as error:
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
@@ -267,6 +343,11 @@ def _load_target(folder: Path, config: Mapping[str, Any]) -> nn.Module:
         print(f"{config['gguf']}: in float32, because a CPU is slow with other types", file=sys.stderr)
         model.set_dtype(mx.float32)  # scales, too: the weights are exact
         model = dequantize_model(model)
+    if ranks is not None:
+        try:
+            ranks.shard(model)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{config['model_type']}: {error}") from error
     return model
 
 

@@ -16,6 +16,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.hooks import parts_of
+from mlx_spec.model.ranks import Ranks, RankSharedTarget, RankTarget
 from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -62,6 +63,7 @@ class Pair:
         drafters: Sequence[DrafterSource],
         policies: AdaptivePolicies | FixedPolicy,
         kv_bits: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.info = info
         self.text = text
@@ -70,6 +72,7 @@ class Pair:
         self._drafters = tuple(drafters)
         self._needs = _needs(drafters)
         self._kv_bits = kv_bits
+        self._ranks = ranks
 
     def generate(
         self,
@@ -111,7 +114,7 @@ class Pair:
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
-        target = LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
+        target = self._target()
         drafters = tuple(source.make(target.parts) for source in self._drafters)
         refuses = any(s.drafts_trees for s in self._drafters) and target.refuses_trees() is not None
         gains = {
@@ -210,10 +213,20 @@ class Pair:
     @cached_property
     def batch_obstacle(self) -> str | None:
         """Return why sequences of this target decode in turns and not together; None if they can."""
-        return batch_obstacle(self._model)
+        if self._ranks is None:
+            return batch_obstacle(self._model)
+        with self._ranks.announced("obstacle"):
+            return batch_obstacle(self._model)
+
+    def _target(self) -> LMTarget:
+        if self._ranks is None:
+            return LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
+        return RankTarget(self._ranks, self._model, self._needs, kv_bits=self._kv_bits)
 
     def _share(self) -> SharedTarget:
-        return SharedTarget(self._model, self._needs)
+        if self._ranks is None:
+            return SharedTarget(self._model, self._needs)
+        return RankSharedTarget(self._ranks, self._model, self._needs)
 
     def generate_batch(
         self,

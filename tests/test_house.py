@@ -38,6 +38,7 @@ LAYERS = (
     ("engine", "batch.target"),
     ("batch",),
     ("session",),
+    ("model.ranks",),
     ("pair",),
     ("load",),
     ("", "convert"),  # "" is mlx_spec/__init__.py, the public face
@@ -49,6 +50,7 @@ LAYERS = (
 SYNCS = {
     "mlx_spec/engine.py": "the one copy to the host that decides a round",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
+    "mlx_spec/model/ranks.py": "loads its part, tells rank 0's address, ends the last pass",
     "mlx_spec/batch/target.py": "asks a model once whether it can share a pass",
     "mlx_spec/grammar/": "a grammar reads a draft before it is verified",
     "mlx_spec/drafters/medusa.py": "reads a draft that was verified already",

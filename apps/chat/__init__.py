@@ -39,20 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
-    prompt = _read_prompt(options.prompt, terminal)
+    ranks = None
+    if options.prompt is not None:
+        require_backend()
+        from mlx_spec.model.ranks import join
+
+        ranks = join()
+    # Nobody closes the stdin of the processes of mlx.launch.
+    prompt = _read_prompt(options.prompt, None if ranks is not None else _piped_text(terminal))
     if prompt is None and options.json:
         refuse("mlx-spec chat", "--json is for one answer: give -p TEXT, or pipe text to stdin")
     if options.system is not None:
         checked(options.system, "--system")
     require_backend()
-    from .repl import run  # needs MLX
+    from .repl import run, run_over_ranks  # need MLX
 
+    if ranks is not None:
+        return run_over_ranks(options, prompt, terminal, interrupts, ranks)
     return run(options, prompt, terminal, interrupts)
 
 
-def _read_prompt(given: str | None, terminal: Terminal) -> str | None:
+def _read_prompt(given: str | None, piped: str | None) -> str | None:
     """Return the prompt with the piped text below it; None for a conversation. Raises InvalidValue."""
-    piped = _piped_text(terminal)
     if given is None and piped is None:
         if sys.stdin is None:
             raise InvalidValue("stdin is closed, so nothing can be asked: leave it open, or use -p TEXT")

@@ -20,6 +20,7 @@ from mlx_spec.hub.disk import default_folder
 from mlx_spec.hub.files import human_bytes, write_atomically
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners
+from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.types import MAX_DRAFT_TOKENS, Reason
@@ -60,13 +61,14 @@ def choose(options: Options) -> PairChoice:
     return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits)
 
 
-def open_pair(choice: PairChoice, *, think: bool = False) -> LoadedPair:
+def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> LoadedPair:
     """Load a pair and remember it. Raises SpecError; InvalidValue if it has to think and cannot."""
     pair = load(
         choice.target,
         choice.drafter,
         num_draft_tokens=choice.num_draft_tokens,
         kv_bits=choice.kv_bits,
+        ranks=ranks,
     )
     if think:
         check_thinking(pair)

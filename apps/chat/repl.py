@@ -8,6 +8,8 @@ from contextlib import nullcontext
 
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO
+from mlx_spec.load import follow
+from mlx_spec.model.ranks import Ranks
 
 from ..command import INTERRUPTED, refuse
 from .answer import ChatState, Outcome
@@ -29,7 +31,22 @@ ABOUT_DEMO = (
 )
 
 
-def run(options: Options, prompt: str | None, terminal: Terminal, interrupts: Interrupts) -> int:
+def run_over_ranks(
+    options: Options, prompt: str | None, terminal: Terminal, interrupts: Interrupts, ranks: Ranks
+) -> int:
+    """Answer the prompt with a target over several machines. Returns the exit status. Raises SpecError."""
+    if ranks.rank:
+        follow(choose(options).target, ranks)
+    return ranks.lead(lambda: run(options, prompt, terminal, interrupts, ranks))
+
+
+def run(
+    options: Options,
+    prompt: str | None,
+    terminal: Terminal,
+    interrupts: Interrupts,
+    ranks: Ranks | None = None,
+) -> int:
     """Answer the prompt, or talk until the user leaves. Returns the exit status. Raises SpecError."""
     try:
         settings = from_options(options)
@@ -40,7 +57,9 @@ def run(options: Options, prompt: str | None, terminal: Terminal, interrupts: In
         if prompt is None:
             remembered = ", the pair used last" if (options.target or options.model) is None else ""
             terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
-        conversation = Conversation(open_pair(choice, think=settings.think), settings, options.system)
+        conversation = Conversation(
+            open_pair(choice, think=settings.think, ranks=ranks), settings, options.system
+        )
         chat = ChatState(
             conversation,
             terminal,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from mlx_spec.apps.command import guarded
 from mlx_spec.apps.server.settings import parse
 from mlx_spec.device import require_backend
-from mlx_spec.errors import NotFound
+from mlx_spec.errors import InvalidValue, NotFound
+from mlx_spec.load import follow
 
 from .settings import Settings
 
@@ -25,10 +28,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     require_backend()
+    from mlx_spec.model.ranks import join
+
     try:
         from .app import run  # imports MLX and what only servers need
+        from .models import load_served
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in NEEDED:
             raise
         raise NotFound(f"{error.name} is missing: pip install 'mlx-spec[server]'") from error
-    return run(settings)
+    ranks = join()
+    if ranks is None:
+        return run(settings)
+    if len(settings.models) > 1 or settings.cache_folder is not None:
+        raise InvalidValue("over several machines there is one --target, without --model and --cache-folder")
+    model = replace(settings.models[0], pinned=True, ranks=ranks.size)
+    if ranks.rank:
+        follow(model.target, ranks)
+    load = partial(load_served, ranks=ranks)
+    return ranks.lead(lambda: run(replace(settings, models=(model,)), load))

@@ -39,7 +39,7 @@ from .engine_thread import EngineThread
 from .errors import unknown_model
 from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
-from .models import ModelCard, check_exists
+from .models import Loader, ModelCard, check_exists, load_served
 from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
 from .settings import CANNOT_LISTEN, Settings
 
@@ -167,7 +167,7 @@ async def _close(engine: EngineThread) -> None:
 # --- the process
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, loader: Loader = load_served) -> int:
     """Serve until a signal ends it. Return the exit status: 0, or 1 if the first model cannot be loaded.
 
     Raises NotFound or BadCheckpoint for a model that no load can find, and InvalidValue if the address or the
@@ -177,7 +177,7 @@ def run(settings: Settings) -> int:
         check_exists(model)
     listener = _bind(settings.host, settings.port)
     log.configure(settings.log_file)
-    engine = EngineThread(settings)
+    engine = EngineThread(settings, loader)
     server = Server(settings, engine)
     names = ", ".join(model.name for model in settings.models)
     print(f"mlx-spec: {names} at {_url(settings.host, listener)}/v1 (Ctrl-C stops the server)", flush=True)

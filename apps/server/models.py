@@ -29,6 +29,7 @@ from mlx_spec.hub.download import on_disk
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
+from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
 from mlx_spec.text import Text, read_text
 
@@ -119,13 +120,14 @@ class GrammarCache:
         return found
 
 
-def load_served(served: ServedModel) -> Pair:
+def load_served(served: ServedModel, ranks: Ranks | None = None) -> Pair:
     """Load a pair as it was configured. Raises SpecError."""
     return load(
         served.target,
         served.drafter,
         num_draft_tokens=served.num_draft_tokens,
         kv_bits=served.kv_bits,
+        ranks=ranks,
     )
 
 
@@ -372,9 +374,11 @@ def memory_need(served: ServedModel) -> MemoryNeed:
     config = read_config(checkpoints[0])
     longest = integer(text_config(config), "max_position_embeddings") or MAX_RESERVED_TOKENS
     context = min(longest, MAX_RESERVED_TOKENS)
-    sizes = [decode_sizes(folder, context) for folder in checkpoints]
+    target, *drafter = [decode_sizes(folder, context) for folder in checkpoints]
     return MemoryNeed(
-        sum(int(size.held) for size in sizes), sum(int(size.kv_held) for size in sizes), context
+        int(target.held) // served.ranks + sum(int(size.held) for size in drafter),
+        int(target.kv_held) // served.ranks + sum(int(size.kv_held) for size in drafter),
+        context,
     )
 
 

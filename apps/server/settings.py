@@ -31,6 +31,7 @@ class ServedModel:
     num_draft_tokens: int | None = None
     kv_bits: int | None = None
     pinned: bool = False  # never unloaded
+    ranks: int = 1  # machines that have a part of the target each
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ def parts_of(model: nn.Module) -> TargetParts:
     table = outer["model"]["embed_tokens"]
     scale = vars(outer["model"]).get("embed_scale", 1.0)
     softcap = vars(outer).get("final_logit_softcapping")
+    head = outer.get("lm_head")  # whole, also if the model is sharded later
 
     def embed(tokens: mx.array) -> mx.array:
         embedded: mx.array = table(tokens)
@@ -128,11 +129,11 @@ def parts_of(model: nn.Module) -> TargetParts:
         return logits if softcap is None else mx.tanh(logits / softcap) * softcap
 
     def unembed(hidden: mx.array) -> mx.array:
-        return capped(outer["lm_head"](hidden) if "lm_head" in outer else table.as_linear(hidden))
+        return capped(table.as_linear(hidden) if head is None else head(hidden))
 
     def select(ids: mx.array) -> Callable[[mx.array], mx.array]:
-        head = outer.get("lm_head", table)
-        rows = {name: array[ids] for name, array in head.parameters().items()}
+        linear = table if head is None else head
+        rows = {name: array[ids] for name, array in linear.parameters().items()}
 
         def score(hidden: mx.array) -> mx.array:
             if "scales" not in rows:
@@ -140,7 +141,7 @@ def parts_of(model: nn.Module) -> TargetParts:
             else:
                 quantized = rows["weight"], rows["scales"], rows.get("biases")
                 logits = mx.quantized_matmul(
-                    hidden, *quantized, group_size=head.group_size, bits=head.bits, mode=head.mode
+                    hidden, *quantized, group_size=linear.group_size, bits=linear.bits, mode=linear.mode
                 )
             return capped(logits + rows["bias"] if "bias" in rows else logits)
 
