@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import astuple
 from typing import Any, BinaryIO, NoReturn, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
@@ -98,8 +98,6 @@ class Ranks:
             self._start(self._listen, rank, lines)
         self._start(self._beat)
 
-    # --- every rank
-
     def compare(self, own: Mapping[str, str]) -> None:
         """End all ranks unless they have the same `identity`. Rank 0 waits until all have sent theirs."""
         if self.rank:
@@ -109,8 +107,7 @@ class Ranks:
             for name, value in own.items():
                 if other[name] != value:
                     self.fail(
-                        f"rank {rank} has {name} {other[name] or 'missing'}, rank 0 {value or 'missing'}: "
-                        "all ranks need the same target and versions"
+                        f"rank {rank} has another {name} ({other[name]}) than rank 0 ({value}): copy it"
                     )
 
     def shard(self, model: nn.Module) -> None:
@@ -148,15 +145,13 @@ class Ranks:
         self.send("error", text)
         _end(text, PRINT_S)
 
-    # --- rank 0
-
     def lead(self, run: Callable[[], int]) -> int:
         """Return the exit status of `run`. The other ranks end with the same."""
         try:
             status = run()
             mx.eval(self._last_pass)  # the other ranks take part in it
         except BaseException as error:
-            self._has_ended = True
+            self._failing.acquire()
             self.send("error", f"rank 0: {one_line(error)}")
             raise
         self._has_ended = True
@@ -185,14 +180,13 @@ class Ranks:
         finally:
             self._is_inside = False
 
-    def register(self, target: RankTarget | RankSharedTarget) -> int:
+    def announce_new(self, target: RankTarget | RankSharedTarget, kind: str, *facts: Any) -> int:
         """Return the number of a new target. When rank 0 has no use for it, the others drop it, too."""
         self._count += 1
         if not self.rank:
             weakref.finalize(target, self._dropped.append, self._count).atexit = False
-        return self._count
-
-    # --- the other ranks
+        with self.announced(kind, self._count, *facts):
+            return self._count
 
     def follow(self, model: nn.Module) -> NoReturn:
         """Do what rank 0 announces until it ends. Then this process ends with the status of rank 0."""
@@ -201,10 +195,11 @@ class Ranks:
         groups: dict[int, RankSharedTarget] = {}
         while True:
             match self._received.get()[1]:
-                case ["target", id, needs, kv_bits]:
-                    targets[id] = RankTarget(self, model, _spec(needs), kv_bits=kv_bits)
-                case ["group", id, needs]:
-                    groups[id] = RankSharedTarget(self, model, _spec(needs))
+                case ["target", id, [layers, *others], kv_bits]:
+                    needs = FeatureSpec(tuple(layers), *others)
+                    targets[id] = RankTarget(self, model, needs, kv_bits=kv_bits)
+                case ["group", id, [layers, *others]]:
+                    groups[id] = RankSharedTarget(self, model, FeatureSpec(tuple(layers), *others))
                 case ["drop", id]:
                     targets.pop(id, None)
                     groups.pop(id, None)
@@ -235,10 +230,6 @@ class Ranks:
                     groups[id].commit(keep)
                 case ["end", status]:
                     os._exit(status)  # nothing is left to do, and MLX may wait for a rank that has ended
-                case other:
-                    raise RuntimeError(f"rank 0 announced {other[0]!r}")
-
-    # --- the connection
 
     def _connect(self) -> dict[int, tuple[socket.socket, BinaryIO]]:
         """Return the connections by rank. A collective tells the others where rank 0 listens, and a key."""
@@ -283,8 +274,8 @@ class Ranks:
                         self._received.put((rank, message))
         except TimeoutError:
             reason = f"nothing was heard of it for {SILENCE_S:.0f} s"
-        except (OSError, ValueError) as error:
-            reason = one_line(error)
+        except (OSError, ValueError):
+            pass  # it ended in the middle of a line
         if not self._has_ended:
             self.fail(f"rank {rank} was lost: {reason}")
 
@@ -307,9 +298,7 @@ class RankTarget(LMTarget):
         assert ranks.parts is not None, "the model was sharded by these ranks"
         self.parts = ranks.parts
         self._ranks = ranks
-        self.number = ranks.register(self)
-        with ranks.announced("target", self.number, asdict(needs), kv_bits):
-            pass
+        self.number = ranks.announce_new(self, "target", astuple(needs), kv_bits)
 
     def prefill(self, tokens: list[int]) -> Features:
         with self._ranks.announced("prefill", self.number, tokens):
@@ -349,9 +338,7 @@ class RankSharedTarget(SharedTarget):
     def __init__(self, ranks: Ranks, model: nn.Module, needs: FeatureSpec) -> None:
         super().__init__(model, needs)
         self._ranks = ranks
-        self._number = ranks.register(self)
-        with ranks.announced("group", self._number, asdict(needs)):
-            pass
+        self._number = ranks.announce_new(self, "group", astuple(needs))
 
     def join(self, home: LMTarget) -> None:
         assert isinstance(home, RankTarget)
@@ -376,10 +363,6 @@ class RankSharedTarget(SharedTarget):
             return super().commit(keep)
 
 
-def _spec(given: Mapping[str, Any]) -> FeatureSpec:
-    return FeatureSpec(**{**given, "hidden_layers": tuple(given["hidden_layers"])})
-
-
 def _addresses(name: str) -> list[str]:
     """Return where other processes may find this machine: by its name, its addresses, or on it."""
     found = [name]
@@ -389,7 +372,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def _opened(peer: socket.socket) -> tuple[socket.socket, BinaryIO]:
-    peer.settimeout(CONNECT_S)
+    peer.settimeout(CONNECT_S)  # so that nobody else can keep rank 0 from the others
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer, peer.makefile("rb")
 

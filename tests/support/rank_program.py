@@ -1,6 +1,6 @@
-"""A rank of a target over several processes: `python rank_program.py TARGET DRAFTER`. Rank 0 prints texts.
+"""A rank of a target over several processes: `python rank_program.py TARGET DRAFTER`.
 
-`texts` is what a single process generates, too.
+Rank 0 prints the texts of `generate`, again and again.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ from mlx_spec.model.ranks import join
 from mlx_spec.pair import Pair
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8], [11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 13], [21, 22, 23]]
-TOKENS = 16
-SAMPLINGS = {"greedy": Sampling(), "seeded": Sampling(temperature=0.9, seed=7)}
+SEEDED = Sampling(temperature=0.9, seed=7)
+TOKENS = 12
 
 
-def texts(pair: Pair) -> dict[str, list[list[int]]]:
-    """Return what a pair generates alone, in a batch, and after going back to a shared prefix."""
-    found = {}
-    for name, sampling in SAMPLINGS.items():
-        rounds = pair.generate(PROMPTS[0], sampling=sampling, max_tokens=TOKENS)
-        found[name] = [[token for round in rounds for token in round.tokens]]
-        batch: list[list[int]] = [[] for _ in PROMPTS]
-        for index, round in pair.generate_batch(PROMPTS, sampling=sampling, max_tokens=TOKENS, max_running=3):
-            batch[index] += round.tokens
-        found[f"{name} batch"] = batch
-    return found
+def generate(pair: Pair) -> list[list[int]]:
+    """Return what a pair generates: greedy and alone, then seeded and in a batch."""
+    alone = [token for round in pair.generate(PROMPTS[0], max_tokens=TOKENS) for token in round.tokens]
+    batch: list[list[int]] = [[] for _ in PROMPTS]
+    for i, round in pair.generate_batch(PROMPTS, sampling=SEEDED, max_tokens=TOKENS, max_running=3):
+        batch[i] += round.tokens
+    return [alone, *batch]
 
 
 def main(target: str, drafter: str) -> None:
@@ -38,8 +34,9 @@ def main(target: str, drafter: str) -> None:
         follow(target, ranks)
 
     def run() -> int:
-        print(json.dumps(texts(load(target, drafter, num_draft_tokens=3, ranks=ranks))), flush=True)
-        return 0
+        pair = load(target, drafter, num_draft_tokens=3, ranks=ranks)
+        while True:
+            print(json.dumps(generate(pair)), flush=True)
 
     sys.exit(ranks.lead(run))
 

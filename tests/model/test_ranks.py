@@ -1,0 +1,180 @@
+"""A target over two processes on this machine: the text of one process, and a clear end when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import rank_program
+import tiny
+from mlx.utils import tree_flatten
+
+import mlx_spec
+from mlx_spec import demo
+
+pytestmark = pytest.mark.skipif(
+    not mx.distributed.is_available("ring"), reason="this MLX has no mx.distributed"
+)
+
+START_S = 60  # for imports on a busy machine
+END_S = 10  # from the loss of a rank to the end of the others
+SIZES = tiny.SIZES | tiny.EPS | {"vocab_size": 2816, "tie_word_embeddings": True, "rope_theta": 1e4}
+
+
+def checkpoint(folder: Path, kind: str, seed: int = 0, **changes: Any) -> str:
+    """Write a tiny model in float32 with the tokenizer of the demo. Return its folder."""
+    config = {"model_type": kind, "num_hidden_layers": 2, "max_position_embeddings": 4096} | SIZES | changes
+    module = import_module(f"mlx_lm.models.{kind}")
+    model = tiny._random(lambda: module.Model(module.ModelArgs.from_dict(config)), seed, 0.2)
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(demo.TARGET) / name, folder / name)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "llama": checkpoint(folder / "llama", "llama"),
+        "tuned": checkpoint(folder / "tuned", "llama", seed=1),
+        "draft": checkpoint(folder / "draft", "llama", num_hidden_layers=1),
+        "qwen3": checkpoint(folder / "qwen3", "qwen3"),
+        "odd": checkpoint(folder / "odd", "llama", num_attention_heads=6, num_key_value_heads=3),
+    }
+
+
+@contextmanager
+def launched(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a Python command as each rank, as `mlx.launch` does."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in commands]
+    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    for each in sockets:
+        each.close()
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps(hosts))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def program(target: str, drafter: str) -> list[str]:
+    return [rank_program.__file__, target, drafter]
+
+
+def is_ready(address: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"{address}/health").status == 200)
+    except urllib.error.HTTPError:  # 503 while it loads
+        return False
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def error_of(process: subprocess.Popen[str], within_s: float = END_S) -> str:
+    """Return what a process that ends with status 1 said: one line."""
+    _, text = process.communicate(timeout=within_s)
+    assert process.returncode == 1
+    lines = [line for line in text.splitlines() if line.startswith("mlx-spec: ")]
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def test_text_is_that_of_one_process_until_a_rank_is_killed(tmp_path: Path, models: dict[str, str]) -> None:
+    command = program(models["llama"], models["draft"])
+    with launched(tmp_path, command, command) as ranks:
+        said = json.loads(line_of(ranks[0]))
+        ranks[1].kill()
+        assert "rank 1 was lost: its process ended" in error_of(ranks[0])
+    assert said == rank_program.generate(mlx_spec.load(models["llama"], "none"))
+
+
+def test_text_is_that_of_one_process_until_a_rank_is_stopped(tmp_path: Path, models: dict[str, str]) -> None:
+    command = program(models["qwen3"], "lookup")
+    with launched(tmp_path, command, command) as ranks:
+        said = json.loads(line_of(ranks[0]))
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert "rank 1 was lost: nothing was heard of it for 7 s" in error_of(ranks[0])
+        ranks[1].send_signal(signal.SIGCONT)
+        assert "rank 1 was lost" in error_of(ranks[1])
+    assert said == rank_program.generate(mlx_spec.load(models["qwen3"], "none"))
+
+
+def test_nothing_hangs_without_rank_0(tmp_path: Path, models: dict[str, str]) -> None:
+    command = program(models["llama"], "none")
+    with launched(tmp_path, command, command) as ranks:
+        assert line_of(ranks[0])
+        ranks[0].kill()
+        assert "rank 0 was lost: its process ended" in error_of(ranks[1])
+
+
+def test_the_server_streams_and_ends_all_ranks(tmp_path: Path, models: dict[str, str]) -> None:
+    command = ["-m", "mlx_spec.serve", "--target", models["llama"], "--drafter", models["draft"]]
+    messages = [{"role": "user", "content": "Tell me more."}]
+    with launched(tmp_path, *[[*command, "--num-draft-tokens", "2", "--port", "0"]] * 2) as ranks:
+        address = line_of(ranks[0]).split(" at ")[1].split()[0]
+        deadline = time.monotonic() + START_S
+        while not is_ready(address.removesuffix("/v1")):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0, "stream": True}
+        request = urllib.request.Request(
+            f"{address}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=START_S) as response:
+            chunks = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+        ranks[0].terminate()
+        assert [process.wait(START_S) for process in ranks] == [0, 0]
+    pair = mlx_spec.load(models["llama"], "none")
+    session = pair.session()
+    expected = "".join(piece.text for piece in session.stream("Tell me more.", max_tokens=12))
+    parts = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(parts) == expected != ""
+
+
+def test_a_fine_tune_on_one_rank_is_refused_on_both(tmp_path: Path, models: dict[str, str]) -> None:
+    with launched(tmp_path, program(models["llama"], "none"), program(models["tuned"], "none")) as ranks:
+        for process in ranks:
+            assert "rank 1 has another weights " in error_of(process, START_S)
+
+
+def test_heads_that_do_not_divide_are_refused_by_name(tmp_path: Path, models: dict[str, str]) -> None:
+    command = ["-m", "mlx_spec.chat", "--target", models["odd"], "--prompt", "Hello"]
+    with launched(tmp_path, command, command) as ranks:
+        for process in ranks:
+            said = "llama with num_key_value_heads 3 cannot be split over 2 ranks: use 3 ranks"
+            assert said in error_of(process, START_S)
