@@ -159,6 +159,11 @@ class RunningSequence:
                 return choice.drafter, draft
         return None
 
+    def prepare(self, drafter: int, draft: Draft, choices: Sequence[Choice]) -> None:
+        """Let a drafter work ahead while its draft is verified, if its choice says so."""
+        if any(choice.ahead for choice in choices if choice.drafter == drafter):
+            self._drafters[drafter].prepare(self.history, draft, self.sampler.drafting)
+
     def request(self, choice: Choice) -> DraftRequest:
         """Return the request for the draft of a choice."""
         drafter = self._drafters[choice.drafter]
@@ -312,7 +317,12 @@ class Group:
             return self._plain(queue_next=False)
         if len(found) == 1 and found[0] is not None and found[0][1].parents is not None:
             return [self._verify_tree(*found[0], found[0][1].parents)]
-        return self._verify([None if each is None else (each[0], _chain(each[1])) for each in found])
+        chains = [None if each is None else (each[0], _chain(each[1])) for each in found]
+        # Before the pass: handing it over may hold this thread nearly until it is done.
+        for sequence, chain, choices in zip(self.sequences, chains, wanted, strict=True):
+            if chain is not None:
+                sequence.attempt(partial(sequence.prepare, *chain, choices), None)
+        return self._verify(chains)
 
     def _drafts(self, wanted: Sequence[list[Choice]]) -> list[tuple[int, Draft] | None]:
         """Return the draft of each sequence, and its drafter. One pass may draft the first choices of all."""
@@ -358,7 +368,8 @@ class Group:
             if each is None:
                 rounds.append(Round(tokens, 0, 0, "landed"))
             else:
-                rounds.append(Round(tokens, len(drafted), min(accepted, len(tokens)), "draft", each[0]))
+                counts = len(drafted), min(accepted, len(tokens))
+                rounds.append(Round(tokens, *counts, "draft", each[0], ahead=draft.ahead))
         return self._emit(rounds, self.passes.commit([len(round.tokens) for round in rounds]))
 
     def _verify_tree(self, drafter: int, draft: Draft, parents: tuple[int, ...]) -> Round:

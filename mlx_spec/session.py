@@ -50,6 +50,8 @@ class Statistics:
     speculative_tokens: int = 0  # generated in those rounds
     drafted: int = 0
     accepted: int = 0
+    ahead_hits: int = 0  # drafts that were made while the pass before them ran
+    ahead_misses: int = 0  # drafts for another outcome than those that were drafted ahead
     by_drafter: Mapping[int, Positions] = field(default_factory=dict)  # by index of the drafter
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # of all rounds, in the engine, not in whoever reads the answer
@@ -120,6 +122,8 @@ class Statistics:
             speculative_tokens=self.speculative_tokens + len(round.tokens) * speculative,
             drafted=self.drafted + round.drafted,
             accepted=self.accepted + round.accepted,
+            ahead_hits=self.ahead_hits + (round.ahead is True),
+            ahead_misses=self.ahead_misses + (round.ahead is False),
             by_drafter=self._positions(round),
             prefill_seconds=self.prefill_seconds + prefill,
             decode_seconds=self.decode_seconds + round.seconds,

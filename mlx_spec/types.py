@@ -115,6 +115,7 @@ class Draft:
     tokens: mx.array  # [K] int32
     probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
+    ahead: bool | None = None  # drafted while the last pass ran; False: for other outcomes only
 
 
 @cache
@@ -129,6 +130,7 @@ class Choice:
 
     drafter: int
     limit: int
+    ahead: bool = False  # draft for likely outcomes while the target verifies this draft
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Round:
     drafter: int | None = None  # index of the drafter of a "draft" round
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
     ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
+    ahead: bool | None = None  # as of its draft
     seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
     finish_reason: Literal["stop", "length"] | None = None
@@ -218,7 +221,7 @@ class Sampler(Protocol):
     """
 
     @property
-    def drafting(self) -> Sampler:
+    def drafting(self) -> DraftingSampler:
         """Return the sampler of drafters: it lacks what only the target's rows need, such as a grammar."""
 
     def draw(
@@ -234,6 +237,19 @@ class Sampler(Protocol):
 
     def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         """Verify a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
+
+
+class DraftingSampler(Sampler, Protocol):
+    """The sampler of drafters."""
+
+    def fresh(self) -> DraftingSampler:
+        """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
+
+    def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
+        """Return the `count` tokens [T, count] that each row draws most probably, the likeliest first.
+
+        Shared noise is known and counts.
+        """
 
 
 class Drafter(Protocol):
@@ -262,6 +278,9 @@ class Drafter(Protocol):
 
     def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts of several sequences, whose drafters are of this kind and share its weights."""
+
+    def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
+        """Begin to draft for the likely outcomes of a draft that is about to be verified. Do not wait."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ SYNCS = {
     "mlx_spec/model/ranks.py": "loads its part, tells rank 0's address, ends the last pass",
     "mlx_spec/batch/target.py": "asks a model once whether it can share a pass",
     "mlx_spec/grammar/": "a grammar reads a draft before it is verified",
+    "mlx_spec/drafters/ahead.py": "waits in a thread of its own",
+    "mlx_spec/drafters/draft_model.py": "waits in that thread, when it drafts ahead",
     "mlx_spec/drafters/medusa.py": "reads a draft that was verified already",
     "mlx_spec/sampling/logprobs.py": "the one copy that reads the log-probabilities of a round",
     "mlx_spec/load.py": "weights are read before the first question",

@@ -13,7 +13,14 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model
 
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required
-from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter, draw_rows
+from mlx_spec.drafters.drawing import (
+    AheadRequest,
+    DraftBuilder,
+    DrafterSource,
+    Outcome,
+    SequenceDrafter,
+    draw_rows,
+)
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
@@ -56,6 +63,7 @@ class DraftModel(SequenceDrafter):
         self._written: list[int] = []  # tokens whose rows are in the caches, committed or not
         self._uncommitted = 0  # how many of them are not committed
         self._num_guesses = 0  # uncommitted rows of draft tokens after `_written`
+        self._reads_trees: bool | None = None  # None if nobody asked yet
 
     @property
     def nbytes(self) -> int:
@@ -106,12 +114,58 @@ class DraftModel(SequenceDrafter):
         self._uncommitted, self._num_guesses = rows.size, limit - 1
         return builder.draft()
 
+    def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
+        """Return drafts for likely outcomes: branches of one tree, or in turn if the model reads no trees."""
+        self.write(request.history)
+        if self._reads_trees is None:
+            self._reads_trees = self._model.refuses_trees() is None
+        chain = [request.history[-1], *request.drafted]
+        if self._reads_trees:
+            logits = self._write_tree(chain, range(len(request.drafted)))
+        else:
+            logits = self._vocabulary.fit(self._model.verify(self._rows(chain)))
+        outcomes = request.outcomes(logits)
+        branches = {} if request.cancelled() or not self._reads_trees else self._branches(request, outcomes)
+        self._model.commit(len(chain))
+        self._written = [*request.history, *request.drafted]
+        if self._reads_trees:
+            return branches
+        for accepted, token in reversed(outcomes):  # the longest first: no row is written twice
+            if request.cancelled():
+                break
+            history = [*request.history, *request.drafted[:accepted], token]
+            branches[accepted, token] = self.draft(history, request.limit, request.sampler.fresh())
+        return branches
+
+    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> dict[Outcome, Draft]:
+        """Draft after each outcome, one token of all of them in a pass. None if cancelled."""
+        guesses = [[*request.drafted[:accepted], token] for accepted, token in outcomes]
+        builders = [DraftBuilder(request.history, request.sampler, guess) for guess in guesses]
+        parents = [*range(len(request.drafted)), *(accepted for accepted, _ in outcomes)]
+        tokens = self._rows([token for _, token in outcomes])
+        for _ in range(request.limit):
+            logits = self._write_tree(tokens, parents)
+            tokens = mx.concatenate([b.draw(logits[i : i + 1]) for i, b in enumerate(builders)])
+            mx.eval(tokens)
+            if request.cancelled():
+                return {}
+            parents += range(len(parents) + 1 - len(outcomes), len(parents) + 1)
+        return {outcome: builder.draft() for outcome, builder in zip(outcomes, builders, strict=True)}
+
+    def _write_tree(self, tokens: Sequence[int] | mx.array, parents: Sequence[int]) -> mx.array:
+        """Write the next rows of a tree with all these parents. Return their logits."""
+        rows = tokens if isinstance(tokens, mx.array) else self._rows(tokens)
+        return self._vocabulary.fit(self._model.verify_tree(rows, tuple(parents)))
+
+    def _rows(self, tokens: Sequence[int]) -> mx.array:
+        return mx.array(self._vocabulary.known(tokens), dtype=mx.int32)
+
     def _unwritten(self, history: Sequence[int]) -> mx.array:
         """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
         missing = len(history) - self._align(history)
         if missing > MAX_VERIFIED:
             self._prefill(history, missing - 1)
-        return mx.array(self._vocabulary.known(history[len(self._written) :]), dtype=mx.int32)
+        return self._rows(history[len(self._written) :])
 
     def _align(self, history: Sequence[int]) -> int:
         """Keep the rows of the longest common prefix, without the pending token. Return their number."""
@@ -158,6 +212,19 @@ class Pard(DraftModel):
         self._written += history[len(self._written) :]
         return draw_rows(self._vocabulary.fit(logits), history, sampler)
 
+    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> dict[Outcome, Draft]:
+        """Draft after each outcome, all of them in one pass."""
+        rows, parents = list[mx.array](), list(range(len(request.drafted)))
+        for accepted, token in outcomes:
+            rows += [self._rows([token]), *[self._mask] * (request.limit - 1)]
+            parents += [accepted, *range(len(parents) + 1, len(parents) + request.limit)]
+        logits, found = self._write_tree(mx.concatenate(rows), parents), {}
+        for i, (accepted, token) in enumerate(outcomes):
+            guess = [*request.drafted[:accepted], token]
+            own = logits[i * request.limit : (i + 1) * request.limit]
+            found[accepted, token] = draw_rows(own, request.history, request.sampler, guess)
+        return found
+
 
 def draft_model_source(
     name: str,
@@ -170,7 +237,8 @@ def draft_model_source(
     def make(parts: TargetParts) -> DraftModel:
         return kind(model, vocabulary)
 
-    return DrafterSource(name, DraftModel.needs, vocabulary.drafter, make, model)
+    remake = partial(draft_model_source, name, vocabulary=vocabulary, kind=kind)
+    return DrafterSource(name, DraftModel.needs, vocabulary.drafter, make, model, remake=remake)
 
 
 def open_draft_model(

@@ -4,21 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import read_tokens
 from mlx_spec.types import (
     CacheState,
     Draft,
     Drafter,
+    DraftingSampler,
     DraftRequest,
+    Features,
     FeatureSpec,
     Sampler,
     TargetParts,
+    no_draft,
 )
+
+Outcome = tuple[int, int]  # of a verification: how many draft tokens are accepted, and the token after them
+
+
+@dataclass(frozen=True)
+class AheadRequest:
+    """Drafts that are wanted for the likely outcomes of a draft that is being verified."""
+
+    history: list[int]
+    draft: Draft  # the one that is verified after `history`
+    limit: int  # of each draft
+    guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
+    sampler: DraftingSampler  # a fresh one
+    cancelled: Callable[[], bool]  # asked between passes: nobody waits for the drafts any more
+
+    @cached_property
+    def drafted(self) -> list[int]:
+        """Return the tokens of the draft. Waits for the drafter."""
+        return read_tokens(self.draft.tokens)
+
+    def outcomes(self, logits: mx.array) -> list[Outcome]:
+        """Return the likely outcomes by the drafter's logits [K + 1, V] after each prefix of its draft.
+
+        Only the logits choose them, not what is drawn for them: so the distribution of a draft is the same
+        whether or not its outcome was chosen. Waits for the logits.
+        """
+        count = min(max(self.guesses) + 1, logits.shape[1])
+        ranked = self.sampler.rank(logits, self.history, self.draft.tokens, count)
+        tokens, drafted = read_tokens(ranked.flatten()), [*self.drafted, -1]
+        rows = [tokens[k * count : (k + 1) * count] for k in range(len(drafted))]
+        others = [[t for t in row if t != drafted[k]] for k, row in enumerate(rows)]  # that would be accepted
+        return [(k, t) for k, row in enumerate(others) for t in row[: self.guesses[k]]]
 
 
 class SequenceDrafter:
@@ -44,6 +81,24 @@ class SequenceDrafter:
         """Return the drafts of several sequences, one after the other."""
         return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
 
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Process new tokens. Every drafter has its own."""
+        raise NotImplementedError
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return at most `limit` tokens. Every drafter has its own."""
+        raise NotImplementedError
+
+    def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
+        """Do nothing: `Ahead` is the one that drafts ahead."""
+
+    def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
+        """Return drafts for likely outcomes. This one guesses that all is accepted and its copy goes on."""
+        history = [*request.history, *request.drafted]
+        guess = read_tokens(self.draft(history, 1, request.sampler).tokens)
+        found = self.draft([*history, *guess], request.limit, request.sampler) if guess else no_draft()
+        return {(len(request.drafted), guess[0]): found} if found.tokens.size else {}
+
 
 @dataclass(frozen=True, eq=False)
 class DrafterSource:
@@ -58,18 +113,22 @@ class DrafterSource:
     drafts_trees: bool = False
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
     folder: Path | None = None  # of its checkpoint, if it has one
+    remake: Callable[[Any], DrafterSource] | None = None  # returns the same drafters with a copy of `network`
+    drafts_ahead: bool = False
 
 
 class DraftBuilder:
     """Draws one token after the other and collects them with their distributions.
 
-    The device begins with a token while the host prepares the next one; the host never waits.
+    The device begins with a token while the host prepares the next one; the host never waits. `guess` are
+    tokens that are taken to follow the history.
     """
 
-    def __init__(self, history: Sequence[int], sampler: Sampler) -> None:
+    def __init__(self, history: Sequence[int], sampler: Sampler, guess: Sequence[int] = ()) -> None:
         self._history = history
         self._sampler = sampler
-        self._tokens = mx.array([], dtype=mx.int32)
+        self._start = len(guess)
+        self._tokens = mx.array(list(guess), dtype=mx.int32)
         self._probs: list[mx.array] = []
 
     def draw(self, logits: mx.array) -> mx.array:
@@ -83,16 +142,16 @@ class DraftBuilder:
 
     def draft(self) -> Draft:
         """Return all tokens drawn so far."""
-        return Draft(self._tokens, mx.concatenate(self._probs) if self._probs else None)
+        return Draft(self._tokens[self._start :], mx.concatenate(self._probs) if self._probs else None)
 
 
-def draw_rows(logits: mx.array, history: Sequence[int], sampler: Sampler) -> Draft:
+def draw_rows(logits: mx.array, history: Sequence[int], sampler: Sampler, guess: Sequence[int] = ()) -> Draft:
     """Draw one token from each row of logits [K, V] that one pass produced.
 
     The rows do not see each other's tokens. They are drawn in turn because a sampler's penalties depend on
     the tokens before.
     """
-    builder = DraftBuilder(history, sampler)
+    builder = DraftBuilder(history, sampler, guess)
     for j in range(logits.shape[0]):
         builder.draw(logits[j : j + 1])
     return builder.draft()

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
+from mlx_spec.text import common_prefix
 from mlx_spec.types import (
     Draft,
     Drafter,
+    DraftingSampler,
     Features,
     FeatureSpec,
     RequestDrafter,
@@ -73,15 +76,28 @@ class Lookup(SequenceDrafter):
 
     def _index(self, history: Sequence[int]) -> None:
         """Enter all places up to the last token: a continuation can be copied from them."""
-        indexed = len(self._before)
-        if len(history) < indexed or list(history[indexed - len(self._tail) : indexed]) != self._tail:
-            self._forget()
-            indexed = len(self._before)
-        for place in range(indexed, len(history)):
+        start = len(self._before) - len(self._tail)
+        kept = common_prefix(self._tail, history[start : len(self._before)])
+        if kept < len(self._tail):
+            self._take_back(start, kept)
+        for place in range(len(self._before), len(history)):
             key = tuple(history[place - self._min_match : place])
             self._before.append(self._latest.get(key, 0))
             self._latest[key] = place
         self._tail = list(history[max(len(self._before) - MAX_TAIL, 0) : len(self._before)])
+
+    def _take_back(self, start: int, kept: int) -> None:
+        """Forget the places after the first `kept` tokens of the tail, which begins at `start`."""
+        if kept < self._min_match:
+            self._forget()
+            return
+        for place in reversed(range(start + kept, len(self._before))):
+            key = tuple(self._tail[place - start - self._min_match : place - start])
+            if before := self._before.pop():
+                self._latest[key] = before
+            else:
+                del self._latest[key]
+        del self._tail[kept:]
 
     def _longest_match(self, history: Sequence[int]) -> tuple[int, int]:
         """Return the place after the longest match and its length, or two zeros."""
@@ -228,13 +244,16 @@ class GrammarFilter(SequenceDrafter):
     def observe(self, history: Sequence[int], features: Features) -> None:
         self._drafter.observe(history, features)
 
+    def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
+        self._drafter.prepare(history, draft, sampler)
+
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return the other drafter's tokens up to the first forbidden one, and that one."""
         draft = self._drafter.draft(history, limit, sampler)
         if draft.probs is not None or draft.parents is not None or not draft.tokens.size:
             return draft
         keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens)) + 1
-        return Draft(draft.tokens[:keep])
+        return replace(draft, tokens=draft.tokens[:keep])
 
 
 def for_request(

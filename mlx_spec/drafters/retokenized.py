@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,8 @@ def retokenized_source(
     def make(parts: TargetParts) -> Retokenized:
         return Retokenized(model, vocab_size, target, drafter)
 
-    return DrafterSource(name, Retokenized.needs, None, make, model)
+    remake = partial(retokenized_source, name, vocab_size=vocab_size, target=target, drafter=drafter)
+    return DrafterSource(name, Retokenized.needs, None, make, model, remake=remake)
 
 
 def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> DrafterSource:

@@ -191,17 +191,20 @@ class LMTarget:
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
         """Write the pending token and a tree, [K + 1], uncommitted. Return logits [K + 1, V].
 
-        Raises NotRewindable if the target cannot verify trees.
+        A second call adds rows to the tree; `parents` are those of all rows. Raises NotRewindable if the
+        target cannot verify trees.
         """
-        assert not self._uncommitted and tokens.size <= MAX_UNCOMMITTED, "a tree follows a commit"
+        start = self.uncommitted
+        assert start + tokens.size == len(parents) + 1 <= MAX_UNCOMMITTED, "a tree follows a commit"
         if not self._reads_trees:
             if reason := self.refuses_trees():
                 raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
             self._reads_trees = True
-        self._begin()
+        if not start:
+            self._begin()
         tree = tree_of(parents)
         with self._eager.on():
-            logits = self._write(tokens, [tree_view(cache, tree) for cache in _attention(self._caches)])
+            logits = self._write(tokens, [tree_view(c, tree, start) for c in _attention(self._caches)])
         self._uncommitted.append(tokens)
         return logits
 

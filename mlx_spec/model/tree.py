@@ -70,8 +70,10 @@ class Tree:
 
     def ancestors(self) -> list[list[bool]]:
         """Return [T, T]: True where the column's row is on the path to the row, itself included."""
-        rows = range(len(self.paths))
-        return [[other in path for other in rows] for path in self.paths]
+        rows = [[True, *[False] * len(self.parents)]]
+        for j, row in enumerate(self.parents):
+            rows.append([*rows[row][: j + 1], True, *rows[row][j + 2 :]])
+        return rows
 
     def earlier_siblings(self) -> list[list[bool]]:
         """Return [K, K]: True where the column's token is an earlier guess for the same place."""
@@ -123,15 +125,19 @@ def tree_template(nodes: int, rates: Sequence[Sequence[float]]) -> TreeTemplate:
 
 
 class TreeCacheView:
-    """Appends the rows of a tree to a cache and masks for each row everything off its path."""
+    """Appends the rows of a tree from row `start` on to a cache; masks for each everything off its path.
 
-    def __init__(self, cache: AttentionCache, tree: Tree) -> None:
+    The cache holds the rows before `start` already. They use up a sliding window as if they were of one path.
+    """
+
+    def __init__(self, cache: AttentionCache, tree: Tree, start: int = 0) -> None:
         self._cache = cache
         self._tree = tree
-        self._base = cache.offset
+        self._start = start
+        self._base = cache.offset - start
         self._window = cache.window if isinstance(cache, SlidingCache) else None
         # A list, because only RowwiseRope can compute with it: any other use of positions raises.
-        self.offset = [cache.offset + depth for depth in tree.depths]
+        self.offset = [self._base + depth for depth in tree.depths[start:]]
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -145,25 +151,26 @@ class TreeCacheView:
         return self._cache.keys_and_values()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Return the mask over the rows that `update_and_fetch` will return, bool [T, before + T]."""
+        """Return the mask over the rows that `update_and_fetch` will return, bool [N, rows]."""
         assert len(self.offset) == N, f"mask of {N} rows for a tree of {len(self.offset)}"
         window = window_size or self._window
         assert self._window in (None, window), f"mask for a window of {window}, cache of {self._window}"
         before = self._base if self._window is None else min(self._base, self._window - 1)
-        on_path = mx.array(self._tree.ancestors())
+        on_path = mx.array(self._tree.ancestors()[self._start :])
         seen = mx.concatenate([mx.ones((N, before), dtype=mx.bool_), on_path], axis=1)
         if window is None:
             return seen
-        rows = mx.array(self.offset)
-        positions = mx.concatenate([mx.arange(self._base - before, self._base), rows])
-        return seen & (rows[:, None] - positions < window)
+        tree = self._base + mx.array(self._tree.depths)
+        positions = mx.concatenate([mx.arange(self._base - before, self._base), tree])
+        returned = min(self._base + self._start, window - 1) + N
+        return (seen & (tree[self._start :, None] - positions < window))[:, -returned:]
 
 
 class QuantizedTreeCacheView(TreeCacheView):
     """A view of a quantized cache: mlx-lm's attention reads `bits` and `group_size`."""
 
-    def __init__(self, cache: QuantizedCache, tree: Tree) -> None:
-        super().__init__(cache, tree)
+    def __init__(self, cache: QuantizedCache, tree: Tree, start: int = 0) -> None:
+        super().__init__(cache, tree, start)
         self.bits = cache.bits
         self._quantized = cache
 
@@ -173,11 +180,11 @@ class QuantizedTreeCacheView(TreeCacheView):
         return self._quantized.group_size
 
 
-def tree_view(cache: AttentionCache, tree: Tree) -> TreeCacheView:
-    """Return the view of one cache for a tree."""
+def tree_view(cache: AttentionCache, tree: Tree, start: int = 0) -> TreeCacheView:
+    """Return the view of one cache for the rows of a tree from `start` on."""
     if isinstance(cache, QuantizedCache):
-        return QuantizedTreeCacheView(cache, tree)
-    return TreeCacheView(cache, tree)
+        return QuantizedTreeCacheView(cache, tree, start)
+    return TreeCacheView(cache, tree, start)
 
 
 class RowwiseRope(ModuleWrapper):

@@ -15,7 +15,7 @@ from mlx_spec.model.caches import MAX_UNCOMMITTED
 from mlx_spec.model.tree import tree_of
 from mlx_spec.sampling.sampling import LogitsProcessor
 from mlx_spec.text import Text
-from mlx_spec.types import Alternative, Draft, Drafter, Sampler, Target, TokenLogprob
+from mlx_spec.types import Alternative, Draft, Drafter, DraftingSampler, Sampler, Target, TokenLogprob
 
 
 class LogprobRecorder:
@@ -33,7 +33,7 @@ class LogprobRecorder:
         self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
 
     @property
-    def drafting(self) -> Sampler:
+    def drafting(self) -> DraftingSampler:
         return self._sampler.drafting
 
     def draw(

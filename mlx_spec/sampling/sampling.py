@@ -101,6 +101,12 @@ class LogitsProcessor:
         self._in_prompt: mx.array | None = None  # [V] bool, tokens of the prompt
         self._generated: mx.array | None = None  # [V] float32, how often each token was generated
 
+    def fresh(self) -> LogitsProcessor:
+        """Return a processor without a grammar that has counted nothing."""
+        free = copy.copy(self.without_grammar)
+        free.without_grammar, free._counted, free._in_prompt, free._generated = free, 0, None, None
+        return free
+
     def scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return scores [T, V] of logits [T, V], -inf where masked. `types.Sampler` defines the rows.
 
@@ -207,11 +213,27 @@ class _MatchingSampler(ABC):
         self._processor = processor
 
     @property
-    def drafting(self) -> Sampler:
+    def drafting(self) -> _MatchingSampler:
         """Return the sampler without the grammar. It shares the seed and the count of draws."""
         free = copy.copy(self)
         free._processor = self._processor.without_grammar
         return free
+
+    def fresh(self) -> _MatchingSampler:
+        """Return a drafting sampler that has counted no tokens. It shares the seed and the count of draws."""
+        free = copy.copy(self)
+        free._processor = self._processor.fresh()
+        return free
+
+    def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
+        scores = self._known_scores(logits, history, drafted)
+        best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
+        order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
+        return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
+
+    def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
+        """Return scores [T, V] with the noise that is known before it is drawn."""
+        return self._processor.scores(logits, history, drafted)
 
     @abstractmethod
     def draw(
@@ -267,12 +289,14 @@ class Seeded(_MatchingSampler):
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
         """Return a token for each row, and None: the noise is shared."""
+        return self._known_scores(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
+
+    def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         T, V = logits.shape
         first = len(history) + drafted.shape[0] - T + 1  # position of the token that row 0 draws
         keys = mx.array([noise_key(self._seed, first + j) for j in range(T)], dtype=mx.uint32)
         noise = mx.vmap(partial(gumbel, (V,)))(keys)
-        scores = self._processor.scores(logits, history, drafted)
-        return (scores + noise).argmax(axis=-1).astype(mx.int32), None
+        return self._processor.scores(logits, history, drafted) + noise
 
 
 class Unseeded(_MatchingSampler):
