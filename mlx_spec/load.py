@@ -62,6 +62,7 @@ def load(
     *,
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
+    ahead: bool = False,
     ranks: Ranks | None = None,
 ) -> Pair:
     """Load a target and a drafter, ready to generate.
@@ -71,7 +72,9 @@ def load(
     target's own: the one in the folder's pair.json or the one published for the repository, else lookup.
     `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
     first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
-    attention. With `ranks`, this is rank 0 and has a part of the target; on the others run `follow`.
+    attention. With `ahead`, the drafter also drafts on the CPU while the target verifies, for the likely
+    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `ranks`, this is rank 0
+    and has a part of the target; on the others run `follow`.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
@@ -98,7 +101,7 @@ def load(
         check_weights(found.folder) if found and found.folder else 0,
     )
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
-    offered = _offered(found, num_draft_tokens)
+    offered = _offered(found, num_draft_tokens, ahead)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
     pair = Pair(info, text, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
@@ -281,13 +284,14 @@ def _source(
     return open_retokenized(folder, own, read_text(folder, own), text)
 
 
-def _offered(found: DrafterSource | None, num_draft_tokens: int | None) -> list[DrafterSource]:
+def _offered(found: DrafterSource | None, num_draft_tokens: int | None, ahead: bool) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
+    from mlx_spec.drafters.ahead import ahead_source
     from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
         return []
-    offered = [found]
+    offered = [ahead_source(found) if ahead else found]
     if num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
             offered.append(replace(found.trees, folder=found.folder))
@@ -311,13 +315,14 @@ def _policies(
     if not offered or num_draft_tokens == 0:
         return FixedPolicy(0, Reason.DISABLED)
     if num_draft_tokens is not None:
-        return FixedPolicy(num_draft_tokens)
+        return FixedPolicy(num_draft_tokens, ahead=any(source.drafts_ahead for source in offered))
     folders = {source.name: source.folder for source in offered}
     prints = tuple(name if f is None else saved_costs.fingerprint(f) for name, f in folders.items())
     fingerprint = saved_costs.fingerprint(target)
     key = Key(device_name(), fingerprint, prints, quantization, kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
-    return BatchPolicies(list(folders), copying, key=key, folder=saved_costs.folder())
+    ahead = [source.name for source in offered if source.drafts_ahead]
+    return BatchPolicies(list(folders), copying, ahead=ahead, key=key, folder=saved_costs.folder())
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

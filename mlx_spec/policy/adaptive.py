@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
+from mlx_spec.policy.ahead import AheadCosts
 from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Table
 from mlx_spec.policy.planner import Floats, best_length
 from mlx_spec.policy.saved_costs import Key
@@ -123,20 +124,20 @@ class AdaptivePolicy:
         return Decision(self._choices, reason, self._costs.plain)
 
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[Choice, ...], Reason]:
-        paying: list[tuple[float, int, int]] = []  # speed, drafter, length
+        paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
         others: list[int] = []
         for index, proposal in enumerate(self._proposals):
             limit = proposal.available(history, self._queued)
             if limit < 1:
                 continue
-            length, speed = best_length(proposal.expected_tokens(), costs.rounds(index), limit)
+            speed, length, ahead = self._best(index, limit, costs)
             if speed * costs.plain > 1 + EPSILON:
-                paying.append((speed, index, length))
+                paying.append((speed, index, length, ahead))
             else:
                 others.append(index)
         paying.sort(reverse=True)
-        limits = [(index, self._limit(index, length, costs)) for _, index, length in paying]
-        choices = tuple(Choice(index, limit) for index, limit in limits if limit)
+        limits = [(i, self._limit(i, length, costs, ahead), ahead) for _, i, length, ahead in paying]
+        choices = tuple(Choice(*each) for each in limits if each[1])
         hopeful = [i for i in others if _could_pay(self._proposals[i].belief.shared, costs, i)]
         probes = tuple(Choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
         if len(hopeful) < len(others) and not self._too_dear:
@@ -150,6 +151,17 @@ class AdaptivePolicy:
             return (), Reason.BUDGET if paying else Reason.ACCEPTANCE
         return (), Reason.COST if others else Reason.WAITING
 
+    def _best(self, index: int, limit: int, costs: CostModel) -> tuple[float, int, bool]:
+        """Return the best speed of a drafter, its draft length, and whether to draft ahead."""
+        tokens, ahead = self._proposals[index].expected_tokens(), self._shared.ahead.get(index)
+        length, speed = best_length(tokens, costs.rounds(index), limit)
+        if ahead is None:
+            return speed, length, False
+        longer, faster = best_length(tokens, ahead.rounds(costs, index), limit)
+        if not ahead.wanted(faster / speed, needed=speed * costs.plain <= 1 + EPSILON):
+            return speed, length, False
+        return (faster, longer, True) if faster > speed else (speed, length, True)
+
     def _reason_on(self) -> Reason:
         """Return PAYS only if this answer has gained time, over enough tokens to mean it."""
         if self._waiting:
@@ -157,7 +169,7 @@ class AdaptivePolicy:
         gained = self._tokens >= ENOUGH_TOKENS and self._steps < self._tokens
         return Reason.PAYS if gained else Reason.LEARNING
 
-    def _limit(self, index: int, length: int, costs: CostModel) -> int:
+    def _limit(self, index: int, length: int, costs: CostModel, ahead: bool = False) -> int:
         """Return the longest draft, up to `length`, that the account affords.
 
         The first draft of an answer also limits its expected loss, and a length beyond all that were timed is
@@ -170,6 +182,7 @@ class AdaptivePolicy:
             length -= 1
         while length:
             seconds = costs.seconds(index, length) + self._wasted(index, length, costs)
+            seconds += self._shared.ahead[index].extra(costs, length) if ahead else 0.0
             if account.affords(seconds / costs.plain, wait):
                 break
             length -= 1
@@ -200,11 +213,22 @@ class AdaptivePolicy:
 
     def _observe_draft(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> None:
         proposal, plain = self._proposals[drafter], costs.plain
-        charged = costs.observe_round(drafter, round.nodes or round.drafted, seconds)
+        charged = self._observe_costs(round, drafter, seconds, costs)
         self._shared.account.enter(len(round.tokens), charged / plain)
         self._steps += seconds / plain
         self._learn(proposal, round)
         self._idle = self._waiting = False
+
+    def _observe_costs(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> float:
+        """Learn what a draft and its pass took. Return the seconds to charge."""
+        rows, model = round.nodes or round.drafted, self._shared.ahead.get(drafter)
+        ahead = any(choice.ahead for choice in self._choices if choice.drafter == drafter)
+        if model is not None:
+            model.observe_round(round.ahead, ahead=ahead)
+            if ahead:
+                drafting = 0.0 if round.ahead else costs.drafting(drafter, rows)
+                return model.observe_pass(costs, rows, seconds, drafting)
+        return costs.observe_round(drafter, rows, seconds, drafted=not round.ahead)
 
     def _learn(self, proposal: Proposal, round: Round) -> None:
         """Learn what was accepted of a draft."""
@@ -237,6 +261,7 @@ class AdaptivePolicies:
     """Makes the adaptive policies of a pair, and holds what its sequences share.
 
     `names` are its drafters in order. Those in `copying` copy text, as lookup does: drafting takes no time.
+    Those in `ahead` can draft ahead; that saves time only where drafting takes some.
     With `key` and `folder`, costs are loaded from a file and saved there.
     """
 
@@ -245,11 +270,14 @@ class AdaptivePolicies:
         names: Sequence[str],
         copying: Collection[str] = (),
         *,
+        ahead: Collection[str] = (),
         key: Key | None = None,
         folder: Path | None = None,
     ) -> None:
         self.names, self.key, self.folder = tuple(names), key, folder
         self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
+        able = [i for i, name in enumerate(names) if name in ahead and i not in self.copying]
+        self.ahead = {index: AheadCosts() for index in able}
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account = Account()
         self.costs: Costs | None = None

@@ -136,20 +136,25 @@ class CostModel:
         """Learn from a plain token that was queued while the one before it ran."""
         self._update(0, math.log(seconds))
 
-    def observe_round(self, drafter: int, rows: int, seconds: float) -> float:
+    def observe_round(self, drafter: int, rows: int, seconds: float, *, drafted: bool = True) -> float:
         """Learn from a round with `rows` draft tokens. Return the seconds to charge for it.
 
-        What the draft takes by the table is subtracted; the rest was the pass. A delayed round is charged as
-        expected, a second one in a row as passes of single rows at most.
+        What the draft takes by the table is subtracted, if it was made in this round; the rest was the pass.
+        A delayed round is charged as expected, a second one in a row as passes of single rows at most.
         """
         if seconds < self.plain * math.exp(-3 * NOISE):  # no round takes less than a pass of one row
             self._error += math.log(seconds / self.plain)
             self._compute_seconds()
-        drafting, expected = self.drafting(drafter, rows), self.seconds(drafter, rows)
+        drafting = self.drafting(drafter, rows) if drafted else 0.0
+        expected = drafting + float(self.passes[rows])
         delayed = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
         self._paused = delayed and not self._paused
-        self.longest = max(self.longest, 2 * rows)
+        self.allow_longer(rows)
         return min(seconds, expected if self._paused else drafting + (rows + 1) * self.plain)
+
+    def allow_longer(self, tokens: int) -> None:
+        """Allow drafts up to twice as long as one that was timed."""
+        self.longest = max(self.longest, 2 * tokens)
 
     def drafting(self, drafter: int, tokens: int) -> float:
         """Return the seconds that a draft takes."""

@@ -1,0 +1,68 @@
+"""The costs of drafting ahead: how often a draft is there at once, and how much slower passes are meanwhile.
+
+A pass that ran while something was drafted ahead corrects only the slowdown, the others only the table. So
+now and then a draft is verified without drafting ahead where that pays, and with it where it does not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mlx_spec.policy.costs import CostModel
+from mlx_spec.policy.planner import Floats
+
+MEMORY = 16  # rounds that the running means remember
+PRIOR_ROUNDS = 2  # weight of the values assumed before anything was measured
+PRIOR_HITS = 0.5  # share of drafts that are there at once
+OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
+MAX_STREAK = 32  # rounds with drafting ahead, after which one without it corrects the table
+PROBE_SHARE = 0.005  # share of the time of drafts for finding out whether drafting ahead pays by now
+LEAST_LOSS = 0.01  # rounds: what a probe is taken to lose at least
+
+
+class AheadCosts:
+    """The costs of drafting ahead with one drafter. Shared by all sequences of a pair."""
+
+    def __init__(self) -> None:
+        self.slowdown = 0.0  # log of the seconds of a pass over those without drafting ahead
+        self.hits = PRIOR_HITS
+        self._measured = self._looked_up = PRIOR_ROUNDS  # rounds in the means
+        self._since = 0  # rounds without drafting ahead in a row
+        self._streak = 0  # rounds with it in a row
+
+    def rounds(self, costs: CostModel, drafter: int) -> Floats:
+        """Return the expected seconds of a round that drafts ahead, by draft tokens."""
+        drafting = costs.rounds(drafter) - costs.passes
+        seconds: Floats = math.exp(self.slowdown) * costs.passes + (1 - self.hits) * drafting
+        return seconds
+
+    def extra(self, costs: CostModel, tokens: int) -> float:
+        """Return the seconds that drafting ahead adds to a pass."""
+        return max(math.expm1(self.slowdown), 0.0) * float(costs.passes[tokens])
+
+    def wanted(self, gain: float, *, needed: bool) -> bool:
+        """Return whether to draft ahead now. `gain` is the speed with it over the speed without it.
+
+        `needed` is True if drafting pays with it only.
+        """
+        if gain > 1:
+            return needed or self._streak < MAX_STREAK
+        return not needed and self._since * PROBE_SHARE >= max(1 / gain - 1, LEAST_LOSS)
+
+    def observe_pass(self, costs: CostModel, tokens: int, seconds: float, drafting: float) -> float:
+        """Learn from a round that drafted ahead. Return the seconds to charge for it."""
+        passed = max(seconds - drafting, 0.1 * seconds)
+        surprise = math.log(passed / float(costs.passes[tokens])) - self.slowdown
+        self._measured = min(self._measured + 1, MEMORY)
+        self.slowdown += float(np.clip(surprise, -OUTLIER, OUTLIER)) / self._measured
+        costs.allow_longer(tokens)
+        return min(seconds, drafting + (tokens + 1) * costs.plain + self.extra(costs, tokens))
+
+    def observe_round(self, hit: bool | None, *, ahead: bool) -> None:
+        """Count a round of its kind. `hit`: its draft was there at once; None if nothing was made ahead."""
+        if hit is not None:
+            self._looked_up = min(self._looked_up + 1, MEMORY)
+            self.hits += (hit - self.hits) / self._looked_up
+        self._since, self._streak = (0, self._streak + 1) if ahead else (self._since + 1, 0)
