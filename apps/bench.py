@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mlx_spec.device import device_name, require_backend
 
-from .command import Drafter, Json, KvBits, Target, option, program, show, table
+from .command import Ahead, Drafter, Json, KvBits, Target, option, program, show, table
 
 if TYPE_CHECKING:
     from mlx_spec.model.sequence import SequenceParts
@@ -48,6 +48,7 @@ class Options:
     target: Target = "demo"
     drafter: Drafter = None
     kv_bits: KvBits = None
+    ahead: Ahead = False
     tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
     repeats: Annotated[
         int, option(value="N", help="how often all questions are asked, after one round that warms up", min=1)
@@ -199,7 +200,7 @@ def _run(options: Options) -> int:
     require_backend()
     from mlx_spec import load
 
-    pair = load(options.target, options.drafter, kv_bits=options.kv_bits)
+    pair = load(options.target, options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
     arms = [arm(pair, "plain", 0)]
     if pair.drafter_names:
         arms += [arm(pair, f"K = {k}", k) for k in FIXED] + [arm(pair, "adaptive", None)]

@@ -62,6 +62,8 @@ Version = Annotated[
 ]
 Json = Annotated[bool, flag("--json", "print one JSON object")]
 KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
+AHEAD = "also draft on the CPU while the target verifies, as long as that is measured to pay"
+Ahead = Annotated[bool, flag("--ahead", AHEAD)]
 Target = Annotated[
     str, option(value=MODEL, help="the pair, a target or a GGUF file", default="the bundled demo")
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument
 
-from ..command import MODEL, BadOptions, Version, flag, option
+from ..command import AHEAD, MODEL, BadOptions, Version, flag, option
 
 MAX_TOKENS = 2048
 OUTPUT, MODELS, SAMPLING = "Output", "Models", "Sampling (at temperature 0 the others have no effect)"
@@ -65,6 +65,7 @@ class Options:
         _model(value="K", help="draft tokens in each round; 0 is no speculation", default="what pays", min=0),
     ] = None
     kv_bits: Annotated[Literal[4, 8] | None, _model(help="quantize the KV cache", default="do not")] = None
+    ahead: Annotated[bool, flag("--ahead", AHEAD, MODELS)] = False
 
     temperature: Annotated[float | None, _sampling(value="T", help="0, the default, is greedy")] = None
     top_p: Annotated[float | None, _sampling(value="P", help="likeliest tokens that reach P together")] = None

@@ -41,6 +41,7 @@ class PairChoice:
     drafter: str | None = None
     num_draft_tokens: int | None = None
     kv_bits: int | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def choose(options: Options) -> PairChoice:
     if target is None:
         used = used_last() or PairChoice(DEMO)
         target, drafter = used.target, used.drafter if drafter is None else drafter
-    return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits)
+    return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits, options.ahead)
 
 
 def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> LoadedPair:
@@ -69,6 +70,7 @@ def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = 
         num_draft_tokens=choice.num_draft_tokens,
         kv_bits=choice.kv_bits,
         ranks=ranks,
+        ahead=choice.ahead,
     )
     if think:
         check_thinking(pair)

@@ -67,6 +67,8 @@ def details(
             "accepted by position:",
             *_bars(statistics),
         ]
+    if tried := statistics.ahead_hits + statistics.ahead_misses:
+        lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")
     if statistics.gain is not None:
         lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
     reason = statistics.reason.value.removeprefix("speculation ")
@@ -104,6 +106,8 @@ def as_json(statistics: Statistics, first_seconds: float | None, peak_bytes: int
             "accepted": statistics.accepted,
             "drafted_at": list(statistics.drafted_at),
             "accepted_at": list(statistics.accepted_at),
+            "ahead_hits": statistics.ahead_hits,
+            "ahead_misses": statistics.ahead_misses,
         },
         "peak_memory_bytes": peak_bytes,
     }

@@ -128,6 +128,7 @@ def load_served(served: ServedModel, ranks: Ranks | None = None) -> Pair:
         num_draft_tokens=served.num_draft_tokens,
         kv_bits=served.kv_bits,
         ranks=ranks,
+        ahead=served.ahead,
     )
 
 

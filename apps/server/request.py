@@ -233,6 +233,8 @@ def timings_json(timings: Timings) -> dict[str, Any]:
         "drafted_at": list(statistics.drafted_at),
         "accepted_at": list(statistics.accepted_at),
         "draft_length": statistics.draft_length,
+        "ahead_hits": statistics.ahead_hits,
+        "ahead_misses": statistics.ahead_misses,
         "cache_n": statistics.reused_tokens,
         "drafter_cold_n": statistics.drafter_cold,
         "prompt_n": processed,

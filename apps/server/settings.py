@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from .. import command
-from ..command import MODEL, BadOptions, Version, above_zero, option
+from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, flag, option
 
 GB = 10**9
 CANNOT_LISTEN = (
@@ -32,6 +32,7 @@ class ServedModel:
     kv_bits: int | None = None
     pinned: bool = False  # never unloaded
     ranks: int = 1  # machines that have a part of the target each
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def is_loopback(host: str) -> bool:
 DEMO = "demo"
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
-model_option = partial(option, panel="Models (the first is loaded at once, the others when asked for)")
+MODELS = "Models (the first is loaded at once, the others when asked for)"
+model_option = partial(option, panel=MODELS)
 network_option = partial(option, panel="Network")
 limit_option = partial(option, panel="Limits")
 
@@ -126,6 +128,8 @@ class Options:
     kv_bits: Annotated[Literal[4, 8] | None, model_option(help="quantize the KV cache", default="do not")] = (
         None
     )
+
+    ahead: Annotated[bool, flag("--ahead", AHEAD, MODELS)] = False
 
     host: Annotated[
         str, network_option(value="HOST", help="address to listen on; the default is this machine only")
@@ -238,7 +242,9 @@ class Options:
         for name in pinned:
             _check_known("--pin", name, names)
         return tuple(
-            ServedModel(name, target, drafter, self.num_draft_tokens, self.kv_bits, pinned=name in pinned)
+            ServedModel(
+                name, target, drafter, self.num_draft_tokens, self.kv_bits, name in pinned, self.ahead
+            )
             for name, target, drafter in found
         )
 

@@ -67,6 +67,8 @@ def test_timings():
         "drafted_at": [2, 2, 2],
         "accepted_at": [1, 1],
         "draft_length": 3,
+        "ahead_hits": 0,
+        "ahead_misses": 0,
         "cache_n": 2,
         "drafter_cold_n": 0,
         "prompt_n": 3,
