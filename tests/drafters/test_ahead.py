@@ -1,0 +1,436 @@
+"""Drafting ahead: the text stays plain decoding's, and only the right outcome is answered from the store."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache, partial
+from typing import Any
+
+import chi_square
+import exact_distribution
+import lossless
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import random_sources
+import test_retokenized
+import tiny
+from exact_distribution import COUNT, FILTERED, PLAIN, V
+from lossless import emitted
+from mlx.utils import tree_map
+
+from mlx_spec.batch import Batch
+from mlx_spec.batch.target import SharedTarget
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.ahead import Ahead, CPUThread, ahead_source, fan_out
+from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
+from mlx_spec.drafters.drawing import AheadRequest, Outcome
+from mlx_spec.drafters.model_free import Lookup, lookup_source
+from mlx_spec.engine import RunningSequence, generate
+from mlx_spec.errors import InvalidValue
+from mlx_spec.load import load
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling, verify
+from mlx_spec.types import Draft, Features, Round
+
+SAME = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
+K = 4
+AHEAD = FixedPolicy(K, ahead=True)
+PROMPT = tiny.prompt(25)
+NOTHING = Features()
+GENERATIONS, FEW = 1500, 1500  # the wrong store needs these to be seen
+
+
+class Inline:
+    """Runs a job at once: every draft is ready when the verdict comes."""
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(job())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class Waiting(CPUThread):
+    """The real thread; its drafts are waited for."""
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        done = super().submit(job)
+        done.exception()
+        return done
+
+
+class InTurn(DraftModel):
+    """A draft model that cannot read trees."""
+
+    def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
+        self._reads_trees = False
+        return super().draft_ahead(request)
+
+
+@cache
+def noisy(kind: str = "full") -> nn.Module:
+    """Return a model that often says what the target of this kind says."""
+    model = getattr(tiny, kind)()
+    mx.random.seed(4)
+    model.update(tree_map(lambda x: x + 0.006 * mx.random.normal(x.shape), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+SOURCES: dict[str, Callable[[], DrafterSource]] = {
+    "draft model": lambda: draft_model_source("other", noisy(), SAME),
+    "sliding": lambda: draft_model_source("other", noisy("sliding"), SAME),
+    "in turn": lambda: draft_model_source("other", noisy(), SAME, InTurn),
+    "pard": lambda: draft_model_source("pard", noisy(), SAME, partial(Pard, mask_token=255)),
+    "lookup": lookup_source,
+}
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "penalised": Sampling(repetition_penalty=1.3, presence_penalty=0.5, logit_bias={7: 2.0, 9: -100.0}),
+    "seeded": Sampling(0.8, seed=3),
+    "filtered": Sampling(1.1, top_k=20, top_p=0.9, frequency_penalty=0.2, seed=5),
+}
+
+
+def plain(model: nn.Module, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 80) -> list[int]:
+    return emitted(lossless.rounds(LMTarget(model), (), FixedPolicy(0), prompt, count, sampling=sampling))
+
+
+def drafted(
+    model: nn.Module, source: DrafterSource, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 80
+) -> list[Round]:
+    target = LMTarget(model)
+    return lossless.rounds(target, source.make(target.parts), AHEAD, prompt, count, sampling=sampling)
+
+
+def hits(done: Sequence[Round]) -> float:
+    """Return the share of drafts that were there at once, of those for which something was prepared."""
+    tried = [round.ahead for round in done if round.ahead is not None]
+    assert len(tried) >= len([r for r in done if r.kind == "draft"]) - 1
+    return sum(tried) / len(tried)
+
+
+# --- the text
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_text_is_plain_decoding_s(name: str, sampling: str) -> None:
+    model = tiny.sliding() if name == "sliding" else tiny.full()
+    prompt = tiny.prompt(25) * 2
+    done = drafted(model, ahead_source(SOURCES[name](), Inline()), SAMPLINGS[sampling], prompt)
+    assert emitted(done) == plain(model, SAMPLINGS[sampling], prompt)
+    assert name == "lookup" or hits(done) > 0.05
+
+
+@pytest.mark.parametrize("kind", test_retokenized.KINDS)
+def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
+    pair = test_retokenized.pair_of(kind, K)
+    pair = pair.with_drafters([ahead_source(pair._drafters[0], Inline())], AHEAD)
+    prompt, target = test_retokenized.prompt_of(kind), test_retokenized.target_of(kind)
+    done = list(pair.generate(prompt, max_tokens=80))
+    assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
+    assert hits(done) > 0.3  # it recites: all is accepted, and its own next token follows
+
+
+def test_lookup_in_a_text_that_repeats() -> None:
+    model = tiny.full()
+    prompt = plain(model, Sampling(), PROMPT, 40) * 3
+    truth = plain(model, Sampling(), prompt)
+    target = LMTarget(model)
+    drafter = ahead_source(lookup_source(), Inline()).make(target.parts)
+    assert emitted(lossless.rounds(target, drafter, AHEAD, prompt, 80)) == truth
+
+
+@pytest.mark.parametrize("executor", [CPUThread, Waiting])
+@pytest.mark.parametrize("name", ["draft model", "in turn", "pard", "lookup"])
+def test_text_with_the_real_thread(name: str, executor: Callable[[], CPUThread]) -> None:
+    """Whether the drafts are ready or not. With the thread of programs, that is a matter of chance."""
+    source = ahead_source(SOURCES[name](), executor())
+    for sampling in ("greedy", "filtered"):
+        done = drafted(tiny.full(), source, SAMPLINGS[sampling])
+        assert emitted(done) == plain(tiny.full(), SAMPLINGS[sampling])
+    assert executor is CPUThread or name == "lookup" or hits(done) > 0.05
+
+
+@pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
+def test_texts_in_a_batch(name: str) -> None:
+    model, source = tiny.full(), ahead_source(SOURCES[name](), Waiting())
+    batch = Batch(lambda: SharedTarget(model), 4)
+    prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 45, 30)]
+    texts: dict[int, list[int]] = {}
+    rounds = list[Round]()
+    for prompt, sampling in zip(prompts, SAMPLINGS.values(), strict=True):
+        target, sampler = LMTarget(model), sampling.sampler(len(prompt), tiny.VOCAB)
+        drafter = source.make(target.parts)
+        texts[batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, prompt, 60))] = []
+    for id, round in batch.run():
+        assert isinstance(round, Round)
+        texts[id] += round.tokens
+        rounds.append(round)
+    expected = [plain(model, s, p, 60) for p, s in zip(prompts, SAMPLINGS.values(), strict=True)]
+    assert list(texts.values()) == expected
+    assert max(round.company for round in rounds) == 4
+    assert name == "lookup" or sum(round.ahead is True for round in rounds) > 10
+
+
+# --- the distribution
+
+
+class Peeking(DraftModel):
+    """Keeps a draft only if it begins with an even token: what was drawn decides what is stored."""
+
+    def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
+        found = super().draft_ahead(request)
+        return {outcome: draft for outcome, draft in found.items() if read(draft.tokens)[0] % 2 == 0}
+
+
+def read(tokens: mx.array) -> list[int]:
+    found: list[int] = tokens.tolist()
+    return found
+
+
+def excess(kind: type[DraftModel], sampling: Sampling, rule: verify.Rule, count: int) -> tuple[float, float]:
+    """Return the chi-square of many generations over its one-in-a-million quantile, and the hit rate.
+
+    Only drafts of one token are wanted, so that the second token of a generation is drafted, too.
+    """
+    source = draft_model_source("other", exact_distribution.model(noise=0.2), VocabularySizes(V, V), kind)
+    drafter = ahead_source(source, Inline(), mean=V).make(LMTarget(exact_distribution.model()).parts)
+    target, counts = LMTarget(exact_distribution.model()), np.zeros((V,) * COUNT)
+    prompt, policy, ahead = exact_distribution.PROMPT, FixedPolicy(1, ahead=True), list[bool]()
+    for i in range(count):
+        target.rewind(len(prompt) - 1)
+        drafter.observe(prompt, NOTHING)
+        sampler = exact_distribution.unseeded(sampling, rule)(i)
+        done = list(generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT))
+        ahead += [round.ahead for round in done if round.ahead is not None]
+        counts[tuple(emitted(done))] += 1
+    return chi_square.excess(counts, exact_distribution.exact(exact_distribution.model(), sampling)), np.mean(
+        ahead
+    )
+
+
+@pytest.mark.parametrize("kind", [DraftModel, InTurn])
+@pytest.mark.parametrize(("rule", "sampling"), [(verify.token, PLAIN), (verify.block, FILTERED)])
+def test_unseeded_samples_keep_the_distribution(
+    kind: type[DraftModel], rule: verify.Rule, sampling: Sampling
+) -> None:
+    """A right store is rejected once in a million; the keys are fixed, so a pass stays a pass."""
+    found, rate = excess(kind, sampling, rule, GENERATIONS)
+    assert found < 1
+    assert rate > 0.9
+
+
+def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
+    assert excess(Peeking, PLAIN, verify.token, FEW)[0] > 1
+
+
+# --- hits
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "seeded", "filtered"])
+def test_a_drafter_like_the_target_needs_one_guess(sampling: str) -> None:
+    """With a seed the noise is known, so that the likeliest token by log q + noise is the one drawn."""
+    source = draft_model_source("same", tiny.full(), SAME)
+    done = drafted(tiny.full(), ahead_source(source, Inline(), mean=1), SAMPLINGS[sampling])
+    assert sum(r.accepted for r in done) == sum(r.drafted for r in done)
+    assert hits(done) == 1.0
+
+
+def test_more_guesses_hit_more_often() -> None:
+    rates = []
+    for mean in (1, 3):
+        source = ahead_source(SOURCES["draft model"](), Inline(), mean=mean)
+        rates.append(hits(drafted(tiny.full(), source, SAMPLINGS["seeded"], count=300)))
+    assert rates[0] < rates[1]
+
+
+def test_fan_out_is_geometric() -> None:
+    counts = fan_out(4, 0.5, 6)
+    assert counts[:4] == sorted(counts[:4], reverse=True) and counts[0] > counts[3]
+    assert abs(sum(counts) - 30) <= 2
+    assert fan_out(4, 0.9, 3)[4] == max(fan_out(4, 0.9, 3))
+    assert fan_out(8, 0.1, 1) == [max(count, 1) for count in fan_out(8, 0.1, 1)]
+
+
+# --- the store
+
+
+def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[int], Draft]:
+    """Return a drafter that has prepared outcomes of a draft after PROMPT."""
+    drafter = ahead_source(SOURCES[name](), Inline(), mean).make(LMTarget(tiny.full()).parts)
+    assert isinstance(drafter, Ahead)
+    sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
+    drafter.observe(PROMPT, NOTHING)
+    draft = drafter.draft(PROMPT, K, sampler)
+    drafter.prepare(PROMPT, draft, sampler)
+    return drafter, read(draft.tokens), draft
+
+
+def outcomes(drafter: Ahead) -> dict[Outcome, Draft]:
+    assert drafter._prepared is not None and drafter._prepared.found is not None
+    return drafter._prepared.found.result()
+
+
+@pytest.mark.parametrize("name", ["draft model", "in turn", "pard"])
+def test_stored_drafts_are_those_of_a_new_drafter(name: str) -> None:
+    drafter, tokens, _ = prepared(name)
+    found = outcomes(drafter)
+    assert {accepted for accepted, _ in found} == set(range(K + 1))
+    assert not any(accepted < K and token == tokens[accepted] for accepted, token in found)
+    sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
+    for (accepted, token), draft in found.items():
+        fresh = SOURCES[name]().make(LMTarget(tiny.full()).parts)
+        history = [*PROMPT, *tokens[:accepted], token]
+        assert read(draft.tokens) == read(fresh.draft(history, K, sampler).tokens)
+
+
+def test_a_stored_draft_is_answered_once() -> None:
+    drafter, tokens, _ = prepared()
+    accepted, token = next(iter(outcomes(drafter)))
+    history, sampler = [*PROMPT, *tokens[:accepted], token], Sampling().sampler(len(PROMPT), tiny.VOCAB)
+    drafter.observe(history, NOTHING)
+    assert drafter.draft(history, 2, sampler).ahead is True
+    assert drafter.draft(history, 2, sampler).ahead is None
+
+
+def wrong_histories(tokens: list[int], token: int) -> dict[str, list[int]]:
+    outcome = [*PROMPT, *tokens[:2], token]
+    return {
+        "the same": PROMPT,
+        "rewound": PROMPT[:-3],
+        "rewound and said again": [*PROMPT[:-3], *outcome[-3:]],
+        "stopped within the draft": [*PROMPT, *tokens[:3]],
+        "edited at the start": [PROMPT[0] + 1, *outcome[1:]],
+        "edited in the draft": [*PROMPT, tokens[0], (tokens[1] + 1) % 256, token],
+        "another outcome": [*PROMPT, *tokens[:2], (token + 1) % 256],
+        "one token more": [*outcome, 5],
+        "the next turn": [*outcome, *tiny.prompt(9)],
+    }
+
+
+@pytest.mark.parametrize("case", wrong_histories([1, 2, 3, 4], 5))
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_store_for_another_text_never_answers(case: str, observed: bool) -> None:
+    drafter, tokens, _ = prepared(mean=1)
+    token = next(token for accepted, token in outcomes(drafter) if accepted == 2)
+    history = wrong_histories(tokens, token)[case]
+    sampler = Sampling().sampler(1, tiny.VOCAB)
+    if observed:
+        drafter.observe(history, NOTHING)
+    draft = drafter.draft(history, K, sampler)
+    assert not draft.ahead
+    if not observed:  # the drafter takes an observed text of that length for an outcome of its own draft
+        fresh = SOURCES["draft model"]().make(LMTarget(tiny.full()).parts)
+        assert read(draft.tokens) == read(fresh.draft(history, K, sampler).tokens)
+
+
+def test_a_conversation_that_is_rewound_and_edited() -> None:
+    """The same drafter and target through several answers, each with the text of plain decoding."""
+    model, source = tiny.full(), ahead_source(SOURCES["draft model"](), Inline())
+    target = LMTarget(model)
+    drafter = source.make(target.parts)
+    chance, history = random.Random(1), list(PROMPT)
+    for turn in range(12):
+        sampling = list(SAMPLINGS.values())[turn % 4]
+        stop = [chance.randrange(256) for _ in range(20)]
+        sampler = sampling.sampler(len(history), tiny.VOCAB)
+        done = list(generate(target, [drafter], AHEAD, sampler, history, max_tokens=20, stop=stop))
+        text = emitted(done)
+        expected = plain(model, sampling, history, 20)
+        assert text == expected[: len(text)] and (len(text) == 20 or text[-1] in stop)
+        whole = [*history, *text]
+        keep = target.rewind(chance.randrange(2, len(whole) - 1))
+        history = [*whole[:keep], *(chance.randrange(256) for _ in range(chance.randrange(1, 5)))]
+
+
+def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
+    class Never:
+        def submit(self, job: Callable[[], Any]) -> Future[Any]:
+            self.job = job
+            return Future()
+
+    executor = Never()
+    drafter = ahead_source(SOURCES["draft model"](), executor).make(LMTarget(tiny.full()).parts)
+    sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
+    draft = drafter.draft(PROMPT, K, sampler)
+    drafter.prepare(PROMPT, draft, sampler)
+    assert drafter.draft([*PROMPT, *read(draft.tokens), 3], K, sampler).ahead is False
+    assert executor.job() == {}
+
+
+def test_an_error_in_the_thread_is_raised() -> None:
+    class Broken(DraftModel):
+        def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
+            raise RuntimeError("broken")
+
+    source = draft_model_source("other", noisy(), SAME, Broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        drafted(tiny.full(), ahead_source(source, Waiting()), Sampling())
+
+
+def test_lookup_takes_back_a_guess() -> None:
+    """After any guesses, the index is that of a new one."""
+    chance, history = random.Random(2), [1, 2, 3]
+    ours, sampler = Lookup(), Sampling().sampler(1, 8)
+    for _ in range(300):
+        history = history[: max(len(history) - chance.choice((0, 0, 1, 5, 80)), 1)]
+        history += [chance.randrange(3) for _ in range(chance.randrange(1, 6))]
+        fresh = Lookup()
+        assert read(ours.draft(history, 8, sampler).tokens) == read(fresh.draft(history, 8, sampler).tokens)
+        assert ours._latest == fresh._latest and ours._before == fresh._before
+
+
+# --- who may
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "gemma4 assistant"])
+def test_drafters_that_read_the_target_are_refused(name: str) -> None:
+    source = random_sources.FOR_TINY[name]()
+    with pytest.raises(InvalidValue, match=f"drafter {source.name} reads hidden states"):
+        ahead_source(source)
+
+
+def test_recurrent_drafters_are_refused() -> None:
+    source = draft_model_source("delta", tiny.recurrent(), SAME)
+    with pytest.raises(InvalidValue, match="drafter delta is recurrent"):
+        ahead_source(source)
+
+
+def test_weights_are_shared_and_quantized_ones_are_not() -> None:
+    parts = LMTarget(tiny.full()).parts
+    for bits in (None, 8):
+        network = copy.deepcopy(noisy())
+        if bits:
+            nn.quantize(network, 64, bits)
+        drafter = ahead_source(draft_model_source("other", network, SAME), Inline()).make(parts)
+        assert isinstance(drafter, Ahead)
+        sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
+        drafter.prepare(PROMPT, drafter.draft(PROMPT, K, sampler), sampler)
+        (beside,) = drafter._beside
+        assert isinstance(beside, DraftModel)
+        other, layer = beside._model._model, network.model.layers[0].self_attn
+        copied = other.model.layers[0].self_attn
+        assert copied is not layer
+        assert (copied.q_proj.weight is layer.q_proj.weight) is (bits is None)
+        assert copied.q_proj.weight.dtype == mx.float32
+
+
+def test_load_offers_it() -> None:
+    with pytest.raises(InvalidValue, match="reads hidden states"):
+        load("demo", ahead=True)
+    fixed = load("demo", "lookup", num_draft_tokens=4, ahead=True)
+    done = list(fixed.generate(fixed.text.encode("one two three one two three one two"), max_tokens=20))
+    without = load("demo", "lookup", num_draft_tokens=4)
+    assert emitted(done) == emitted(
+        list(without.generate(fixed.text.encode("one two three one two three one two"), max_tokens=20))
+    )
