@@ -73,8 +73,8 @@ def load(
     `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
     first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
     attention. With `ahead`, the drafter also drafts on the CPU while the target verifies, for the likely
-    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `ranks`, this is rank 0
-    and has a part of the target; on the others run `follow`.
+    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `ranks`, this is rank
+    0 and has a part of the target; on the others run `follow`.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """

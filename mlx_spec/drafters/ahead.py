@@ -11,9 +11,12 @@ the noise G of each position, and the target takes argmax(log p + G): the guesse
 
 from __future__ import annotations
 
+import atexit
 import copy
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -39,10 +42,8 @@ from mlx_spec.types import (
 
 FAN_OUT = 3  # next tokens guessed for each number of accepted tokens, on average
 RANK_POWER = 1.0  # r of the paper: F guesses miss the next token with a probability that falls as F ** -r
-PRIOR_ACCEPTANCE, PRIOR_TOKENS = (
-    0.7,
-    10,
-)  # acceptance of a draft token before any was verified, and its weight
+PRIOR_ACCEPTANCE = 0.7  # of a draft token before any was verified
+PRIOR_TOKENS = 10  # its weight
 
 Result = TypeVar("Result")
 
@@ -68,21 +69,39 @@ class Executor(Protocol):
 
 
 class CPUThread:
-    """A thread with a CPU stream of its own, made with the first job. It ends with the process."""
+    """A thread with a CPU stream of its own. It ends with the process."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "ahead", initializer=self._begin)
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._work, name="mlx_spec ahead", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
-    def _begin(self) -> None:
-        self._stream = mx.new_stream(mx.cpu)
-
-    def submit(self, job: Callable[[], Result], /) -> Future[Result]:
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
         """Run a job on the CPU stream."""
-        return self._pool.submit(self._run, job)
+        future: Future[Result] = Future()
 
-    def _run(self, job: Callable[[], Result]) -> Result:
-        with mx.stream(self._stream):
-            return job()
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:  # raised where the result is read
+                future.set_exception(error)
+
+        self._jobs.put(run)
+        return future
+
+    def _work(self) -> None:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            while not self._is_ending:
+                self._jobs.get()()
+        mx.clear_streams()  # MLX aborts a process that ends with a thread's streams
+
+    def _end(self) -> None:
+        """Skip the jobs that wait, and let the thread end."""
+        self._is_ending = True
+        self._jobs.put(lambda: None)
+        self._thread.join()
 
 
 class Prepared:

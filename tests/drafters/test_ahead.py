@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
@@ -43,7 +45,8 @@ K = 4
 AHEAD = FixedPolicy(K, ahead=True)
 PROMPT = tiny.prompt(25)
 NOTHING = Features()
-GENERATIONS, FEW = 1500, 1500  # the wrong store needs these to be seen
+GENERATIONS = 500  # the wrong store needs these to be seen
+ERRORS = 4.75  # standard errors, exceeded once in a million
 
 
 class Inline:
@@ -100,12 +103,12 @@ SAMPLINGS = {
 }
 
 
-def plain(model: nn.Module, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 80) -> list[int]:
+def plain(model: nn.Module, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 50) -> list[int]:
     return emitted(lossless.rounds(LMTarget(model), (), FixedPolicy(0), prompt, count, sampling=sampling))
 
 
 def drafted(
-    model: nn.Module, source: DrafterSource, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 80
+    model: nn.Module, source: DrafterSource, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 50
 ) -> list[Round]:
     target = LMTarget(model)
     return lossless.rounds(target, source.make(target.parts), AHEAD, prompt, count, sampling=sampling)
@@ -114,15 +117,17 @@ def drafted(
 def hits(done: Sequence[Round]) -> float:
     """Return the share of drafts that were there at once, of those for which something was prepared."""
     tried = [round.ahead for round in done if round.ahead is not None]
-    assert len(tried) >= len([r for r in done if r.kind == "draft"]) - 1
+    assert len(tried) > len([r for r in done if r.kind == "draft"]) / 2
     return sum(tried) / len(tried)
 
 
 # --- the text
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [*(("draft model", s) for s in SAMPLINGS), *((n, "filtered") for n in [*SOURCES][1:])],
+)
 def test_text_is_plain_decoding_s(name: str, sampling: str) -> None:
     model = tiny.sliding() if name == "sliding" else tiny.full()
     prompt = tiny.prompt(25) * 2
@@ -136,9 +141,9 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
     pair = test_retokenized.pair_of(kind, K)
     pair = pair.with_drafters([ahead_source(pair._drafters[0], Inline())], AHEAD)
     prompt, target = test_retokenized.prompt_of(kind), test_retokenized.target_of(kind)
-    done = list(pair.generate(prompt, max_tokens=80))
+    done = list(pair.generate(prompt, max_tokens=50))
     assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
-    assert hits(done) > 0.3  # it recites: all is accepted, and its own next token follows
+    assert hits(done) > 0.1  # it recites: all is accepted, and its own next token follows
 
 
 def test_lookup_in_a_text_that_repeats() -> None:
@@ -147,39 +152,37 @@ def test_lookup_in_a_text_that_repeats() -> None:
     truth = plain(model, Sampling(), prompt)
     target = LMTarget(model)
     drafter = ahead_source(lookup_source(), Inline()).make(target.parts)
-    assert emitted(lossless.rounds(target, drafter, AHEAD, prompt, 80)) == truth
+    assert emitted(lossless.rounds(target, drafter, AHEAD, prompt, 50)) == truth
 
 
 @pytest.mark.parametrize("executor", [CPUThread, Waiting])
 @pytest.mark.parametrize("name", ["draft model", "in turn", "pard", "lookup"])
 def test_text_with_the_real_thread(name: str, executor: Callable[[], CPUThread]) -> None:
     """Whether the drafts are ready or not. With the thread of programs, that is a matter of chance."""
-    source = ahead_source(SOURCES[name](), executor())
-    for sampling in ("greedy", "filtered"):
-        done = drafted(tiny.full(), source, SAMPLINGS[sampling])
-        assert emitted(done) == plain(tiny.full(), SAMPLINGS[sampling])
+    done = drafted(tiny.full(), ahead_source(SOURCES[name](), executor()), SAMPLINGS["filtered"])
+    assert emitted(done) == plain(tiny.full(), SAMPLINGS["filtered"])
     assert executor is CPUThread or name == "lookup" or hits(done) > 0.05
 
 
 @pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
 def test_texts_in_a_batch(name: str) -> None:
     model, source = tiny.full(), ahead_source(SOURCES[name](), Waiting())
-    batch = Batch(lambda: SharedTarget(model), 4)
-    prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 45, 30)]
+    batch = Batch(lambda: SharedTarget(model, source.needs), 4)
+    prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 35, 30)]
     texts: dict[int, list[int]] = {}
     rounds = list[Round]()
     for prompt, sampling in zip(prompts, SAMPLINGS.values(), strict=True):
         target, sampler = LMTarget(model), sampling.sampler(len(prompt), tiny.VOCAB)
         drafter = source.make(target.parts)
-        texts[batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, prompt, 60))] = []
+        texts[batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, prompt, 30))] = []
     for id, round in batch.run():
         assert isinstance(round, Round)
         texts[id] += round.tokens
         rounds.append(round)
-    expected = [plain(model, s, p, 60) for p, s in zip(prompts, SAMPLINGS.values(), strict=True)]
+    expected = [plain(model, s, p, 30) for p, s in zip(prompts, SAMPLINGS.values(), strict=True)]
     assert list(texts.values()) == expected
     assert max(round.company for round in rounds) == 4
-    assert name == "lookup" or sum(round.ahead is True for round in rounds) > 10
+    assert name == "lookup" or sum(round.ahead is True for round in rounds) > 5
 
 
 # --- the distribution
@@ -198,40 +201,48 @@ def read(tokens: mx.array) -> list[int]:
     return found
 
 
-def excess(kind: type[DraftModel], sampling: Sampling, rule: verify.Rule, count: int) -> tuple[float, float]:
-    """Return the chi-square of many generations over its one-in-a-million quantile, and the hit rate.
+def counted(
+    kind: type[DraftModel], sampling: Sampling, rule: verify.Rule
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return counts of generations by their tokens, their exact distribution, and the hit rate.
 
-    Only drafts of one token are wanted, so that the second token of a generation is drafted, too.
+    Drafts have one token. The second one is of the second or third token; one more makes room for it.
     """
-    source = draft_model_source("other", exact_distribution.model(noise=0.2), VocabularySizes(V, V), kind)
+    source = draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V), kind)
     drafter = ahead_source(source, Inline(), mean=V).make(LMTarget(exact_distribution.model()).parts)
     target, counts = LMTarget(exact_distribution.model()), np.zeros((V,) * COUNT)
     prompt, policy, ahead = exact_distribution.PROMPT, FixedPolicy(1, ahead=True), list[bool]()
-    for i in range(count):
+    for i in range(GENERATIONS):
         target.rewind(len(prompt) - 1)
         drafter.observe(prompt, NOTHING)
         sampler = exact_distribution.unseeded(sampling, rule)(i)
-        done = list(generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT))
+        done = list(generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT + 1))
         ahead += [round.ahead for round in done if round.ahead is not None]
-        counts[tuple(emitted(done))] += 1
-    return chi_square.excess(counts, exact_distribution.exact(exact_distribution.model(), sampling)), np.mean(
-        ahead
-    )
+        counts[tuple(emitted(done)[:COUNT])] += 1
+    return counts, exact_distribution.exact(exact_distribution.model(), sampling), float(np.mean(ahead))
 
 
-@pytest.mark.parametrize("kind", [DraftModel, InTurn])
+def surplus(counts: np.ndarray, exact: np.ndarray) -> float:
+    """Return by how many standard errors there are too many even tokens at the second and third place."""
+    even = 1 - np.arange(V) % 2
+    value = even[None, :, None] + even[None, None, :]
+    mean = (exact * value).sum()
+    error = ((exact * (value - mean) ** 2).sum() / counts.sum()) ** 0.5
+    return float(((counts * value).sum() / counts.sum() - mean) / error)
+
+
 @pytest.mark.parametrize(("rule", "sampling"), [(verify.token, PLAIN), (verify.block, FILTERED)])
-def test_unseeded_samples_keep_the_distribution(
-    kind: type[DraftModel], rule: verify.Rule, sampling: Sampling
-) -> None:
-    """A right store is rejected once in a million; the keys are fixed, so a pass stays a pass."""
-    found, rate = excess(kind, sampling, rule, GENERATIONS)
-    assert found < 1
+def test_unseeded_samples_keep_the_distribution(rule: verify.Rule, sampling: Sampling) -> None:
+    """A right store is rejected twice in a million; the keys are fixed, so a pass stays a pass."""
+    counts, exact, rate = counted(DraftModel, sampling, rule)
+    assert chi_square.excess(counts, exact) < 1
+    assert surplus(counts, exact) < ERRORS
     assert rate > 0.9
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    assert excess(Peeking, PLAIN, verify.token, FEW)[0] > 1
+    counts, exact, _ = counted(Peeking, PLAIN, verify.token)
+    assert surplus(counts, exact) > ERRORS
 
 
 # --- hits
@@ -250,7 +261,7 @@ def test_more_guesses_hit_more_often() -> None:
     rates = []
     for mean in (1, 3):
         source = ahead_source(SOURCES["draft model"](), Inline(), mean=mean)
-        rates.append(hits(drafted(tiny.full(), source, SAMPLINGS["seeded"], count=300)))
+        rates.append(hits(drafted(tiny.full(), source, SAMPLINGS["seeded"], count=150)))
     assert rates[0] < rates[1]
 
 
@@ -340,7 +351,7 @@ def test_a_conversation_that_is_rewound_and_edited() -> None:
     target = LMTarget(model)
     drafter = source.make(target.parts)
     chance, history = random.Random(1), list(PROMPT)
-    for turn in range(12):
+    for turn in range(8):
         sampling = list(SAMPLINGS.values())[turn % 4]
         stop = [chance.randrange(256) for _ in range(20)]
         sampler = sampling.sampler(len(history), tiny.VOCAB)
@@ -366,6 +377,17 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
     drafter.prepare(PROMPT, draft, sampler)
     assert drafter.draft([*PROMPT, *read(draft.tokens), 3], K, sampler).ahead is False
     assert executor.job() == {}
+
+
+def test_a_process_ends_while_drafts_wait() -> None:
+    """MLX aborted one process in four without the care of `CPUThread`."""
+    program = (
+        "import mlx.core as mx; from mlx_spec.drafters.ahead import CPUThread\n"
+        "def job(): x = mx.ones((64, 64)) @ mx.ones((64, 64)); mx.eval(x)\n"
+        "for thread in [CPUThread() for _ in range(20)]: thread.submit(job).result(), thread.submit(job)"
+    )
+    ended = [subprocess.run([sys.executable, "-c", program], capture_output=True) for _ in range(3)]
+    assert [(one.returncode, one.stderr) for one in ended] == [(0, b"")] * 3
 
 
 def test_an_error_in_the_thread_is_raised() -> None:
