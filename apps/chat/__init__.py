@@ -39,19 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
-    ranks = None
-    if options.prompt is not None:
-        require_backend()
-        from mlx_spec.model.ranks import join
+    require_backend()
+    from mlx_spec.model.ranks import join
 
-        ranks = join()
+    ranks = join()
+    if ranks is not None and options.prompt is None:
+        raise InvalidValue("over several machines one --prompt is answered: serve is for conversations")
     # Nobody closes the stdin of the processes of mlx.launch.
     prompt = _read_prompt(options.prompt, None if ranks is not None else _piped_text(terminal))
     if prompt is None and options.json:
         refuse("mlx-spec chat", "--json is for one answer: give -p TEXT, or pipe text to stdin")
     if options.system is not None:
         checked(options.system, "--system")
-    require_backend()
     from .repl import run, run_over_ranks  # need MLX
 
     if ranks is not None:

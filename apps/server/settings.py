@@ -243,7 +243,13 @@ class Options:
             _check_known("--pin", name, names)
         return tuple(
             ServedModel(
-                name, target, drafter, self.num_draft_tokens, self.kv_bits, name in pinned, self.ahead
+                name,
+                target,
+                drafter,
+                self.num_draft_tokens,
+                self.kv_bits,
+                pinned=name in pinned,
+                ahead=self.ahead,
             )
             for name, target, drafter in found
         )

@@ -172,6 +172,13 @@ def test_a_fine_tune_on_one_rank_is_refused_on_both(tmp_path: Path, models: dict
             assert "rank 1 has another weights " in error_of(process, START_S)
 
 
+def test_a_conversation_over_ranks_is_refused(tmp_path: Path, models: dict[str, str]) -> None:
+    command = ["-m", "mlx_spec.chat", "--target", models["llama"]]
+    with launched(tmp_path, command, command) as ranks:
+        for process in ranks:
+            assert "over several machines one --prompt is answered" in error_of(process, START_S)
+
+
 def test_heads_that_do_not_divide_are_refused_by_name(tmp_path: Path, models: dict[str, str]) -> None:
     command = ["-m", "mlx_spec.chat", "--target", models["odd"], "--prompt", "Hello"]
     with launched(tmp_path, command, command) as ranks:
