@@ -18,7 +18,7 @@ PRIOR_ROUNDS = 2  # weight of the values assumed before anything was measured
 PRIOR_HITS = 0.5  # share of drafts that are there at once
 OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
 MAX_STREAK = 32  # rounds with drafting ahead, after which one without it corrects the table
-PROBE_SHARE = 0.005  # share of the time of drafts for finding out whether drafting ahead pays by now
+PROBE_SHARE = 0.0025  # share of the time of drafts for finding out whether drafting ahead pays by now
 LEAST_LOSS = 0.01  # rounds: what a probe is taken to lose at least
 
 
