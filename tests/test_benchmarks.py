@@ -26,6 +26,7 @@ CASES = {
     "traces": (FOLDERS[:4], {"acceptance", "curves", "confidence pays on"}),
     "unchanged": (["--before", str(ROOT)], {"arms", "within"}),
     "batch": (FOLDERS, {"2"}),
+    "ahead": (["--target", ""], {"gains", "floors", "hits"}),
 }
 STARTED = (
     "structured",
