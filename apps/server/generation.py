@@ -26,11 +26,11 @@ from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
 from mlx_spec.text import Text
+from mlx_spec.text.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
-from .errors import invalid
-from .fill_in import fill_in_ends, fill_in_prompt
+from .errors import invalid, unsupported
 from .log import LOG
 from .models import GrammarCache, LoadedModel
 from .prefix_cache import Snapshot
@@ -38,7 +38,6 @@ from .request import (
     Chat,
     ChoiceEnded,
     Event,
-    FillIn,
     Finished,
     FinishReason,
     GenerationRequest,
@@ -114,7 +113,14 @@ def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ..
 
 def _raw_tokens(prompt: str | tuple[int, ...] | FillIn, text: Text, model: str) -> list[int]:
     if isinstance(prompt, FillIn):
-        return fill_in_prompt(prompt, text, model)
+        found = fill_in_prompt(prompt, text)
+        if found is None:
+            raise unsupported(
+                f"{prompt.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a "
+                "code model that has, or send a prompt alone",
+                prompt.param,
+            )
+        return found
     return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
 
 

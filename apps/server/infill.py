@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mlx_spec.text.fill_in import FillIn
+
 from .errors import unsupported
 from .http import Api, Json, data_event
 from .openai_common import (
@@ -21,7 +23,6 @@ from .request import (
     ChoiceEnded,
     Event,
     Failed,
-    FillIn,
     Finished,
     GenerationRequest,
     RawPrompts,

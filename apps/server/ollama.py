@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from mlx_spec.text.fill_in import FillIn
+
 from . import parsing
 from .engine_thread import EngineThread
 from .errors import invalid, unsupported
@@ -29,7 +31,6 @@ from .request import (
     ChoiceEnded,
     Event,
     Failed,
-    FillIn,
     Finished,
     GenerationRequest,
     OutputFormat,

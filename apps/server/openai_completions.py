@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from mlx_spec.text.fill_in import FillIn
 from mlx_spec.types import TokenLogprob
 
 from .errors import invalid, unsupported
@@ -24,7 +25,7 @@ from .openai_common import (
     parse_stop,
 )
 from .parameters import parse_sampling, parse_stop_tokens
-from .request import ChoiceEnded, Event, FillIn, GenerationRequest, RawPrompts, TextDelta, finite
+from .request import ChoiceEnded, Event, GenerationRequest, RawPrompts, TextDelta, finite
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
 PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those"

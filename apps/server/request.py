@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
+from mlx_spec.text.fill_in import FillIn
 from mlx_spec.types import Alternative, TokenLogprob
 
 from .errors import Failure
@@ -49,17 +50,6 @@ class Chat:
     tools: ToolUse | None = None
     thinking: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
-
-
-@dataclass(frozen=True)
-class FillIn:
-    """A gap in a text: the answer is its middle."""
-
-    prefix: str
-    suffix: str
-    extra: tuple[tuple[str, str], ...] = ()  # name and text of other files
-    middle: str = ""  # its beginning, if that is given
-    param: str = "suffix"  # the field of the body that asks for it, for error messages
 
 
 @dataclass(frozen=True)

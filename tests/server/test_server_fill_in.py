@@ -15,11 +15,12 @@ from tokenizers import Tokenizer, processors
 from vocabularies import ROOT, byte_level, sentencepiece_like
 
 from mlx_spec.apps.server.errors import Failure, internal_error
-from mlx_spec.apps.server.fill_in import LAYOUTS, Layout, fill_in_ends, fill_in_prompt
-from mlx_spec.apps.server.request import Failed, FillIn, RawPrompts
+from mlx_spec.apps.server.generation import _raw_tokens
+from mlx_spec.apps.server.request import Failed, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
+from mlx_spec.text.fill_in import LAYOUTS, FillIn, Layout, fill_in_ends
 
 INFILL = "/infill"
 GAP = FillIn("def f(", ": pass")
@@ -31,7 +32,7 @@ def pieces(given: FillIn, tokenizer: Tokenizer) -> list[str]:
     """The prompt as texts: its control tokens by name, what stands between them as one."""
     text = Text(tokenizer, None, ())
     added, found = tokenizer.get_added_tokens_decoder(), [""]
-    for token in fill_in_prompt(given, text, "m"):
+    for token in _raw_tokens(given, text, "m"):
         if token in added:
             found += [added[token].content, ""]
         else:
@@ -76,7 +77,7 @@ def test_begin_of_text_and_spaces_of_sentencepiece():
 
 def test_a_model_without_such_tokens_is_named():
     with pytest.raises(Failure, match="suffix: m has no tokens for filling in") as caught:
-        fill_in_prompt(GAP, Text(byte_level(), None, ()), "m")
+        _raw_tokens(GAP, Text(byte_level(), None, ()), "m")
     assert (caught.value.status, caught.value.param) == (400, "suffix")
 
 
@@ -103,7 +104,7 @@ def served(request: Any, tmp_path_factory: Any) -> Iterator[Endpoint]:
 def test_the_middle_is_continued_and_ends(served: Endpoint):
     exact = {"model": "coder", "temperature": 0}
     end = served.app.token_to_id("<|file_sep|>")
-    prompt = fill_in_prompt(GAP, Text(served.app, None, ()), "coder")
+    prompt = _raw_tokens(GAP, Text(served.app, None, ()), "coder")
     raw = served.post(TEXT, **exact, prompt=prompt).json()
     filled = served.post(TEXT, **exact, prompt=GAP.prefix, suffix=GAP.suffix).json()
     assert filled["choices"] == raw["choices"] and filled["usage"]["prompt_tokens"] == len(prompt)

@@ -9,12 +9,20 @@ from dataclasses import dataclass
 
 from mlx_spec.text import Text
 
-from .errors import unsupported
-from .request import FillIn
-
 PROJECT, FILE = "project", "file"  # stand for names that no client sends, where a layout has them
 MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")  # end a middle, too
+
+
+@dataclass(frozen=True)
+class FillIn:
+    """A gap in a text: the answer is its middle."""
+
+    prefix: str
+    suffix: str
+    extra: tuple[tuple[str, str], ...] = ()  # name and text of other files
+    middle: str = ""  # its beginning, if that is given
+    param: str = "suffix"  # the field of the body that asks for it, for error messages
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,11 @@ LAYOUTS = (
 )
 
 
-def fill_in_prompt(given: FillIn, text: Text, model: str) -> list[int]:
-    """Return the tokens that ask for a middle. Raises Failure (400) if the model has no tokens for that."""
+def fill_in_prompt(given: FillIn, text: Text) -> list[int] | None:
+    """Return the tokens that ask for a middle; None if the model has no tokens for that."""
     layout = _find_layout(text)
     if layout is None:
-        raise unsupported(
-            f"{given.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a code "
-            "model that has, or send a prompt alone",
-            given.param,
-        )
+        return None
     before = given.prefix
     files = text.prompt_tokens("")  # the tokens that begin every prompt
     if given.extra and not layout.file:
