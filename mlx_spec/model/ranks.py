@@ -150,6 +150,8 @@ class Ranks:
         try:
             status = run()
             mx.eval(self._last_pass)  # the other ranks take part in it
+        except SpecError as error:
+            self.fail(f"rank 0: {error}")
         except BaseException as error:
             self._failing.acquire()
             self.send("error", f"rank 0: {one_line(error)}")
@@ -378,6 +380,8 @@ def _opened(peer: socket.socket) -> tuple[socket.socket, BinaryIO]:
 
 
 def _end(text: str, wait_s: float = 0.0) -> NoReturn:
+    with suppress(OSError):  # nobody may read it any more
+        sys.stdout.flush()
     print(f"mlx-spec: {text}", file=sys.stderr, flush=True)
     time.sleep(wait_s)
     os._exit(1)  # the main thread may wait in a collective for ever
