@@ -22,7 +22,7 @@ CASES = {
     "acceptance": (FOLDERS, {"T=1", "parameters"}),
     "round_costs": (["--random", "tiny"], {"bandwidth, GB/s", "contexts"}),
     "blas": ([], {"arms", "kinds", "best", "verify", "megabytes"}),
-    "families": (["--families", "eagle3", "medusa"], {"eagle3", "medusa"}),
+    "families": (["--families", "medusa"], {"medusa"}),
     "traces": (FOLDERS[:4], {"acceptance", "curves", "confidence pays on"}),
     "batch": (FOLDERS, {"2"}),
     "ahead": (["--target", ""], {"gains", "floors", "hits"}),
