@@ -93,9 +93,9 @@ class Ranks:
         self._last_pass: list[mx.array] = []
         self._has_ended = False
         self._peers = self._connect()
-        for rank, (peer, lines) in self._peers.items():
-            peer.settimeout(SILENCE_S)
-            self._start(self._listen, rank, lines)
+        for rank, peer in self._peers.items():
+            peer.socket.settimeout(SILENCE_S)
+            self._start(self._listen, rank, peer)
         self._start(self._beat)
 
     def compare(self, own: Mapping[str, str]) -> None:
@@ -134,9 +134,9 @@ class Ranks:
         """Send a message to rank 0, or from rank 0 to all others."""
         line = json.dumps(message).encode() + b"\n"
         with self._sending:
-            for peer, _ in self._peers.values():
+            for peer in self._peers.values():
                 with suppress(OSError):  # the thread that listens to this rank reports its end
-                    peer.sendall(line)
+                    peer.socket.sendall(line)
 
     def fail(self, text: str) -> NoReturn:
         """End this process with one line and status 1, and the other ranks with the same line."""
@@ -196,44 +196,44 @@ class Ranks:
         targets: dict[int, RankTarget] = {}
         groups: dict[int, RankSharedTarget] = {}
         while True:
-            match self._received.get()[1]:
-                case ["target", id, [layers, *others], kv_bits]:
-                    needs = FeatureSpec(tuple(layers), *others)
-                    targets[id] = RankTarget(self, model, needs, kv_bits=kv_bits)
-                case ["group", id, [layers, *others]]:
-                    groups[id] = RankSharedTarget(self, model, FeatureSpec(tuple(layers), *others))
-                case ["drop", id]:
-                    targets.pop(id, None)
-                    groups.pop(id, None)
-                case ["obstacle"]:
-                    batch_obstacle(model)
-                case ["prefill", id, tokens]:
-                    targets[id].prefill(tokens)
-                case ["verify", id, rows, size]:
-                    if targets[id].size != size:
-                        raise RuntimeError(f"{targets[id].size} tokens where rank 0 has {size}")
-                    targets[id].verify(mx.zeros((rows,), mx.int32))
-                case ["verify_tree", id, parents]:
-                    with suppress(SpecError):
+            with suppress(SpecError):  # rank 0 has it, too, and answers for it
+                match self._received.get()[1]:
+                    case ["target", id, [layers, *others], kv_bits]:
+                        needs = FeatureSpec(tuple(layers), *others)
+                        targets[id] = RankTarget(self, model, needs, kv_bits=kv_bits)
+                    case ["group", id, [layers, *others]]:
+                        groups[id] = RankSharedTarget(self, model, FeatureSpec(tuple(layers), *others))
+                    case ["drop", id]:
+                        targets.pop(id, None)
+                        groups.pop(id, None)
+                    case ["obstacle"]:
+                        batch_obstacle(model)
+                    case ["prefill", id, tokens]:
+                        targets[id].prefill(tokens)
+                    case ["verify", id, rows, size]:
+                        if targets[id].size != size:
+                            raise RuntimeError(f"{targets[id].size} tokens where rank 0 has {size}")
+                        targets[id].verify(mx.zeros((rows,), mx.int32))
+                    case ["verify_tree", id, parents]:
                         targets[id].verify_tree(mx.zeros((len(parents) + 1,), mx.int32), tuple(parents))
-                case ["commit", id, keep]:
-                    targets[id].commit(keep)
-                case ["commit_path", id, rows]:
-                    targets[id].commit_path(rows)
-                case ["rewind", id, size]:
-                    targets[id].rewind(size)
-                case ["join", id, home]:
-                    groups[id].join(targets[home])
-                case ["leave", id, index, keep]:
-                    groups[id].leave(index, keep=keep)
-                case ["verify_all", id, rows]:
-                    groups[id].verify([mx.zeros((n,), mx.int32) for n in rows])
-                case ["commit_all", id, keep]:
-                    groups[id].commit(keep)
-                case ["end", status]:
-                    os._exit(status)  # nothing is left to do, and MLX may wait for a rank that has ended
+                    case ["commit", id, keep]:
+                        targets[id].commit(keep)
+                    case ["commit_path", id, rows]:
+                        targets[id].commit_path(rows)
+                    case ["rewind", id, size]:
+                        targets[id].rewind(size)
+                    case ["join", id, home]:
+                        groups[id].join(targets[home])
+                    case ["leave", id, index, keep]:
+                        groups[id].leave(index, keep=keep)
+                    case ["verify_all", id, rows]:
+                        groups[id].verify([mx.zeros((n,), mx.int32) for n in rows])
+                    case ["commit_all", id, keep]:
+                        groups[id].commit(keep)
+                    case ["end", status]:
+                        os._exit(status)  # nothing is left to do, and MLX may wait for a rank that has ended
 
-    def _connect(self) -> dict[int, tuple[socket.socket, BinaryIO]]:
+    def _connect(self) -> dict[int, _Peer]:
         """Return the connections by rank. A collective tells the others where rank 0 listens, and a key."""
         given, server = b"", None
         if self.rank == 0:
@@ -243,30 +243,30 @@ class Ranks:
         codes = mx.array([*given.ljust(GREETING, b"\0")], dtype=mx.int32)
         codes = mx.distributed.all_sum(codes, group=self.group, stream=mx.cpu)
         name, addresses, port, key = json.loads(bytes(cast(list[int], codes.tolist())).rstrip(b"\0"))
-        peers: dict[int, tuple[socket.socket, BinaryIO]] = {}
+        peers: dict[int, _Peer] = {}
         if server is not None:
             while len(peers) < self.size - 1:
                 with suppress(OSError, ValueError):
-                    peer, lines = _opened(server.accept()[0])
-                    match json.loads(lines.readline()):
+                    peer = _Peer(server.accept()[0])
+                    match json.loads(peer.lines.readline()):
                         case [word, int(rank)] if word == key:
-                            peer.sendall(b'"welcome"\n')
-                            peers[rank] = peer, lines
+                            peer.exchange_ids()
+                            peers[rank] = peer
             server.close()
             return peers
         for address in addresses:
             with suppress(OSError, ValueError):
-                peer, lines = _opened(socket.create_connection((address, port), CONNECT_S))
-                peer.sendall(json.dumps([key, self.rank]).encode() + b"\n")
-                if json.loads(lines.readline()) == "welcome":
-                    return {0: (peer, lines)}
+                peer = _Peer(socket.create_connection((address, port), CONNECT_S))
+                peer.socket.sendall(json.dumps([key, self.rank]).encode() + b"\n")
+                peer.exchange_ids()
+                return {0: peer}
         raise InvalidValue(f"rank {self.rank} cannot reach rank 0 at {name}, port {port}: check the firewall")
 
-    def _listen(self, rank: int, lines: BinaryIO) -> None:
+    def _listen(self, rank: int, peer: _Peer) -> None:
         """Receive from a rank, and notice its end."""
         reason = "its process ended"
         try:
-            for line in lines:
+            for line in peer.lines:
                 match json.loads(line):
                     case ["beat"]:
                         continue
@@ -276,6 +276,8 @@ class Ranks:
                         self._received.put((rank, message))
         except TimeoutError:
             reason = f"nothing was heard of it for {SILENCE_S:.0f} s"
+            if peer.sibling is not None:  # it was stopped, and their parent, mlx.launch, waits for its end
+                os.kill(peer.sibling, signal.SIGKILL)
         except (OSError, ValueError):
             pass  # it ended in the middle of a line
         if not self._has_ended:
@@ -288,6 +290,24 @@ class Ranks:
 
     def _start(self, work: Callable[..., object], *arguments: Any) -> None:
         threading.Thread(target=work, args=arguments, name="mlx_spec ranks", daemon=True).start()
+
+
+class _Peer:
+    """A connection to another rank."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        connected.settimeout(CONNECT_S)  # so that nobody else can keep rank 0 from the others
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.lines: BinaryIO = connected.makefile("rb")
+        self.sibling: int | None = None  # its process, if that has the same parent
+
+    def exchange_ids(self) -> None:
+        """Tell both sides which process of `mlx.launch` the other one is, if it is on the same machine."""
+        self.socket.sendall(json.dumps([os.getpid(), os.getppid()]).encode() + b"\n")
+        process, parent = json.loads(self.lines.readline())
+        is_here = self.socket.getpeername()[0] == self.socket.getsockname()[0]
+        self.sibling = process if is_here and parent == os.getppid() else None
 
 
 class RankTarget(LMTarget):
@@ -373,15 +393,10 @@ def _addresses(name: str) -> list[str]:
     return [*found, "127.0.0.1"]
 
 
-def _opened(peer: socket.socket) -> tuple[socket.socket, BinaryIO]:
-    peer.settimeout(CONNECT_S)  # so that nobody else can keep rank 0 from the others
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return peer, peer.makefile("rb")
-
-
 def _end(text: str, wait_s: float = 0.0) -> NoReturn:
     with suppress(OSError):  # nobody may read it any more
         sys.stdout.flush()
-    print(f"mlx-spec: {text}", file=sys.stderr, flush=True)
+    line = f"\nmlx-spec: {text}\n"  # one write on a new line, because MLX prints errors in pieces meanwhile
+    os.write(2, line.encode())
     time.sleep(wait_s)
     os._exit(1)  # the main thread may wait in a collective for ever
