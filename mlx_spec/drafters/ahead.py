@@ -15,11 +15,11 @@ import atexit
 import copy
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,8 +45,6 @@ RANK_POWER = 1.0  # r of the paper: F guesses miss the next token with a probabi
 PRIOR_ACCEPTANCE = 0.7  # of a draft token before any was verified
 PRIOR_TOKENS = 10  # its weight
 
-Result = TypeVar("Result")
-
 
 def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     """Return how many next tokens to guess after 0, 1, ..., `drafted` accepted tokens.
@@ -60,12 +58,25 @@ def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     return [max(round(total * weight / sum(weights)), 1) for weight in weights]
 
 
-class Executor(Protocol):
-    """Runs jobs one after the other, in the order of `submit`."""
+Found = Mapping[Outcome, Draft]
 
-    def submit(self, job: Callable[[], Result], /) -> Future[Result]:
-        """Run a job. Its arrays must be evaluated when it ends."""
-        ...
+
+class Beside(Protocol):
+    """Drafts ahead of one sequence, beside its drafter."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its caches on this machine."""
+
+    def submit(self, request: AheadRequest, /) -> Future[Found]:
+        """Begin. The drafts are evaluated when the result is there. Cancelling it ends the work."""
+
+
+class Helper(Protocol):
+    """Where it is drafted ahead: another thread or another machine."""
+
+    def open(self, make: Callable[[], SequenceDrafter], /) -> Beside:
+        """Return what drafts ahead of a new sequence. `make` returns a copy of its drafter."""
 
 
 class CPUThread:
@@ -78,18 +89,12 @@ class CPUThread:
         self._thread.start()
         atexit.register(self._end)
 
-    def submit(self, job: Callable[[], Result]) -> Future[Result]:
-        """Run a job on the CPU stream."""
-        future: Future[Result] = Future()
+    def open(self, make: Callable[[], SequenceDrafter]) -> Beside:
+        return ThreadBeside(self, make)
 
-        def run() -> None:
-            try:
-                future.set_result(job())
-            except BaseException as error:  # raised where the result is read
-                future.set_exception(error)
-
-        self._jobs.put(run)
-        return future
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job on the CPU stream, after those before it."""
+        self._jobs.put(job)
 
     def _work(self) -> None:
         with mx.stream(mx.new_stream(mx.cpu)):
@@ -104,56 +109,58 @@ class CPUThread:
         self._thread.join()
 
 
+class ThreadBeside:
+    """Drafts ahead of one sequence in a thread, which also makes the drafter."""
+
+    def __init__(self, thread: CPUThread, make: Callable[[], SequenceDrafter]) -> None:
+        self._thread, self._make = thread, make
+        self._drafter: SequenceDrafter | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._drafter is None else self._drafter.nbytes
+
+    def submit(self, request: AheadRequest) -> Future[Found]:
+        found: Future[Found] = Future()
+        self._thread.run(lambda: self._draft(request, found))
+        return found
+
+    def _draft(self, request: AheadRequest, found: Future[Found]) -> None:
+        if found.set_running_or_notify_cancel():
+            try:
+                self._drafter = self._drafter or self._make()
+                drafts = self._drafter.draft_ahead(request)
+                mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
+                found.set_result(drafts)
+            except BaseException as error:  # raised where the result is read
+                found.set_exception(error)
+
+
+@dataclass
 class Prepared:
     """The drafts for the likely outcomes of one verification, done or not."""
 
-    def __init__(
-        self,
-        history: Sequence[int],
-        draft: Draft,
-        limit: int,
-        guesses: Sequence[int],
-        sampler: DraftingSampler,
-    ) -> None:
-        self.cancelled = False
-        self.request = AheadRequest(
-            list(history), draft, limit, guesses, sampler.fresh(), lambda: self.cancelled
-        )
-        self.found: Future[dict[Outcome, Draft]] | None = None  # None until it is submitted
+    request: AheadRequest
+    found: Future[Found]
 
-    def draft_with(self, drafter: SequenceDrafter) -> dict[Outcome, Draft]:
-        """Return the drafts, evaluated; none if they were cancelled before it began."""
-        found = {} if self.cancelled else drafter.draft_ahead(self.request)
-        mx.eval([[draft.tokens, [] if draft.probs is None else draft.probs] for draft in found.values()])
-        return found
-
-    def outcome(self, history: Sequence[int]) -> Outcome | None:
-        """Return the outcome that led to `history`; None if that is another text. The draft is verified."""
-        before, drafted = len(self.request.history), self.request.drafted
-        accepted = len(history) - before - 1
-        if not 0 <= accepted <= len(drafted):
-            return None
-        expected = [*self.request.history, *drafted[:accepted]]
-        return (accepted, history[-1]) if list(history[:-1]) == expected else None
+    def cancel(self) -> None:
+        self.request.is_cancelled = True
+        self.found.cancel()
 
     def take(self, outcome: Outcome) -> Draft | None:
         """Return the draft for an outcome, if there is one by now; the others are not wanted any more."""
-        self.cancelled = True
-        assert self.found is not None
-        return self.found.result().get(outcome) if self.found.done() else None
+        found = self.found.result().get(outcome) if self.found.done() else None
+        self.cancel()
+        return found
 
 
 class Ahead(SequenceDrafter):
-    """Drafts one sequence with `inner`, and ahead with `beside`, a drafter with the same weights."""
+    """Drafts one sequence with `inner`, and ahead with `beside`, which has the same weights."""
 
     needs = FeatureSpec()
 
-    def __init__(
-        self, inner: SequenceDrafter, beside: Callable[[], SequenceDrafter], executor: Executor, mean: float
-    ) -> None:
-        self._inner = inner
-        self._make_beside, self._beside = beside, list[SequenceDrafter]()  # made by its own thread
-        self._executor = executor
+    def __init__(self, inner: SequenceDrafter, beside: Beside, mean: float) -> None:
+        self._inner, self._beside = inner, beside
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
         self._prepared: Prepared | None = None
@@ -162,7 +169,7 @@ class Ahead(SequenceDrafter):
 
     @property
     def nbytes(self) -> int:
-        return self._inner.nbytes + sum(drafter.nbytes for drafter in self._beside)
+        return self._inner.nbytes + self._beside.nbytes
 
     def missing(self, size: int) -> int:
         return self._inner.missing(size)
@@ -177,14 +184,15 @@ class Ahead(SequenceDrafter):
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Drop what was prepared for another text, such as the last answer."""
         self._inner.observe(history, features)
-        if self._prepared is not None and self._prepared.outcome(history) is None:
-            self._prepared.cancelled, self._prepared = True, None
+        if self._prepared is not None and self._prepared.request.outcome(history) is None:
+            self._prepared.cancel()
+            self._prepared = None
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return the draft that was prepared for `history`, once; else one of the inner drafter."""
         self._limit = limit
         prepared, self._prepared = self._prepared, None
-        outcome = None if prepared is None else prepared.outcome(history)
+        outcome = None if prepared is None else prepared.request.outcome(history)
         if prepared is None or outcome is None:
             return self._inner.draft(history, limit, sampler)
         self._accepted += outcome[0]
@@ -196,7 +204,7 @@ class Ahead(SequenceDrafter):
         return Draft(found.tokens[:limit], probs, ahead=True)
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
-        """Draft for the likely outcomes of `draft` in the other thread."""
+        """Let the one beside draft for the likely outcomes of `draft`."""
         drafted = draft.tokens.size
         most = (MAX_UNCOMMITTED - 1 - drafted) // self._limit  # branches whose rows the caches take back
         mean = min(self._mean, most / (drafted + 1))
@@ -204,21 +212,12 @@ class Ahead(SequenceDrafter):
         while sum(guesses) > most:  # by rounding
             guesses[guesses.index(max(guesses))] -= 1
         mx.async_eval(draft.tokens)
-        prepared = Prepared(history, draft, self._limit, guesses, sampler)
-        prepared.found = self._executor.submit(lambda: prepared.draft_with(self._other()))
-        self._prepared = prepared
-
-    def _other(self) -> SequenceDrafter:
-        """Return the drafter beside the inner one. Called in its own thread."""
-        if not self._beside:
-            self._beside.append(self._make_beside())
-        return self._beside[0]
+        request = AheadRequest(list(history), draft, self._limit, guesses, sampler.fresh())
+        self._prepared = Prepared(request, self._beside.submit(request))
 
 
-def ahead_source(
-    source: DrafterSource, executor: Executor | None = None, mean: float = FAN_OUT
-) -> DrafterSource:
-    """Return the source of drafters that also draft ahead, in a CPU thread if `executor` is None.
+def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: float = FAN_OUT) -> DrafterSource:
+    """Return the source of drafters that also draft ahead, in a CPU thread if `helper` is None.
 
     Raises InvalidValue for drafters that read the target's features or cannot return to another outcome.
     """
@@ -232,20 +231,21 @@ def ahead_source(
             f"the drafter {source.name} is recurrent and cannot draft for several outcomes of one draft: "
             "leave out ahead, or use a drafter with attention only"
         )
-    executor, copies = executor or CPUThread(), list[DrafterSource]()
+    helper, copies = helper or CPUThread(), list[DrafterSource]()
 
     def beside(parts: TargetParts) -> SequenceDrafter:
         if not copies:
             copies.append(source if source.remake is None else source.remake(_copy(source.network)))
-        return _checked(copies[0], parts)
+        return sequence_drafter(copies[0], parts)
 
     def make(parts: TargetParts) -> Ahead:
-        return Ahead(_checked(source, parts), partial(beside, parts), executor, mean)
+        return Ahead(sequence_drafter(source, parts), helper.open(partial(beside, parts)), mean)
 
     return replace(source, make=make, drafts_ahead=True)
 
 
-def _checked(source: DrafterSource, parts: TargetParts) -> SequenceDrafter:
+def sequence_drafter(source: DrafterSource, parts: TargetParts) -> SequenceDrafter:
+    """Return a drafter that can draft ahead."""
     drafter = source.make(parts)
     assert isinstance(drafter, SequenceDrafter)
     return drafter

@@ -125,13 +125,13 @@ class DraftModel(SequenceDrafter):
         else:
             logits = self._vocabulary.fit(self._model.verify(self._rows(chain)))
         outcomes = request.outcomes(logits)
-        branches = {} if request.cancelled() or not self._reads_trees else self._branches(request, outcomes)
+        branches = {} if request.is_cancelled or not self._reads_trees else self._branches(request, outcomes)
         self._model.commit(len(chain))
         self._written = [*request.history, *request.drafted]
         if self._reads_trees:
             return branches
         for accepted, token in reversed(outcomes):  # the longest first: no row is written twice
-            if request.cancelled():
+            if request.is_cancelled:
                 break
             history = [*request.history, *request.drafted[:accepted], token]
             branches[accepted, token] = self.draft(history, request.limit, request.sampler.fresh())
@@ -147,7 +147,7 @@ class DraftModel(SequenceDrafter):
             logits = self._write_tree(tokens, parents)
             tokens = mx.concatenate([b.draw(logits[i : i + 1]) for i, b in enumerate(builders)])
             mx.eval(tokens)
-            if request.cancelled():
+            if request.is_cancelled:
                 return {}
             parents += range(len(parents) + 1 - len(outcomes), len(parents) + 1)
         return {outcome: builder.draft() for outcome, builder in zip(outcomes, builders, strict=True)}

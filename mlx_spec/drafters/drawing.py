@@ -28,16 +28,16 @@ from mlx_spec.types import (
 Outcome = tuple[int, int]  # of a verification: how many draft tokens are accepted, and the token after them
 
 
-@dataclass(frozen=True)
+@dataclass
 class AheadRequest:
     """Drafts that are wanted for the likely outcomes of a draft that is being verified."""
 
-    history: list[int]
+    history: Sequence[int]
     draft: Draft  # the one that is verified after `history`
     limit: int  # of each draft
     guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
     sampler: DraftingSampler  # a fresh one
-    cancelled: Callable[[], bool]  # asked between passes: nobody waits for the drafts any more
+    is_cancelled: bool = False  # asked between passes: nobody waits for the drafts any more
 
     @cached_property
     def drafted(self) -> list[int]:
@@ -56,6 +56,14 @@ class AheadRequest:
         rows = [tokens[k * count : (k + 1) * count] for k in range(len(drafted))]
         others = [[t for t in row if t != drafted[k]] for k, row in enumerate(rows)]  # that would be accepted
         return [(k, t) for k, row in enumerate(others) for t in row[: self.guesses[k]]]
+
+    def outcome(self, history: Sequence[int]) -> Outcome | None:
+        """Return the outcome that led to `history`; None if that is another text. The draft is verified."""
+        accepted = len(history) - len(self.history) - 1
+        if not 0 <= accepted <= len(self.drafted):
+            return None
+        expected = [*self.history, *self.drafted[:accepted]]
+        return (accepted, history[-1]) if list(history[:-1]) == expected else None
 
 
 class SequenceDrafter:

@@ -6,10 +6,9 @@ import copy
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
 
 import chi_square
 import exact_distribution
@@ -28,7 +27,7 @@ from mlx.utils import tree_map
 from mlx_spec.batch import Batch
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.ahead import Ahead, CPUThread, ahead_source, fan_out
+from mlx_spec.drafters.ahead import Ahead, CPUThread, ThreadBeside, ahead_source, fan_out
 from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, Outcome
 from mlx_spec.drafters.model_free import Lookup, lookup_source
@@ -49,25 +48,21 @@ GENERATIONS = 500  # the wrong store needs these to be seen
 ERRORS = 4.75  # standard errors, exceeded once in a million
 
 
-class Inline:
-    """Runs a job at once: every draft is ready when the verdict comes."""
+class Inline(CPUThread):
+    """Drafts at once: every draft is ready when the verdict comes."""
 
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(job())
-        except Exception as error:
-            done.set_exception(error)
-        return done
+    def run(self, job: Callable[[], None]) -> None:
+        job()
 
 
 class Waiting(CPUThread):
     """The real thread; its drafts are waited for."""
 
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        done = super().submit(job)
-        done.exception()
-        return done
+    def run(self, job: Callable[[], None]) -> None:
+        done = threading.Event()
+        super().run(job)
+        super().run(done.set)
+        done.wait()
 
 
 class InTurn(DraftModel):
@@ -155,13 +150,13 @@ def test_lookup_in_a_text_that_repeats() -> None:
     assert emitted(lossless.rounds(target, drafter, AHEAD, prompt, 50)) == truth
 
 
-@pytest.mark.parametrize("executor", [CPUThread, Waiting])
+@pytest.mark.parametrize("thread", [CPUThread, Waiting])
 @pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
-def test_text_with_the_real_thread(name: str, executor: Callable[[], CPUThread]) -> None:
+def test_text_with_the_real_thread(name: str, thread: Callable[[], CPUThread]) -> None:
     """Whether the drafts are ready or not. With the thread of programs, that is a matter of chance."""
-    done = drafted(tiny.full(), ahead_source(SOURCES[name](), executor()), SAMPLINGS["filtered"])
+    done = drafted(tiny.full(), ahead_source(SOURCES[name](), thread()), SAMPLINGS["filtered"])
     assert emitted(done) == plain(tiny.full(), SAMPLINGS["filtered"])
-    assert executor is CPUThread or name == "lookup" or hits(done) > 0.05
+    assert thread is CPUThread or name == "lookup" or hits(done) > 0.05
 
 
 @pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
@@ -287,8 +282,8 @@ def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[in
     return drafter, read(draft.tokens), draft
 
 
-def outcomes(drafter: Ahead) -> dict[Outcome, Draft]:
-    assert drafter._prepared is not None and drafter._prepared.found is not None
+def outcomes(drafter: Ahead) -> Mapping[Outcome, Draft]:
+    assert drafter._prepared is not None
     return drafter._prepared.found.result()
 
 
@@ -365,18 +360,19 @@ def test_a_conversation_that_is_rewound_and_edited() -> None:
 
 
 def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
-    class Never:
-        def submit(self, job: Callable[[], Any]) -> Future[Any]:
+    class Never(CPUThread):
+        def run(self, job: Callable[[], None]) -> None:
             self.job = job
-            return Future()
 
-    executor = Never()
-    drafter = ahead_source(SOURCES["draft model"](), executor).make(LMTarget(tiny.full()).parts)
+    thread = Never()
+    drafter = ahead_source(SOURCES["draft model"](), thread).make(LMTarget(tiny.full()).parts)
+    assert isinstance(drafter, Ahead)
     sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
     draft = drafter.draft(PROMPT, K, sampler)
     drafter.prepare(PROMPT, draft, sampler)
     assert drafter.draft([*PROMPT, *read(draft.tokens), 3], K, sampler).ahead is False
-    assert executor.job() == {}
+    thread.job()
+    assert drafter.nbytes == drafter._inner.nbytes  # the other drafter was not even made
 
 
 def test_a_process_ends_while_drafts_wait() -> None:
@@ -384,7 +380,7 @@ def test_a_process_ends_while_drafts_wait() -> None:
     program = (
         "import mlx.core as mx; from mlx_spec.drafters.ahead import CPUThread\n"
         "def job(): x = mx.ones((64, 64)) @ mx.ones((64, 64)); mx.eval(x)\n"
-        "for thread in [CPUThread() for _ in range(20)]: thread.submit(job).result(), thread.submit(job)"
+        "for thread in [CPUThread() for _ in range(20)]: thread.run(job), thread.run(job)"
     )
     ended = [subprocess.run([sys.executable, "-c", program], capture_output=True) for _ in range(3)]
     assert [(one.returncode, one.stderr) for one in ended] == [(0, b"")] * 3
@@ -438,7 +434,8 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
         assert isinstance(drafter, Ahead)
         sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
         drafter.prepare(PROMPT, drafter.draft(PROMPT, K, sampler), sampler)
-        (beside,) = drafter._beside
+        assert isinstance(drafter._beside, ThreadBeside)
+        beside = drafter._beside._drafter
         assert isinstance(beside, DraftModel)
         other, layer = beside._model._model, network.model.layers[0].self_attn
         copied = other.model.layers[0].self_attn
