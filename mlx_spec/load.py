@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ def load(
     *,
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
-    ahead: bool = False,
+    ahead: bool | Ranks = False,
     ranks: Ranks | None = None,
 ) -> Pair:
     """Load a target and a drafter, ready to generate.
@@ -73,8 +74,9 @@ def load(
     `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
     first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
     attention. With `ahead`, the drafter also drafts on the CPU while the target verifies, for the likely
-    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `ranks`, this is rank
-    0 and has a part of the target; on the others run `follow`.
+    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. Given two ranks, `ahead`
+    means rank 1 in place of the CPU; run `draft_for` there. With `ranks`, this is rank 0 and has a part of
+    the target; run `follow` on the others.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
@@ -101,6 +103,8 @@ def load(
         check_weights(found.folder) if found and found.folder else 0,
     )
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
+    if not isinstance(ahead, bool):
+        ahead.compare(_identity(_checked_drafter(names, found)))
     offered = _offered(found, num_draft_tokens, ahead)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
@@ -124,6 +128,38 @@ def follow(target: str, ranks: Ranks) -> NoReturn:
         ranks.fail(f"rank {ranks.rank}: {error}")
     except Exception as error:
         ranks.fail(f"rank {ranks.rank} failed: {one_line(error)}")
+
+
+def draft_for(target: str, drafter: str | None, ranks: Ranks) -> NoReturn:
+    """Load a drafter on rank 1 and draft ahead for rank 0, which has the target, until that ends."""
+    try:
+        from mlx_spec.drafters.ahead_rank import RankDrafting
+        from mlx_spec.text import read_text
+
+        names = _named(target, drafter)
+        folder = find(names.target_path)
+        config = repair_config(read_config(folder))
+        text = read_text(folder, config)
+        source = _open_drafter(names, folder, config, text)
+        identity = _identity(_checked_drafter(names, source))
+        assert source is not None
+        drafting = RankDrafting(ranks, source, _vocab_size(config, text))
+        ranks.compare(identity)
+        status = drafting.run()
+        os._exit(status)  # MLX may wait for a rank that has ended
+    except SpecError as error:
+        ranks.fail(f"rank {ranks.rank}: {error}")
+    except Exception as error:
+        ranks.fail(f"rank {ranks.rank} failed: {one_line(error)}")
+
+
+def _checked_drafter(names: _Names, source: DrafterSource | None) -> Path:
+    """Return the folder of a drafter that another rank can have. Raises InvalidValue if it has no weights."""
+    if source is None or source.folder is None:
+        raise InvalidValue(
+            f"{names.target} has no drafter with weights that another rank could run: give a draft model"
+        )
+    return source.folder
 
 
 def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
@@ -284,14 +320,18 @@ def _source(
     return open_retokenized(folder, own, read_text(folder, own), text)
 
 
-def _offered(found: DrafterSource | None, num_draft_tokens: int | None, ahead: bool) -> list[DrafterSource]:
+def _offered(
+    found: DrafterSource | None, num_draft_tokens: int | None, ahead: bool | Ranks
+) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
     from mlx_spec.drafters.ahead import ahead_source
+    from mlx_spec.drafters.ahead_rank import DraftRank
     from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
         return []
-    offered = [ahead_source(found) if ahead else found]
+    helper = None if isinstance(ahead, bool) else DraftRank(ahead)
+    offered = [ahead_source(found, helper) if ahead else found]
     if num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
             offered.append(replace(found.trees, folder=found.folder))

@@ -13,9 +13,12 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from mlx_spec.sampling import Sampling
 
 MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
 
@@ -244,6 +247,12 @@ class DraftingSampler(Sampler, Protocol):
 
     def fresh(self) -> DraftingSampler:
         """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
+
+    def elsewhere(self) -> tuple[Sampling, int]:
+        """Return settings and prompt length for another process that drafts without this sampler's noise.
+
+        It knows the noise of a seed. Without one its drafts are the likeliest tokens.
+        """
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         """Return the `count` tokens [T, count] that each row draws most probably, the likeliest first.

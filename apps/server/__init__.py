@@ -10,7 +10,7 @@ from mlx_spec.apps.command import guarded
 from mlx_spec.apps.server.settings import parse
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, NotFound
-from mlx_spec.load import follow
+from mlx_spec.load import draft_for, follow
 
 from .settings import Settings
 
@@ -38,12 +38,22 @@ def _serve(settings: Settings) -> int:
             raise
         raise NotFound(f"{error.name} is missing: pip install 'mlx-spec[server]'") from error
     ranks = join()
+    if settings.draft_rank is not None and (ranks is None or ranks.size != 2):
+        raise InvalidValue(
+            "--draft-rank needs two processes: mlx.launch -n 2 -- python -m mlx_spec.serve --draft-rank 1"
+        )
     if ranks is None:
         return run(settings)
     if len(settings.models) > 1 or settings.cache_folder is not None:
         raise InvalidValue("over several machines there is one --target, without --model and --cache-folder")
-    model = replace(settings.models[0], pinned=True, ranks=ranks.size)
-    if ranks.rank:
-        follow(model.target, ranks)
-    load = partial(load_served, ranks=ranks)
+    model = replace(settings.models[0], pinned=True)
+    if settings.draft_rank is None:
+        model = replace(model, ranks=ranks.size)
+        if ranks.rank:
+            follow(model.target, ranks)
+        load = partial(load_served, ranks=ranks)
+    else:
+        if ranks.rank:
+            draft_for(model.target, model.drafter, ranks)
+        load = partial(load_served, draft_ranks=ranks)
     return ranks.lead(lambda: run(replace(settings, models=(model,)), load))

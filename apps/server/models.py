@@ -120,15 +120,15 @@ class GrammarCache:
         return found
 
 
-def load_served(served: ServedModel, ranks: Ranks | None = None) -> Pair:
-    """Load a pair as it was configured. Raises SpecError."""
+def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ranks | None = None) -> Pair:
+    """Load a pair as it was configured, over ranks or with a drafter on another one. Raises SpecError."""
     return load(
         served.target,
         served.drafter,
         num_draft_tokens=served.num_draft_tokens,
         kv_bits=served.kv_bits,
         ranks=ranks,
-        ahead=served.ahead,
+        ahead=draft_ranks or served.ahead,
     )
 
 

@@ -70,6 +70,7 @@ class Settings:
     allow_extra_parameters: bool = False  # unknown parameters are logged, not refused
     log_file: Path | None = None
     store: Path | None = None  # folder of stored responses; None: in memory only
+    draft_rank: int | None = None  # of two ranks the one that only drafts ahead; None: none does
 
 
 def is_loopback(host: str) -> bool:
@@ -130,6 +131,9 @@ class Options:
     )
 
     ahead: Annotated[bool, flag("--ahead", AHEAD, MODELS)] = False
+    draft_rank: Annotated[
+        Literal[1] | None, model_option(help="of mlx.launch -n 2: rank 1 only drafts ahead", default="none")
+    ] = None
 
     host: Annotated[
         str, network_option(value="HOST", help="address to listen on; the default is this machine only")
@@ -221,6 +225,7 @@ class Options:
             allow_extra_parameters=self.allow_extra_parameters,
             log_file=self.log_file,
             store=self.store,
+            draft_rank=self.draft_rank,
         )
 
     def _models(self) -> tuple[ServedModel, ...]:

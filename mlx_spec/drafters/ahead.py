@@ -219,18 +219,9 @@ class Ahead(SequenceDrafter):
 def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: float = FAN_OUT) -> DrafterSource:
     """Return the source of drafters that also draft ahead, in a CPU thread if `helper` is None.
 
-    Raises InvalidValue for drafters that read the target's features or cannot return to another outcome.
+    Raises InvalidValue if it cannot draft ahead.
     """
-    if source.needs != FeatureSpec():
-        raise InvalidValue(
-            f"the drafter {source.name} reads hidden states of the target, which do not exist before the "
-            "target has verified a draft: leave out ahead, or use a draft model, PARD or lookup"
-        )
-    if source.network is not None and LMTarget(source.network).is_recurrent:
-        raise InvalidValue(
-            f"the drafter {source.name} is recurrent and cannot draft for several outcomes of one draft: "
-            "leave out ahead, or use a drafter with attention only"
-        )
+    check_ahead(source)
     helper, copies = helper or CPUThread(), list[DrafterSource]()
 
     def beside(parts: TargetParts) -> SequenceDrafter:
@@ -242,6 +233,20 @@ def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: floa
         return Ahead(sequence_drafter(source, parts), helper.open(partial(beside, parts)), mean)
 
     return replace(source, make=make, drafts_ahead=True)
+
+
+def check_ahead(source: DrafterSource) -> None:
+    """Raise InvalidValue for a drafter that reads the target or cannot return to another outcome."""
+    if source.needs != FeatureSpec():
+        raise InvalidValue(
+            f"the drafter {source.name} reads hidden states of the target, which do not exist before the "
+            "target has verified a draft: do not draft ahead, or use a draft model, PARD or lookup"
+        )
+    if source.network is not None and LMTarget(source.network).is_recurrent:
+        raise InvalidValue(
+            f"the drafter {source.name} is recurrent and cannot draft for several outcomes of one draft: "
+            "do not draft ahead, or use a drafter with attention only"
+        )
 
 
 def sequence_drafter(source: DrafterSource, parts: TargetParts) -> SequenceDrafter:

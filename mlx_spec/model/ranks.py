@@ -130,6 +130,10 @@ class Ranks:
         mx.async_eval(*logits)
         self._last_pass = logits
 
+    def receive(self) -> list[Any]:
+        """Wait for a message of another rank."""
+        return self._received.get()[1]
+
     def send(self, *message: Any) -> None:
         """Send a message to rank 0, or from rank 0 to all others."""
         line = json.dumps(message).encode() + b"\n"
@@ -197,7 +201,7 @@ class Ranks:
         groups: dict[int, RankSharedTarget] = {}
         while True:
             with suppress(SpecError):  # rank 0 has it, too, and answers for it
-                match self._received.get()[1]:
+                match self.receive():
                     case ["target", id, [layers, *others], kv_bits]:
                         needs = FeatureSpec(tuple(layers), *others)
                         targets[id] = RankTarget(self, model, needs, kv_bits=kv_bits)

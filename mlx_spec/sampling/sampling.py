@@ -101,6 +101,11 @@ class LogitsProcessor:
         self._in_prompt: mx.array | None = None  # [V] bool, tokens of the prompt
         self._generated: mx.array | None = None  # [V] float32, how often each token was generated
 
+    @property
+    def settings(self) -> tuple[Sampling, int]:
+        """Return the settings and the number of prompt tokens."""
+        return self._sampling, self._prompt_length
+
     def fresh(self) -> LogitsProcessor:
         """Return a processor without a grammar that has counted nothing."""
         free = copy.copy(self.without_grammar)
@@ -224,6 +229,12 @@ class _MatchingSampler(ABC):
         free = copy.copy(self)
         free._processor = self._processor.fresh()
         return free
+
+    def elsewhere(self) -> tuple[Sampling, int]:
+        sampling, prompt_length = self._processor.settings
+        if sampling.seed is None:
+            sampling = replace(sampling, temperature=0.0)
+        return sampling, prompt_length
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         scores = self._known_scores(logits, history, drafted)

@@ -89,8 +89,8 @@ def launched(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess
             process.communicate()
 
 
-def program(target: str, drafter: str) -> list[str]:
-    return [rank_program.__file__, target, drafter]
+def program(target: str, drafter: str, *ahead: str) -> list[str]:
+    return [rank_program.__file__, target, drafter, *ahead]
 
 
 def is_ready(address: str) -> bool:
@@ -123,6 +123,22 @@ def test_text_is_that_of_one_process_until_a_rank_is_killed(tmp_path: Path, mode
     assert said == rank_program.generate(mlx_spec.load(models["llama"], "none"))
 
 
+def test_text_with_a_drafter_on_rank_1_until_it_is_killed(tmp_path: Path, models: dict[str, str]) -> None:
+    command = program(models["llama"], models["draft"], "ahead")
+    with launched(tmp_path, command, command) as ranks:
+        said = json.loads(line_of(ranks[0]))
+        ranks[1].kill()
+        assert "rank 1 was lost: its process ended" in error_of(ranks[0])
+    assert said == rank_program.generate(mlx_spec.load(models["llama"], "none"))
+
+
+def test_another_drafter_on_rank_1_is_refused_on_both(tmp_path: Path, models: dict[str, str]) -> None:
+    commands = [program(models["llama"], models[drafter], "ahead") for drafter in ("draft", "tuned")]
+    with launched(tmp_path, *commands) as ranks:
+        for process in ranks:
+            assert "rank 1 has another config.json " in error_of(process, START_S)
+
+
 def test_text_is_that_of_one_process_until_a_rank_is_stopped(tmp_path: Path, models: dict[str, str]) -> None:
     command = program(models["qwen3"], "lookup")
     with launched(tmp_path, command, command) as ranks:
@@ -147,7 +163,7 @@ def test_an_error_begins_a_line_of_its_own() -> None:
         "import os; from mlx_spec.model import ranks; os.write(2, b'ring'); ranks._end('rank 1 was lost')"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    assert error_of(process, START_S) == "mlx-spec: rank 1 is lost"
+    assert error_of(process, START_S) == "mlx-spec: rank 1 was lost"
 
 
 def test_the_server_streams_and_ends_all_ranks(tmp_path: Path, models: dict[str, str]) -> None:

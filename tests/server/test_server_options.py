@@ -28,6 +28,7 @@ def test_options():
     assert parse(["--model", "c=d"]).models == (ServedModel("demo", "demo"), ServedModel("c", "d"))
     assert parse(["--model", "demo=d"]).models == (ServedModel("demo", "d"),)
     assert parse(["--allow-extra-parameters"]).allow_extra_parameters
+    assert parse(["--draft-rank", "1"]).draft_rank == 1
     assert parse(["--target", "t", "--ahead"]).models == (ServedModel("t", "t", ahead=True),)
     found = parse(["--cache-folder", "~/c", "--cache-folder-gb", "0.5"])
     assert (found.cache_folder, found.cache_folder_bytes) == (Path.home() / "c", GB // 2)

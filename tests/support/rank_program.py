@@ -1,6 +1,7 @@
-"""A rank of a target over several processes: `python rank_program.py TARGET DRAFTER`.
+"""A rank of a target over several processes: `python rank_program.py TARGET DRAFTER [ahead]`.
 
-Rank 0 prints the texts of `generate`, again and again.
+With `ahead`, the drafter also works on rank 1, and the target is whole on rank 0. Rank 0 prints the texts of
+`generate`, again and again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import sys
 
 from mlx_spec import Sampling, load
-from mlx_spec.load import follow
+from mlx_spec.load import draft_for, follow
 from mlx_spec.model.ranks import join
 from mlx_spec.pair import Pair
 
@@ -27,14 +28,17 @@ def generate(pair: Pair) -> list[list[int]]:
     return [alone, *batch]
 
 
-def main(target: str, drafter: str) -> None:
+def main(target: str, drafter: str, *ahead: str) -> None:
     ranks = join()
     assert ranks is not None
+    if ranks.rank and ahead:
+        draft_for(target, drafter, ranks)
     if ranks.rank:
         follow(target, ranks)
 
     def run() -> int:
-        pair = load(target, drafter, num_draft_tokens=3, ranks=ranks)
+        over = {"ahead": ranks} if ahead else {"ranks": ranks}
+        pair = load(target, drafter, num_draft_tokens=3, **over)
         while True:
             print(json.dumps(generate(pair)), flush=True)
 
