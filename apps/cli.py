@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SpecError as error:
         print(f"mlx-spec: {error}", file=sys.stderr)
         return ERROR
+    except BrokenPipeError:  # nobody reads the help any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:  # while the program was imported; it handles its own
         print("mlx-spec: interrupted", file=sys.stderr)
         return INTERRUPTED

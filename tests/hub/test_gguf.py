@@ -22,6 +22,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from vocabularies import byte_level
 
 from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert.measure import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.gguf import GGUF, TYPES, StoredTensor
@@ -252,6 +253,8 @@ def test_conversion(tmp_path: Path) -> None:
     manifest = convert(asked, StageProgress(io.StringIO()))
     assert manifest["parts"]["target"]["quantization"]["bits"] == 4
     assert manifest["self_test"]["result"] == "passed"
+    tested = load_lazily(out / "target", None)  # a test of SmolLM2 took more than half an hour when quantized
+    assert {a.dtype for _, a in tree(tested)} == {mx.float32} or mx.default_device().type != mx.cpu
     texts = [
         [t for r in load(place, "lookup").generate([5, 6] * 9, max_tokens=20) for t in r.tokens]
         for place in (file, out)
