@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ import pytest
 import rank_program
 import tiny
 from mlx.utils import tree_flatten
+from rank_processes import launched
 
 import mlx_spec
 from mlx_spec import demo
@@ -59,34 +56,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3": checkpoint(folder / "qwen3", "qwen3"),
         "odd": checkpoint(folder / "odd", "llama", num_attention_heads=6, num_key_value_heads=3),
     }
-
-
-@contextmanager
-def launched(folder: Path, *commands: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run a Python command as each rank, as `mlx.launch` does."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in commands]
-    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
-    for each in sockets:
-        each.close()
-    hostfile = folder / "hosts.json"
-    hostfile.write_text(json.dumps(hosts))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]
-    try:
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
 
 
 def program(target: str, drafter: str, *ahead: str) -> list[str]:

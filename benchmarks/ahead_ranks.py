@@ -1,0 +1,170 @@
+"""Does a drafter on another process pay? Two processes on one machine, text and tokens a second.
+
+The drafter is SmolLM2, dense and in float32. The target is SmolLM2 with more layers between its own. They
+multiply like others, but add only a little noise to the residual stream: so a pass costs several passes of
+the drafter, which is right most of the time. There are two ranks, each with one thread of OpenBLAS
+if `--blas` names it. All arms run on rank 0; in the last one rank 1 drafts ahead.
+
+plain; K, drafting before each pass; K, ahead: the same with the next draft prepared on rank 1 meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+from arms import Prompt, Read, Step, rounds
+from mlx.utils import tree_flatten
+from timing import Run, finish, in_turns, interval, parser, table
+
+from mlx_spec import load
+from mlx_spec.hub import find
+from mlx_spec.load import draft_for
+from mlx_spec.model.ranks import Ranks, join
+from mlx_spec.pair import Pair, SequenceParts
+from mlx_spec.policy import FixedPolicy
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from rank_processes import launched
+
+# One thread for each process, and no new pages for every pass: malloc gives large blocks back at once.
+ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+}
+PROMPTS = Path(__file__).parent / "prompts" / "chat.txt"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def write(folder: Path, every: int = 1, noise: float = 0.0) -> str:
+    """Write SmolLM2 with `every` layers for each of its own, of which all but the first are noise."""
+    source = find("smollm2")
+    model = load("smollm2", "none")._model
+    more: dict[str, mx.array] = {}
+    for name, array in tree_flatten(model.parameters()):
+        layer = name.removeprefix("model.layers.").split(".", 1)
+        if len(layer) < 2 or not layer[0].isdigit():
+            more[name] = array
+            continue
+        for i in range(every):
+            is_output = i and layer[1].startswith(("self_attn.o_proj", "mlp.down_proj"))
+            more[f"model.layers.{int(layer[0]) * every + i}.{layer[1]}"] = (
+                noise * array if is_output else array
+            )
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), more, {"format": "mlx"})
+    config = json.loads((source / "config.json").read_text())
+    config["num_hidden_layers"] *= every
+    kept = {key: value for key, value in config.items() if key not in ("quantization", "gguf")}
+    (folder / "config.json").write_text(json.dumps(kept | {"dtype": "float32"}))
+    for name in TOKENIZER:
+        if (source / name).exists():
+            (folder / name).symlink_to(source / name)
+    return str(folder)
+
+
+def decode(pair: Pair, policy: FixedPolicy, prompt: Prompt, read: Read) -> Iterator[Step]:
+    """Decode with the pair's own drafter."""
+    opened = pair.open()
+    return rounds(pair, SequenceParts(opened.target, opened.drafters[:1], policy), prompt, read)
+
+
+def lead(target: str, drafter: str, ranks: Ranks, settings: argparse.Namespace) -> int:
+    """Run all arms on rank 0 and print a line of JSON."""
+    pair = load(target, drafter, num_draft_tokens=1, ahead=ranks)
+    arms = {"plain": FixedPolicy(0)}
+    for k in settings.lengths:
+        arms |= {f"K = {k}": FixedPolicy(k), f"K = {k}, ahead": FixedPolicy(k, ahead=True)}
+    found: dict[str, list[list[Run]]] = {name: [] for name in arms}
+    for i, question in enumerate(PROMPTS.read_text().splitlines()[: settings.prompts]):
+        tokens = pair.text.prompt([{"role": "user", "content": question}])
+        decoders = [partial(decode, pair, policy) for policy in arms.values()]
+        done = [
+            in_turns(decoders, Prompt("chat", tokens, settings.tokens), settings.burst, i + repeat)
+            for repeat in range(settings.repeats)
+        ]
+        for name, runs in zip(arms, zip(*done, strict=True), strict=True):
+            found[name].append(list(runs))
+    print(json.dumps(compared(found, settings.seed)), flush=True)
+    return 0
+
+
+def compared(found: dict[str, list[list[Run]]], seed: int) -> dict[str, object]:
+    """Return speeds over plain decoding, and of drafting ahead over the same length without."""
+    results: dict[str, object] = {}
+    for name, by_prompt in found.items():
+        others = {"plain": found["plain"], "without": found.get(name.removesuffix(", ahead"), by_prompt)}
+        ratios = {
+            base: interval(
+                [
+                    [a.decode / b.decode for a, b in zip(ours, theirs, strict=True)]
+                    for ours, theirs in zip(by_prompt, other, strict=True)
+                ],
+                seed,
+            )
+            for base, other in others.items()
+        }
+        runs = [run for runs in by_prompt for run in runs]
+        texts = [[run.tokens for run in runs] for runs in by_prompt]
+        wrong = sum(
+            a != b for a, b in zip(texts, [[r.tokens for r in p] for p in found["plain"]], strict=True)
+        )
+        tokens = sum(len(run.tokens) for run in runs) / sum(len(run.drafted) for run in runs)
+        results[name] = {**ratios, "tokens a round": round(tokens, 2), "prompts that differ": wrong}
+    return results
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
+    options.add_argument("--every", type=int, default=6, help="layers of the target for each of the drafter")
+    options.add_argument("--noise", type=float, default=0.02, help="share that the others add to the stream")
+    options.add_argument("--lengths", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--prompts", type=int, default=4)
+    options.add_argument("--repeats", type=int, default=2)
+    options.add_argument("--tokens", type=int, default=48)
+    options.add_argument("--burst", type=int, default=16, help="tokens of a turn")
+    options.add_argument("--pair", nargs=2, help="the folders of both models, for a rank")
+    settings = options.parse_args()
+    if settings.quick:
+        settings.every, settings.prompts, settings.repeats, settings.tokens = 2, 1, 1, 8
+    if settings.pair is not None:
+        ranks = join()
+        assert ranks is not None
+        if ranks.rank:
+            draft_for(*settings.pair, ranks)
+        sys.exit(ranks.lead(partial(lead, *settings.pair, ranks, settings)))
+    started = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        target = write(Path(folder) / "target", settings.every, settings.noise)
+        drafter = write(Path(folder) / "drafter")
+        command = [*sys.argv, "--pair", target, drafter]
+        preload = {} if settings.blas is None else {"LD_PRELOAD": str(settings.blas)}
+        with launched(Path(folder), command, command, environment=preload | ENVIRONMENT) as ranks:
+            said, errors = ranks[0].communicate()
+        if ranks[0].returncode:
+            sys.exit(errors)
+        results = json.loads(said)
+    rows = [
+        [
+            name,
+            *(f"{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}]" for x in (row["plain"], row["without"])),
+            row["tokens a round"],
+        ]
+        for name, row in results.items()
+    ]
+    table(["", "over plain", "over the same without ahead", "tokens a round"], rows)
+    finish("ahead_ranks", results, settings, started)
+
+
+if __name__ == "__main__":
+    main()

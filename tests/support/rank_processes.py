@@ -1,0 +1,42 @@
+"""Start ranks on this machine as `mlx.launch` does, which itself takes a core here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def launched(
+    folder: Path, *commands: Sequence[str], environment: Mapping[str, str] = {}
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a Python command as each rank."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in commands]
+    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    for each in sockets:
+        each.close()
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps(hosts))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **environment, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
