@@ -42,7 +42,7 @@ from mlx_spec.types import DraftLengthPolicy, Round
 COSTS = (0.05, 0.1, 0.2, 0.3, 0.4)  # of a draft token, in passes
 PLACES = {"own machine, 0.1 ms": 0.1e-3, "own machine, 2 ms": 2e-3, "CPU": None}  # seconds of a link
 CPU_SPEED = 1 / 3  # of a CPU core complex over the GPU, in bytes per second
-HIT_REJECTED, HIT_ALL = 0.91, 0.95  # with three guesses, on random distributions like a model's
+HIT = 0.8  # share of outcomes that are guessed: measured below with three guesses, for 77 % accepted tokens
 TEXT, CURVE, TOKENS, NOISE = "ind80", "M3 Max", 400, 0.03
 K = 4
 PROMPTS = Path(__file__).parent / "prompts" / "chat.txt"
@@ -70,9 +70,9 @@ class Beside:
         """Return the steps of a pass while it drafts."""
         return steps if self.link is not None else max(steps, 1 + (tokens + 1) * self.cost)
 
-    def hit(self, drafted: int, accepted: int) -> bool:
+    def hit(self) -> bool:
         """Return whether the outcome was guessed."""
-        return bool(self.random.random() < (HIT_ALL if accepted == drafted else HIT_REJECTED))
+        return bool(self.random.random() < HIT)
 
 
 def decode(
@@ -95,7 +95,7 @@ def decode(
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
             round = Round([0] * (accepted + 1), len(right), accepted, "draft", 0, ahead=stored)
             in_time = device.now - begun >= beside.ready(len(right))
-            stored = (in_time and beside.hit(len(right), accepted)) if choice.ahead else None
+            stored = (in_time and beside.hit()) if choice.ahead else None
         else:
             done = device.submit(1.0) if queued is None else queued
             queued = device.submit(1.0) if choice is None and most else None
@@ -132,7 +132,7 @@ def seconds(cost: float, link: float | None, fixed: bool, ahead: bool, answers: 
     return total
 
 
-def simulate(answers: int, seeds: int) -> dict[str, dict[str, float]]:
+def simulate(answers: int, seeds: range) -> dict[str, dict[str, float]]:
     """Print and return the gains over the same drafter without drafting ahead."""
     gains: dict[str, dict[str, float]] = {}
     for kind in ("K = 4", "with the gate"):
@@ -141,7 +141,7 @@ def simulate(answers: int, seeds: int) -> dict[str, dict[str, float]]:
             for cost in COSTS:
                 pairs = [
                     [seconds(cost, link, kind == "K = 4", ahead, answers, seed) for ahead in (False, True)]
-                    for seed in range(seeds)
+                    for seed in seeds
                 ]
                 row[str(cost)] = math.exp(np.mean([math.log(without / with_) for without, with_ in pairs]))
     print(f"\nSIMULATED ({CURVE}, 80 % accepted): gain of drafting ahead, by cost of a draft token\n")
@@ -241,15 +241,16 @@ def measure_hits(target: str, prompts: int, tokens: int) -> dict[str, list[float
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--seeds", type=int, default=3, help="sessions, from --seed on")
     options.add_argument("--answers", type=int, default=4, help="of a session on the virtual clock")
     options.add_argument("--target", default="smollm2", help="for hit rates; empty: none")
     options.add_argument("--prompts", type=int, default=6)
-    options.add_argument("--tokens", type=int, default=96, help="of an answer")
+    options.add_argument("--tokens", type=int, default=64, help="of an answer")
     settings = options.parse_args()
     started = time.time()
     quick = settings.quick
-    gains = simulate(1 if quick else settings.answers, 1 if quick else settings.seeds)
+    seeds = range(settings.seed, settings.seed + (1 if quick else settings.seeds))
+    gains = simulate(1 if quick else settings.answers, seeds)
     gated = [x for name, row in gains.items() if name.endswith("gate") for x in row.values()]
     found = {
         "own machine, cost 0.2, K = 4": gains["own machine, 2 ms, K = 4"]["0.2"],

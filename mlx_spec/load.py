@@ -35,6 +35,7 @@ from mlx_spec.hub.catalog import (
 from mlx_spec.hub.checkpoint import (
     WEIGHTS,
     check_weights,
+    fingerprint,
     integer,
     read_config,
     read_published,
@@ -236,8 +237,6 @@ def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
 
 def _identity(folder: Path) -> dict[str, str]:
     """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
-    from mlx_spec.policy.saved_costs import fingerprint
-
     files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
     weights = hashlib.sha256(fingerprint(folder).encode())
     for file in sorted(folder.glob(WEIGHTS)):
@@ -357,9 +356,8 @@ def _policies(
     if num_draft_tokens is not None:
         return FixedPolicy(num_draft_tokens, ahead=any(source.drafts_ahead for source in offered))
     folders = {source.name: source.folder for source in offered}
-    prints = tuple(name if f is None else saved_costs.fingerprint(f) for name, f in folders.items())
-    fingerprint = saved_costs.fingerprint(target)
-    key = Key(device_name(), fingerprint, prints, quantization, kv_bits, version("mlx"))
+    prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
+    key = Key(device_name(), fingerprint(target), prints, quantization, kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
     ahead = [source.name for source in offered if source.drafts_ahead]
     return BatchPolicies(list(folders), copying, ahead=ahead, key=key, folder=saved_costs.folder())

@@ -31,11 +31,10 @@ from mlx_spec.convert.write import check_space, safetensors_header
 from mlx_spec.device import device_name
 from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.checkpoint import WEIGHTS
+from mlx_spec.hub.checkpoint import WEIGHTS, fingerprint
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.model.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.pair import CALIBRATION_TEXT, Pair
-from mlx_spec.policy.saved_costs import fingerprint
 from mlx_spec.types import CacheState
 
 from .log import LOG

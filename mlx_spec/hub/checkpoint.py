@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -159,6 +160,20 @@ def header_bytes(file: Path) -> bytes:
             f"{file} ends after {8 + len(header)} bytes, inside its header of {length}: {AGAIN}"
         )
     return header
+
+
+def fingerprint(folder: Path) -> str:
+    """Return 16 digits that change with the config, the tensors' names and shapes, or the files' sizes.
+
+    Weights are not read: fine-tunes of a model look alike, and cost alike. Raises BadCheckpoint and OSError.
+    """
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    digest.update(config.read_bytes() if config.is_file() else b"")
+    for file in sorted(folder.glob(WEIGHTS)):
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(header_bytes(file))
+    return digest.hexdigest()[:16]
 
 
 def parse_header(file: Path, header: bytes) -> dict[str, TensorInfo]:

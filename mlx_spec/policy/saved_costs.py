@@ -17,7 +17,6 @@ from typing import Any
 from platformdirs import user_cache_path
 
 from mlx_spec.errors import Mismatch, NotFound
-from mlx_spec.hub.checkpoint import WEIGHTS, header_bytes
 from mlx_spec.hub.files import one_line, write_atomically
 from mlx_spec.policy.costs import BadCosts
 
@@ -103,20 +102,6 @@ def import_(path: Path, key: Key) -> SavedCosts:
         return _read(path, key)
     except (BadCosts, Mismatch) as error:
         raise type(error)(f"{error}: measure here with `mlx-spec tune`") from error
-
-
-def fingerprint(folder: Path) -> str:
-    """Return 16 digits that change with the config, the tensors' names and shapes, or the files' sizes.
-
-    Weights are not read: fine-tunes of a model look alike, and cost alike. Raises BadCheckpoint and OSError.
-    """
-    digest = hashlib.sha256()
-    config = folder / "config.json"
-    digest.update(config.read_bytes() if config.is_file() else b"")
-    for file in sorted(folder.glob(WEIGHTS)):
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(header_bytes(file))
-    return digest.hexdigest()[:16]
 
 
 def _write(key: Key, table: Mapping[str, Any], measured: str, file: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from virtual_clock import CURVES
 
 from mlx_spec.errors import Mismatch, NotFound
+from mlx_spec.hub.checkpoint import fingerprint
 from mlx_spec.policy import AdaptivePolicies, BadCosts, Key, saved_costs
 
 KEY = Key("Some Chip", "0123456789abcdef", ("mtp", "lookup"), "4-bit, groups of 64", None, "1.2.3")
@@ -91,9 +92,9 @@ def test_fingerprints_change_with_the_checkpoint(tmp_path):
     header = b'{"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    first = saved_costs.fingerprint(tmp_path)
+    first = fingerprint(tmp_path)
     assert len(first) == 16
     weights.write_bytes(len(header).to_bytes(8, "little") + header.replace(b"a", b"b", 1) + b"\0\0")
-    second = saved_costs.fingerprint(tmp_path)
+    second = fingerprint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert len({first, second, saved_costs.fingerprint(tmp_path)}) == 3
+    assert len({first, second, fingerprint(tmp_path)}) == 3
