@@ -126,7 +126,10 @@ export function summary({ timings, usage, reason, stopped }, limit) {
   if (known(count)) facts.push(plural(count, "token"));
   if (known(timings?.predicted_per_second)) facts.push(`${speed(timings.predicted_per_second)} tokens/s`);
   if (known(timings?.gain)) facts.push(`${decimal(timings.gain, 2)} × plain`);
-  if (timings?.batch_n >= 1.05) facts.push(`${decimal(timings.batch_n, 1)} answers in a pass`);
+  if (timings?.batch_n >= 1.05) {
+    facts.push(`${decimal(timings.batch_n, 1)} answers in a pass`);
+    if (known(timings.longest_pause_ms)) facts.push(`longest pause ${duration(timings.longest_pause_ms)}`);
+  }
   if (timings?.draft_n) {
     facts.push(`${percent(timings.draft_n_accepted / timings.draft_n)} of ${timings.draft_n} draft tokens accepted`);
   }
