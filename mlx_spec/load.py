@@ -84,16 +84,12 @@ def load(
     _check_values(num_draft_tokens, kv_bits)
     names = _named(str(target), None if drafter is None else str(drafter))
     folder, config, size = _find_target(names, ranks)
-    import mlx.core as mx
-
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.text import read_text
 
     _raise_wired_limit()
     text = read_text(folder, config)
     found = _open_drafter(names, folder, config, text)
-    if found is not None and found.network is not None and is_dequantized(config):
-        found.network.set_dtype(mx.float32)
     if ranks is not None and found is not None and found.needs.shared_kv:
         raise Mismatch(
             f"the drafter {names.drafter} reads the target's K/V, of which every rank has a part: "
@@ -271,6 +267,8 @@ def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> DrafterSource | None:
     """Return the drafter of these names; None if there is to be none."""
+    import mlx.core as mx
+
     from mlx_spec.drafters.model_free import lookup_source
 
     if names.drafter_path is None:
@@ -281,7 +279,10 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     _refuse_unconverted(names, folder)
     own = repair_config(read_config(folder))
-    return replace(_source(folder, own, target, config, text), folder=folder)
+    source = _source(folder, own, target, config, text)
+    if source.network is not None and is_dequantized(config):
+        source.network.set_dtype(mx.float32)
+    return replace(source, folder=folder)
 
 
 def _refuse_unconverted(names: _Names, folder: Path) -> None:
