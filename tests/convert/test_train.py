@@ -31,7 +31,7 @@ from mlx_spec.types import Features, KVRows
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "benchmarks" / "prompts" / "demo" / "facts.jsonl"
 FACTS = ROOT / "benchmarks" / "demo_pair" / "facts.json"
-SMALL = "--answers 150 --answer-tokens 24 --vocabulary 1024 --width 64 --epochs 3".split()
+SMALL = "--answers 110 --answer-tokens 24 --vocabulary 1024 --width 64 --epochs 3".split()
 LIMIT = 120  # seconds until a process counts as hung
 
 
@@ -200,7 +200,7 @@ def test_a_run_in_pieces_is_a_run_in_one(demo: Pair, answers: list[Path], tmp_pa
 def test_train_killed_and_gone_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command goes on after kill -9, refuses other options, and makes a drafter that keeps the text."""
     out, prompts = tmp_path / "drafter", tmp_path / "prompts.txt"
-    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:150]]
+    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:110]]
     prompts.write_text("\n".join(f"What does {name} do?" for name in names))
     arguments = ["train", "demo", "-o", str(out), "--prompts", str(prompts), *SMALL]
     work = out.with_name(f"drafter{WORK}")
