@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -274,8 +275,7 @@ def _test(
     """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
     source = assistant_source(network, config["text_config"]["sliding_window"], pair.info.vocab_size)
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
-    held_out, limit = list(plan.tests(pair)), min(TEST_TOKENS, plan.max_tokens)
-    prompts = held_out[:: max(len(held_out) // TESTS, 1)]  # of all kinds; those that quote come last
+    prompts, limit = of_all_kinds(plan.tests(pair), TESTS), min(TEST_TOKENS, plan.max_tokens)
     results = {}
     for temperature in TEMPERATURES:
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -289,6 +289,12 @@ def _test(
             advance(f"test at temperature {temperature:g}", i + 1, len(prompts), "")
         results[f"{temperature:g}"] = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
     return results
+
+
+def of_all_kinds(prompts: Iterable[tuple[str, list[int]]], least: int) -> list[tuple[str, list[int]]]:
+    """Return at least `least` of the prompts if there are so many, of each kind the same share."""
+    by_kind = sorted(prompts, key=itemgetter(0))  # kinds take turns: every second prompt is of half of them
+    return by_kind[:: max(len(by_kind) // least, 1)]
 
 
 # --- the result

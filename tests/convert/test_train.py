@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mlx_spec.convert.selftest import CHANCE_FACTOR, MIN_ACCEPTANCE
 from mlx_spec.convert.train.answers import AnswerRequest, read_answer, record, recording
 from mlx_spec.convert.train.fit import Fit, frequent_tokens, start_linear
 from mlx_spec.convert.train.prompts import bundled_prompts, own_prompts, quoting_prompts
-from mlx_spec.convert.train.train import WORK
+from mlx_spec.convert.train.train import WORK, of_all_kinds
 from mlx_spec.convert.train.unroll import batch_of, heads_of, loss_of, unroll
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4Assistant
 from mlx_spec.errors import BadCheckpoint, InvalidValue
@@ -226,6 +227,15 @@ def test_train_killed_and_gone_on(tmp_path: Path, capsys: pytest.CaptureFixture[
             [t for r in pair.generate(prompt, max_tokens=60) for t in r.tokens] for pair in (plain, fast)
         ]
         assert texts[0] == texts[1]
+
+
+def test_all_kinds_are_tested() -> None:
+    """Kinds take turns, so that every second prompt would be of two kinds only."""
+    prompts = [(kind, [i]) for i in range(16) for kind in ("chat", "list", "writing", "code")]
+    for least in (20, 32, 64, 100):
+        counts = Counter(kind for kind, _ in of_all_kinds(prompts, least))
+        assert len(counts) == 4 and max(counts.values()) - min(counts.values()) <= 1
+        assert sum(counts.values()) >= min(least, 64)
 
 
 def test_prompts(tmp_path: Path) -> None:
