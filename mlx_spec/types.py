@@ -13,12 +13,9 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
-
-if TYPE_CHECKING:
-    from mlx_spec.sampling import Sampling
 
 MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
 
@@ -248,8 +245,8 @@ class DraftingSampler(Sampler, Protocol):
     def fresh(self) -> DraftingSampler:
         """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
 
-    def elsewhere(self) -> tuple[Sampling, int]:
-        """Return settings and prompt length for another process that drafts without this sampler's noise.
+    def elsewhere(self) -> tuple[dict[str, Any], int]:
+        """Return the fields of `Sampling` and the prompt length, for another process that drafts.
 
         It knows the noise of a seed. Without one its drafts are the likeliest tokens.
         """

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -95,8 +94,7 @@ def test_wheel_can_be_imported(wheel, tmp_path):
 
 
 def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    assert run("tar", "-xzf", str(sdist), cwd=tmp_path).returncode == 0  # Python 3.11.2 has no filter
     (unpacked,) = tmp_path.iterdir()
     assert not [path for path in unpacked.rglob("*") if path.is_symlink()]
     assert contents(build("wheel", unpacked, tmp_path / "out")) == contents(wheel)

@@ -12,24 +12,34 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_spec.drafters.ahead import Beside, Found, check_ahead, sequence_drafter
 from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, SequenceDrafter
 from mlx_spec.grammar import read_tokens
-from mlx_spec.model.ranks import Ranks
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import common_prefix
 from mlx_spec.types import Draft
 
 
+class RankConnection(Protocol):
+    """The connection between both, as in `model/ranks.py`."""
+
+    def send(self, *message: Any) -> None:
+        """Send a message as JSON."""
+
+    def receive(self) -> list[Any]:
+        """Wait for a message."""
+        ...
+
+
 class DraftRank:
     """The rank that drafts ahead, as rank 0 sees it."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankConnection) -> None:
         self._ranks = ranks
         self._sequences, self._requests = itertools.count(), itertools.count()
         self._waiting: dict[int, Future[Found]] = {}
@@ -77,15 +87,15 @@ class _RankBeside:
     def submit(self, request: AheadRequest) -> Future[Found]:
         keep = common_prefix(self._sent, request.history)
         self._sent = list(request.history)
-        sampling, prompt_length = request.sampler.elsewhere()
+        fields, prompt_length = request.sampler.elsewhere()
         rows = [keep, self._sent[keep:], request.drafted, request.limit, list(request.guesses)]
-        return self._rank.request(self.number, *rows, _packed(sampling), prompt_length)
+        return self._rank.request(self.number, *rows, _packed(fields), prompt_length)
 
 
 class RankDrafting:
     """Drafts ahead for rank 0, on the rank that it runs on."""
 
-    def __init__(self, ranks: Ranks, source: DrafterSource, vocab_size: int) -> None:
+    def __init__(self, ranks: RankConnection, source: DrafterSource, vocab_size: int) -> None:
         check_ahead(source)
         self._ranks, self._source, self._vocab_size = ranks, source, vocab_size
         self._parts = LMTarget(source.network).parts  # it does not read the target's
@@ -148,12 +158,12 @@ class RankDrafting:
             self._ranks.send("drafts", number, drafts)
 
 
-def _packed(sampling: Sampling) -> dict[str, Any]:
-    """Return settings as JSON."""
-    bias = None if sampling.logit_bias is None else [*sampling.logit_bias.items()]
-    return {**vars(sampling), "grammar": None, "logit_bias": bias, "late_tokens": [*sampling.late_tokens]}
+def _packed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Sampling` as JSON."""
+    bias = fields["logit_bias"] and [*fields["logit_bias"].items()]
+    return {**fields, "logit_bias": bias, "late_tokens": [*fields["late_tokens"]]}
 
 
 def _unpacked(packed: Mapping[str, Any]) -> Sampling:
-    bias = None if packed["logit_bias"] is None else dict(packed["logit_bias"])
+    bias = packed["logit_bias"] and dict(packed["logit_bias"])
     return Sampling(**{**packed, "logit_bias": bias, "late_tokens": frozenset(packed["late_tokens"])})

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
 
@@ -230,11 +231,11 @@ class _MatchingSampler(ABC):
         free._processor = self._processor.fresh()
         return free
 
-    def elsewhere(self) -> tuple[Sampling, int]:
+    def elsewhere(self) -> tuple[dict[str, Any], int]:
         sampling, prompt_length = self._processor.settings
         if sampling.seed is None:
             sampling = replace(sampling, temperature=0.0)
-        return sampling, prompt_length
+        return {**vars(sampling), "grammar": None}, prompt_length
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         scores = self._known_scores(logits, history, drafted)

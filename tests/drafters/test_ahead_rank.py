@@ -26,7 +26,6 @@ from mlx_spec.drafters.ahead_rank import DraftRank, RankDrafting
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Outcome
 from mlx_spec.engine import generate
-from mlx_spec.model.ranks import Ranks
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling, verify
@@ -69,12 +68,12 @@ def rank_of(
 
     def work() -> None:
         with mx.stream(mx.new_stream(mx.cpu)):
-            RankDrafting(cast(Ranks, Line(there, back)), source, vocab).run()
+            RankDrafting(Line(there, back), source, vocab).run()
         mx.clear_streams()
 
     thread = threading.Thread(target=work)
     thread.start()
-    yield kind(cast(Ranks, ours)), ours
+    yield kind(ours), ours
     ours.send("end", 0)
     thread.join()
 
