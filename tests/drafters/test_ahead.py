@@ -159,7 +159,7 @@ def test_text_with_the_real_thread(name: str, thread: Callable[[], CPUThread]) -
     assert thread is CPUThread or name == "lookup" or hits(done) > 0.05
 
 
-@pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
+@pytest.mark.parametrize("name", ["draft model", "lookup"])
 def test_texts_in_a_batch(name: str) -> None:
     model, source = tiny.full(), ahead_source(SOURCES[name](), Waiting())
     batch = Batch(lambda: SharedTarget(model, source.needs), 4)
@@ -379,8 +379,8 @@ def test_a_process_ends_while_drafts_wait() -> None:
         "def job(): x = mx.ones((64, 64)) @ mx.ones((64, 64)); mx.eval(x)\n"
         "for thread in [CPUThread() for _ in range(20)]: thread.run(job), thread.run(job)"
     )
-    ended = [subprocess.run([sys.executable, "-c", program], capture_output=True) for _ in range(3)]
-    assert [(one.returncode, one.stderr) for one in ended] == [(0, b"")] * 3
+    ended = [subprocess.run([sys.executable, "-c", program], capture_output=True) for _ in range(2)]
+    assert [(one.returncode, one.stderr) for one in ended] == [(0, b"")] * 2
 
 
 def test_an_error_in_the_thread_is_raised() -> None:
