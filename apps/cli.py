@@ -11,9 +11,7 @@ from pkgutil import resolve_name
 import typer
 from typer.main import get_command
 
-from mlx_spec.errors import SpecError
-
-from .command import ERROR, INTERRUPTED, STATUSES, Version, run_app
+from .command import INTERRUPTED, STATUSES, Version, guarded, run_app
 
 NAME = "mlx-spec"
 COMPLETION = "_MLX_SPEC_COMPLETE"  # set by the scripts of --install-completion
@@ -50,6 +48,10 @@ PROGRAMS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one program, or show the help of all. Returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    return guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     try:
         if COMPLETION in os.environ:
             get_command(app()).main(prog_name=NAME)  # answers the shell and exits
@@ -57,12 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status: int = resolve_name(PROGRAMS[words[0]].main)(words[1:])
             return status
         run_app(app(), NAME, words or ["--help"])
-        return 0
-    except SpecError as error:
-        print(f"mlx-spec: {error}", file=sys.stderr)
-        return ERROR
-    except BrokenPipeError:  # nobody reads the help any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:  # while the program was imported; it handles its own
         print("mlx-spec: interrupted", file=sys.stderr)

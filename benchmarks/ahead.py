@@ -42,7 +42,7 @@ from mlx_spec.types import DraftLengthPolicy, Round
 COSTS = (0.05, 0.1, 0.2, 0.3, 0.4)  # of a draft token, in passes
 PLACES = {"own machine, 0.1 ms": 0.1e-3, "own machine, 2 ms": 2e-3, "CPU": None}  # seconds of a link
 CPU_SPEED = 1 / 3  # of a CPU core complex over the GPU, in bytes per second
-HIT = 0.8  # share of outcomes that are guessed: measured below with three guesses, for 77 % accepted tokens
+HIT = 0.8  # share of outcomes guessed: `hits` with three guesses, where 77 % of the tokens are accepted
 TEXT, CURVE, TOKENS, NOISE = "ind80", "M3 Max", 400, 0.03
 K = 4
 PROMPTS = Path(__file__).parent / "prompts" / "chat.txt"

@@ -15,12 +15,11 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
-from arms import Prompt, Read, Step, rounds
+from arms import Prompt, fixed
 from mlx.utils import tree_flatten
 from timing import Run, finish, in_turns, interval, parser, table
 
@@ -28,8 +27,6 @@ from mlx_spec import load
 from mlx_spec.hub import find
 from mlx_spec.load import draft_for
 from mlx_spec.model.ranks import Ranks, join
-from mlx_spec.pair import Pair, SequenceParts
-from mlx_spec.policy import FixedPolicy
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -72,24 +69,17 @@ def write(folder: Path, every: int = 1, noise: float = 0.0) -> str:
     return str(folder)
 
 
-def decode(pair: Pair, policy: FixedPolicy, prompt: Prompt, read: Read) -> Iterator[Step]:
-    """Decode with the pair's own drafter."""
-    opened = pair.open()
-    return rounds(pair, SequenceParts(opened.target, opened.drafters[:1], policy), prompt, read)
-
-
 def lead(target: str, drafter: str, ranks: Ranks, settings: argparse.Namespace) -> int:
     """Run all arms on rank 0 and print a line of JSON."""
     pair = load(target, drafter, num_draft_tokens=1, ahead=ranks)
-    arms = {"plain": FixedPolicy(0)}
+    arms = {"plain": fixed(pair, 0)}
     for k in settings.lengths:
-        arms |= {f"K = {k}": FixedPolicy(k), f"K = {k}, ahead": FixedPolicy(k, ahead=True)}
+        arms |= {f"K = {k}": fixed(pair, k), f"K = {k}, ahead": fixed(pair, k, ahead=True)}
     found: dict[str, list[list[Run]]] = {name: [] for name in arms}
     for i, question in enumerate(PROMPTS.read_text().splitlines()[: settings.prompts]):
         tokens = pair.text.prompt([{"role": "user", "content": question}])
-        decoders = [partial(decode, pair, policy) for policy in arms.values()]
         done = [
-            in_turns(decoders, Prompt("chat", tokens, settings.tokens), settings.burst, i + repeat)
+            in_turns(list(arms.values()), Prompt("chat", tokens, settings.tokens), settings.burst, i + repeat)
             for repeat in range(settings.repeats)
         ]
         for name, runs in zip(arms, zip(*done, strict=True), strict=True):

@@ -167,12 +167,12 @@ def ours(folders: Folders, seed: int) -> tuple[Pair, Arms]:
     return open_pair(own), arms
 
 
-def fixed(pair: Pair, k: int) -> Decoder:
-    """Draft k tokens in every round with the pair's own drafter."""
+def fixed(pair: Pair, k: int, ahead: bool = False) -> Decoder:
+    """Draft k tokens in every round with the pair's own drafter, and ahead of each draft if wanted."""
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         opened = pair.open()
-        decoding = SequenceParts(opened.target, opened.drafters[:1], FixedPolicy(k))
+        decoding = SequenceParts(opened.target, opened.drafters[:1], FixedPolicy(k, ahead=ahead))
         return rounds(pair, decoding, prompt, read)
 
     return run

@@ -245,10 +245,10 @@ class DraftingSampler(Sampler, Protocol):
     def fresh(self) -> DraftingSampler:
         """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
 
-    def elsewhere(self) -> tuple[dict[str, Any], int]:
-        """Return the fields of `Sampling` and the prompt length, for another process that drafts.
+    def remote_settings(self) -> tuple[dict[str, Any], int]:
+        """Return the fields of `Sampling` and the prompt length for a sampler in another process.
 
-        It knows the noise of a seed. Without one its drafts are the likeliest tokens.
+        With a seed that sampler has the same noise. Without one it is greedy, because noise is not sent.
         """
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:

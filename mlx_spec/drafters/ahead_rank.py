@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -82,13 +82,14 @@ class _RankBeside:
 
     def __init__(self, rank: DraftRank, number: int) -> None:
         self._rank, self.number = rank, number
-        self._sent: list[int] = []  # the history that the rank has
+        self._sent: Sequence[int] = []  # the history that the rank has
 
     def submit(self, request: AheadRequest) -> Future[Found]:
+        """Send what the rank lacks. Waits for the draft that is verified, not for its pass."""
         keep = common_prefix(self._sent, request.history)
-        self._sent = list(request.history)
-        fields, prompt_length = request.sampler.elsewhere()
-        rows = [keep, self._sent[keep:], request.drafted, request.limit, list(request.guesses)]
+        self._sent = request.history
+        fields, prompt_length = request.sampler.remote_settings()
+        rows = [keep, list(self._sent[keep:]), request.drafted, request.limit, list(request.guesses)]
         return self._rank.request(self.number, *rows, _packed(fields), prompt_length)
 
 

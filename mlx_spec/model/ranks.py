@@ -92,6 +92,8 @@ class Ranks:
         self._is_inside = False  # an announced operation runs
         self._last_pass: list[mx.array] = []
         self._has_ended = False
+        if self.rank:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
         self._peers = self._connect()
         for rank, peer in self._peers.items():
             peer.socket.settimeout(SILENCE_S)
@@ -196,7 +198,6 @@ class Ranks:
 
     def follow(self, model: nn.Module) -> NoReturn:
         """Do what rank 0 announces until it ends. Then this process ends with the status of rank 0."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
         targets: dict[int, RankTarget] = {}
         groups: dict[int, RankSharedTarget] = {}
         while True:

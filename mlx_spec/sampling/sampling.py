@@ -231,7 +231,7 @@ class _MatchingSampler(ABC):
         free._processor = self._processor.fresh()
         return free
 
-    def elsewhere(self) -> tuple[dict[str, Any], int]:
+    def remote_settings(self) -> tuple[dict[str, Any], int]:
         sampling, prompt_length = self._processor.settings
         if sampling.seed is None:
             sampling = replace(sampling, temperature=0.0)

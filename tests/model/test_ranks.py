@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,11 @@ def error_of(process: subprocess.Popen[str], within_s: float = END_S) -> str:
     return lines[0]
 
 
-def test_text_is_that_of_one_process_until_a_rank_is_killed(tmp_path: Path, models: dict[str, str]) -> None:
-    command = program(models["llama"], models["draft"])
-    with launched(tmp_path, command, command) as ranks:
-        said = json.loads(line_of(ranks[0]))
-        ranks[1].kill()
-        assert "rank 1 was lost: its process ended" in error_of(ranks[0])
-    assert said == rank_program.generate(mlx_spec.load(models["llama"], "none"))
-
-
-def test_text_with_a_drafter_on_rank_1_until_it_is_killed(tmp_path: Path, models: dict[str, str]) -> None:
-    command = program(models["llama"], models["draft"], "ahead")
+@pytest.mark.parametrize("ahead", [(), ("ahead",)], ids=["a part of the target", "a drafter"])
+def test_text_is_that_of_one_process_until_rank_1_is_killed(
+    tmp_path: Path, models: dict[str, str], ahead: Sequence[str]
+) -> None:
+    command = program(models["llama"], models["draft"], *ahead)
     with launched(tmp_path, command, command) as ranks:
         said = json.loads(line_of(ranks[0]))
         ranks[1].kill()
@@ -136,8 +131,11 @@ def test_an_error_begins_a_line_of_its_own() -> None:
     assert error_of(process, START_S) == "mlx-spec: rank 1 was lost"
 
 
-def test_the_server_streams_and_ends_all_ranks(tmp_path: Path, models: dict[str, str]) -> None:
-    command = ["-m", "mlx_spec.serve", "--target", models["llama"], "--drafter", models["draft"]]
+@pytest.mark.parametrize("options", [[], ["--draft-rank", "1"]])
+def test_the_server_streams_and_ends_all_ranks(
+    tmp_path: Path, models: dict[str, str], options: Sequence[str]
+) -> None:
+    command = ["-m", "mlx_spec.serve", "--target", models["llama"], "--drafter", models["draft"], *options]
     messages = [{"role": "user", "content": "Tell me more."}]
     with launched(tmp_path, *[[*command, "--num-draft-tokens", "2", "--port", "0"]] * 2) as ranks:
         address = line_of(ranks[0]).split(" at ")[1].split()[0]
@@ -151,7 +149,8 @@ def test_the_server_streams_and_ends_all_ranks(tmp_path: Path, models: dict[str,
         )
         with urllib.request.urlopen(request, timeout=START_S) as response:
             chunks = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
-        ranks[0].terminate()
+        for process in ranks:
+            process.send_signal(signal.SIGINT)  # Ctrl-C reaches all processes of a terminal
         assert [process.wait(START_S) for process in ranks] == [0, 0]
     pair = mlx_spec.load(models["llama"], "none")
     session = pair.session()
