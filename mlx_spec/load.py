@@ -33,6 +33,7 @@ from mlx_spec.hub.catalog import (
     repairs,
 )
 from mlx_spec.hub.checkpoint import (
+    TOKENIZERS,
     WEIGHTS,
     check_weights,
     fingerprint,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 KV_BITS = (4, 8)
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WITHOUT = 'drafter="none" decodes without one'
 
 

@@ -106,7 +106,7 @@ def check_options(body: CompletionBody) -> None:
 
 
 def parse_max_tokens(body: CompletionBody, least: int) -> int | None:
-    """Return the limit of a choice; `max_completion_tokens` wins. Raises Failure (400)."""
+    """Return the limit of a choice, the smallest of those given. Raises Failure (400)."""
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
     others = {
         "max_new_tokens": body.max_new_tokens,
@@ -118,7 +118,7 @@ def parse_max_tokens(body: CompletionBody, least: int) -> int | None:
     for name, limit in given.items():
         if limit < least:
             raise invalid(f"{name}: {limit} is too few, the least is {least}", name)
-    return next(iter(given.values()), None)
+    return min(given.values(), default=None)
 
 
 def parse_stop(body: CompletionBody) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
 GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 # Keys under which configs keep the language model; the second is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")

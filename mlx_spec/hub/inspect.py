@@ -29,6 +29,7 @@ from mlx_spec.hub.catalog import (
 )
 from mlx_spec.hub.checkpoint import (
     INDEX,
+    TOKENIZERS,
     WEIGHTS,
     Headers,
     TensorInfo,
@@ -39,10 +40,9 @@ from mlx_spec.hub.checkpoint import (
     text_config,
 )
 from mlx_spec.hub.download import cached, explain, local_folder, plan
-from mlx_spec.hub.files import read_object, shortened
+from mlx_spec.hub.files import AGAIN, read_object, shortened
 from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision, target_shape
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
 # Keys under which configs promise prediction layers.
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -217,6 +217,7 @@ def _describe(
         raise BadCheckpoint(f"config.json of {name} has no model_type: download it again")
     types = text.get("layer_types")
     promised = max(integer(text, *PREDICTION_LAYERS) or 0, integer(config, *PREDICTION_LAYERS) or 0)
+    has_tokenizer = not files.isdisjoint(TOKENIZERS)
     heads = sum(is_mtp(tensor) or MEDUSA_TENSOR.match(tensor) is not None for tensor in tensors)
     return CheckpointInfo(
         name=name,
@@ -236,14 +237,14 @@ def _describe(
         vocab_size=shape.vocab_size,
         window=shape.window,
         context=integer(text, "max_position_embeddings"),
-        has_tokenizer=not files.isdisjoint(TOKENIZERS),
+        has_tokenizer=has_tokenizer,
         has_template=has_template or any(fnmatch(file, "*.jinja") for file in files),
         prediction_layers=0 if kind else promised,
         prediction_tensors=0 if kind else heads,
         needs=_needed_shape(kind, config, tensors) if kind else None,
         offers=shape,
         goes_with=_targets_of(name, kind, config, tensors) if kind else _drafters_of(name, shape),
-        problem=headers.problem,
+        problem=headers.problem or (None if kind or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
     )
 
 

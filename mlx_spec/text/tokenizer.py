@@ -14,7 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.files import one_line, read_object
+from mlx_spec.hub.checkpoint import TOKENIZERS
+from mlx_spec.hub.files import AGAIN, one_line, read_object
 from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
@@ -226,7 +227,7 @@ def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return True if the checkpoint brings a tokenizer."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return any((folder / name).is_file() for name in TOKENIZERS)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -241,9 +242,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
     if not has_tokenizer(folder):
-        raise BadCheckpoint(
-            f"{folder} has no tokenizer.json or tokenizer.model: download or convert it again"
-        )
+        raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {AGAIN}")
     return _converted(folder)
 
 

@@ -179,6 +179,13 @@ def test_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes], messa
     assert run("inspect", str(folder)) == 1
 
 
+def test_a_target_without_tokenizer(tmp_path: Path) -> None:
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer" in (one(folder).problem or "")
+    assert run("inspect", str(folder)) == 1
+
+
 def test_index(tmp_path: Path) -> None:
     folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
     index = folder / "model.safetensors.index.json"

@@ -115,6 +115,7 @@ def test_ends_and_limits():
             assert parsed(path, **{name: 9}).max_tokens == 9
     assert parsed(CHAT, n_predict=-1).max_tokens is None
     assert parsed(CHAT, max_tokens=5, n_predict=9).max_tokens == 5
+    assert parsed(CHAT, max_tokens=5, max_new_tokens=3).max_tokens == 3
 
 
 FUNCTION = {"name": "weather", "description": "Rain?", "parameters": {"type": "object"}}
