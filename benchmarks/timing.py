@@ -46,10 +46,13 @@ def latin_square(names: Sequence[str]) -> list[list[str]]:
 
 
 def interval(ratios: list[list[float]], seed: int, draws: int = 2000) -> list[float]:
-    """Return the median of the prompts' medians, with a bootstrap 95 % interval."""
+    """Return the geometric mean of the prompts' medians, with a bootstrap 95 % interval.
+
+    A median over prompts would say nothing of a third of them, whatever happened there.
+    """
 
     def middle(sample: list[list[float]]) -> float:
-        return statistics.median(statistics.median(values) for values in sample)
+        return statistics.geometric_mean(statistics.median(values) for values in sample)
 
     chance = random.Random(seed)
     drawn = []
