@@ -49,15 +49,15 @@ def _run(options: Options) -> int:
             "none; name one with --drafter"
         )
     if options.import_ is not None:
-        found = saved_costs.import_(options.import_, policies.key)
-        policies.use(Table.from_json(found.table, len(policies.names)), found.measured)
+        measured_on, found = saved_costs.read(options.import_, policies.key)
+        policies.use(Table.from_json(found, len(policies.names)), measured_on)
     else:
         pair.calibrate(options.context, again=True)
     costs = policies.costs
     assert costs is not None and policies.measured is not None
     measured = costs.table()
     if options.export is not None:
-        saved_costs.export(policies.key, asdict(measured), options.export, measured=policies.measured)
+        saved_costs.write(options.export, policies.key, policies.measured, measured)
     file = saved_costs.folder() / saved_costs.file_name(policies.key)
     if options.json:
         print(json.dumps({"device": policies.key.device, "file": str(file), "seconds": asdict(measured)}))

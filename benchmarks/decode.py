@@ -13,8 +13,8 @@ its own, so that what changes on the machine within a second meets them all; bet
 pipelined, which costs plain decoding about one part in a hundred. An arm's ratio is taken to the mean of the
 two mlx-lm runs of its block, and to the mean of the two plain runs of mlx_spec in it ("plain, again" stands
 among the arms like any other); the second mlx-lm run against the first is the null arm. The first block of
-each prompt is dropped, and so are blocks whose null is off by more than `--spread`. Over all prompts
-and by kind: geometric means of the prompts' median ratios, with bootstrap 95 % intervals, prompts drawn first.
+each prompt is dropped, and so are blocks whose null is off by more than `--spread`. Over all prompts and
+by kind: geometric means of the prompts' median ratios, with bootstrap 95 % intervals, prompts drawn first.
 
 "decode" counts from the end of the prompt, all of it but its last token; "whole" is end to end. A pipelined
 decoder begins its second token before it gives the first, one that is about to draft does not: counted from

@@ -41,7 +41,7 @@ from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, m
 from mlx_spec.policy import AdaptivePolicies
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.adaptive import PROBE_SHARE
-from mlx_spec.policy.planner import best_length
+from mlx_spec.policy.costs import best_length
 
 RECORDED = Path(__file__).parent / "results" / "policy-45e2a53.jsonl.gz"
 RECORDED_SEEDS = 4

@@ -29,8 +29,7 @@ from mlx_spec.policy.adaptive import (
     Clock,
     Gains,
 )
-from mlx_spec.policy.costs import CostModel, interpolate
-from mlx_spec.policy.planner import Floats, best_length
+from mlx_spec.policy.costs import CostModel, Floats, best_length, interpolate
 from mlx_spec.types import (
     MAX_DRAFT_TOKENS,
     Choice,

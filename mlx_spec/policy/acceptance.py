@@ -13,7 +13,7 @@ from operator import mul
 
 import numpy as np
 
-from mlx_spec.policy.planner import Floats
+from mlx_spec.policy.costs import Floats
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
 # Probability of acceptance on each level -> probability of the level for a new pair; the mean is 0.6.

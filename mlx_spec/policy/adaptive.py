@@ -12,17 +12,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
+from mlx_spec.errors import Mismatch, NotFound
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
-from mlx_spec.policy.ahead import AheadCosts
-from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Table
-from mlx_spec.policy.planner import Floats, best_length
+from mlx_spec.policy.ahead import LEAST_LOSS, AheadCosts
+from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, Table, best_length
 from mlx_spec.policy.saved_costs import Key
 from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, RequestDrafter, Round
 
@@ -196,7 +196,7 @@ class AdaptivePolicy:
         """Return whether the plain tokens since the last draft have paid for a probe."""
         proposal = self._proposals[index]
         steps = (costs.seconds(index, 1) + costs.host) / costs.plain
-        loss = max(steps - 1 - proposal.first_rate(), 0.01)
+        loss = max(steps - 1 - proposal.first_rate(), LEAST_LOSS)
         return proposal.belief.shared.since * PROBE_SHARE >= loss and self._limit(index, 1, costs) > 0
 
     def observe(self, round: Round) -> None:
@@ -276,8 +276,7 @@ class AdaptivePolicies:
     ) -> None:
         self.names, self.key, self.folder = tuple(names), key, folder
         self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
-        able = [i for i, name in enumerate(names) if name in ahead and i not in self.copying]
-        self.ahead = {index: AheadCosts() for index in able}
+        self.ahead = {i: AheadCosts() for i, n in enumerate(names) if n in ahead and i not in self.copying}
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account = Account()
         self.costs: Costs | None = None
@@ -285,12 +284,18 @@ class AdaptivePolicies:
         self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file
         self._plain_samples: list[float] = []
         self.too_dear, self._next_check = 0, 1  # answers with a drafter too dear; when to measure again
-        saved = None if key is None or folder is None else saved_costs.load(key, folder)
+        if key is not None and folder is not None:
+            self._load(folder / saved_costs.file_name(key), key)
+
+    def _load(self, file: Path, key: Key) -> None:
+        """Use saved costs. A file that is damaged, or of something else, is ignored with one warning."""
         try:
-            if saved is not None:
-                self._set(Table.from_json(saved.table, len(names)), saved.measured)
-        except BadCosts as error:
-            _log.warning("%s: they are not used and will be replaced", error)
+            measured, table = saved_costs.read(file, key)
+            self._set(Table.from_json(table, len(self.names)), measured)
+        except NotFound:
+            pass
+        except (BadCosts, Mismatch) as error:
+            _log.warning("%s: it is not used and will be replaced", error)
 
     def policy(
         self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
@@ -320,8 +325,11 @@ class AdaptivePolicies:
         table = self.costs.table()
         changes = [abs(math.log(table.verify[rows] / s)) for rows, s in self._saved.items()]
         if max(changes) >= least_change:
-            saved_costs.save(self.key, asdict(table), self.folder, measured=self.measured)
-            self._saved = table.verify
+            self._saved, file = table.verify, self.folder / saved_costs.file_name(self.key)
+            try:
+                saved_costs.write(file, self.key, self.measured, table)
+            except BadCosts as error:
+                _log.warning("%s: costs will be measured again", error)
 
     def assume(self, plain_seconds: float) -> None:
         """Count a timed plain token. Assume costs once there are enough."""

@@ -10,8 +10,7 @@ import math
 
 import numpy as np
 
-from mlx_spec.policy.costs import CostModel
-from mlx_spec.policy.planner import Floats
+from mlx_spec.policy.costs import CostModel, Floats
 
 MEMORY = 16  # rounds that the running means remember
 PRIOR_ROUNDS = 2  # weight of the values assumed before anything was measured
@@ -19,7 +18,7 @@ PRIOR_HITS = 0.5  # share of drafts that are there at once
 OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
 MAX_STREAK = 32  # rounds with drafting ahead, after which one without it corrects the table
 PROBE_SHARE = 0.0025  # share of the time of drafts for finding out whether drafting ahead pays by now
-LEAST_LOSS = 0.01  # rounds: what a probe is taken to lose at least
+LEAST_LOSS = 0.01  # plain tokens or rounds: what a probe is taken to lose at least
 
 
 class AheadCosts:

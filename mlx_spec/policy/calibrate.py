@@ -75,7 +75,6 @@ def measure(
         return found.tokens.size
 
     trees: set[int] = set()
-
     required: dict[Hashable, Job] = {"plain": plain, "host": lambda: (pending + 1).tolist()}
     required |= {rows: partial(verify, rows) for rows in ROWS[:3]}
     optional: dict[Hashable, Job] = {rows: partial(verify, rows) for rows in ROWS[3:]}

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.files import one_line
-from mlx_spec.policy.planner import Floats
 from mlx_spec.types import MAX_DRAFT_TOKENS
+
+Floats = NDArray[np.float64]
 
 HEAT, SLOPE, OWN = 0.05, 0.25, 0.10  # log seconds: prior deviations of the three kinds of error
 OWN_WIDTH = 1.5  # draft tokens: the distance at which a length's own error fades
@@ -116,9 +117,7 @@ class CostModel:
     """Seconds of plain tokens and of rounds at one context length."""
 
     def __init__(self, table: Table) -> None:
-        self.table = table
-        self.longest = table.longest
-        self.host = table.host
+        self.table, self.longest, self.host = table, table.longest, table.host
         lengths = np.arange(MAX_DRAFT_TOKENS + 1)
         self._rows = lengths + 1
         self._base = np.log(np.maximum(interpolate(table.verify, self._rows), table.plain))
@@ -195,6 +194,16 @@ class CostModel:
         self.passes: Floats = np.minimum(np.maximum(passes, self.plain), most)  # seconds by draft length
         slower = self.plain / self.table.plain
         self._rounds = [d * slower + self.passes for d in self._drafting]
+
+
+def best_length(tokens: Floats, seconds: Floats, limit: int) -> tuple[int, float]:
+    """Return the number of draft tokens with the most tokens per second, 1 to `limit`, and that speed.
+
+    `tokens` and `seconds` of a round are by the number of draft tokens, 0 included.
+    """
+    speeds = tokens[1 : limit + 1] / seconds[1 : limit + 1]
+    best = int(speeds.argmax())
+    return best + 1, float(speeds[best])
 
 
 def _bucket(context: int) -> int:

@@ -25,8 +25,7 @@ class FixedPolicy:
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"
             )
-        self._length, self._drafters, self._reason = num_draft_tokens, drafters, reason
-        self._ahead = ahead
+        self._length, self._drafters, self._reason, self._ahead = num_draft_tokens, drafters, reason, ahead
         self.begin()
 
     def policy(

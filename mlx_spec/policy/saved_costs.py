@@ -1,15 +1,10 @@
-"""Files of measured costs, one per device, target, drafters and quantization, for the processes that follow.
-
-A file that is damaged, or was measured with something else, is ignored with one line of warning.
-"""
+"""Files of measured costs, one per device and pair, for the processes that follow."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +13,9 @@ from platformdirs import user_cache_path
 
 from mlx_spec.errors import Mismatch, NotFound
 from mlx_spec.hub.files import one_line, write_atomically
-from mlx_spec.policy.costs import BadCosts
+from mlx_spec.policy.costs import BadCosts, Table
 
 FORMAT = 2  # of the files; raised when older ones can no longer be read
-
-_log = logging.getLogger("mlx_spec")
 
 
 @dataclass(frozen=True)
@@ -38,15 +31,6 @@ class Key:
     format: int = FORMAT
 
 
-@dataclass(frozen=True)
-class SavedCosts:
-    """The content of a file."""
-
-    key: Key
-    measured: str  # date and time, ISO 8601
-    table: dict[str, Any]
-
-
 def folder() -> Path:
     """Return the folder of saved costs: in the user's cache."""
     return user_cache_path("mlx_spec") / "profiles"
@@ -60,57 +44,23 @@ def file_name(key: Key) -> str:
     return f"{words[:80]}-{digest}.json"
 
 
-def load(key: Key, folder: Path) -> SavedCosts | None:
-    """Return the costs saved for `key`; None, with a warning if there is a file, if there are none."""
+def write(file: Path, key: Key, measured: str, table: Table) -> None:
+    """Write costs with the date they were measured on. Raises BadCosts if the file cannot be written."""
+    content = {"key": asdict(key), "measured": measured, "table": asdict(table)}
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     try:
-        return _read(folder / file_name(key), key)
-    except NotFound:
-        return None
-    except (BadCosts, Mismatch) as error:
-        _log.warning("%s: it is not used and will be replaced", error)
-        return None
-
-
-def save(key: Key, table: Mapping[str, Any], folder: Path, *, measured: str) -> str | None:
-    """Save costs for the next process. Return None, or one line that says why that failed and is logged."""
-    file = folder / file_name(key)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(key, table, measured, file)
-    except OSError as error:
-        reason = f"measured costs cannot be saved in {file} ({error.strerror or one_line(error)})"
-        _log.warning("%s: they will be measured again", reason)
-        return reason
-    return None
-
-
-def export(key: Key, table: Mapping[str, Any], path: Path, *, measured: str) -> None:
-    """Write costs to a file of the user's. Raises BadCosts if it cannot be written."""
-    try:
-        _write(key, table, measured, path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text + "\n")
     except OSError as error:
         reason = error.strerror or one_line(error)
-        raise BadCosts(f"{path} cannot be written ({reason}): choose another place") from error
+        raise BadCosts(f"{file} cannot be written ({reason}): check its folder") from error
 
 
-def import_(path: Path, key: Key) -> SavedCosts:
-    """Return the costs in a file of the user's.
+def read(file: Path, key: Key) -> tuple[str, dict[str, Any]]:
+    """Return the date and the table in a file.
 
     Raises NotFound, BadCosts, or Mismatch if they were measured with something else; it names both sides.
     """
-    try:
-        return _read(path, key)
-    except (BadCosts, Mismatch) as error:
-        raise type(error)(f"{error}: measure here with `mlx-spec tune`") from error
-
-
-def _write(key: Key, table: Mapping[str, Any], measured: str, file: Path) -> None:
-    content = {"key": asdict(key), "measured": measured, "table": dict(table)}
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    write_atomically(file, text + "\n")
-
-
-def _read(file: Path, key: Key) -> SavedCosts:
     try:
         found = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -119,11 +69,6 @@ def _read(file: Path, key: Key) -> SavedCosts:
         raise BadCosts(f"{file} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise BadCosts(f"{file} is damaged ({one_line(error)})") from error
-    return _check(found, key, file)
-
-
-def _check(found: object, key: Key, file: Path) -> SavedCosts:
-    """Raise BadCosts for other content, and Mismatch with every part of the key that differs."""
     match found:
         case {"key": {"format": int(other)}} if other != FORMAT:
             raise BadCosts(f"{file} is of format {other}, this version reads {FORMAT}")
@@ -135,7 +80,7 @@ def _check(found: object, key: Key, file: Path) -> SavedCosts:
             ]
             if different:
                 raise Mismatch(f"{file} was measured with {'; '.join(different)}")
-            return SavedCosts(key, measured, table)
+            return measured, table
     raise BadCosts(f"{file} holds no costs: its key, date or table is missing")
 
 

@@ -12,19 +12,20 @@ from virtual_clock import CURVES
 
 from mlx_spec.errors import Mismatch, NotFound
 from mlx_spec.hub.checkpoint import fingerprint
-from mlx_spec.policy import AdaptivePolicies, BadCosts, Key, saved_costs
+from mlx_spec.policy import AdaptivePolicies, BadCosts, Key, Table, saved_costs
 
 KEY = Key("Some Chip", "0123456789abcdef", ("mtp", "lookup"), "4-bit, groups of 64", None, "1.2.3")
-TABLE = {"plain": 0.03}
+TABLE = CURVES["M5 Max"].table()
 DATE = "2026-01-02T03:04:05+00:00"
 
 
 def test_round_trip(tmp_path):
-    assert saved_costs.load(KEY, tmp_path) is None
-    assert saved_costs.save(KEY, TABLE, tmp_path / "new", measured=DATE) is None
-    found = saved_costs.load(KEY, tmp_path / "new")
-    assert (found.key, found.measured, found.table) == (KEY, DATE, TABLE)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [saved_costs.file_name(KEY)]
+    file = tmp_path / "new" / saved_costs.file_name(KEY)
+    saved_costs.write(file, KEY, DATE, TABLE)
+    date, table = saved_costs.read(file, KEY)
+    assert date == DATE
+    assert Table.from_json(table, len(TABLE.draft)) == TABLE
+    assert list(file.parent.iterdir()) == [file]
 
 
 DAMAGED = [b"", b"{", b"[]", b'{"key": 1}', b"\xff\xfe", b"[" * 100_000]
@@ -32,47 +33,48 @@ DAMAGED = [b"", b"{", b"[]", b'{"key": 1}', b"\xff\xfe", b"[" * 100_000]
 
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"key": {}, "measured": 1, "table": {}}'])
 def test_damaged_files_are_ignored_with_one_line(tmp_path, caplog, content):
-    (tmp_path / saved_costs.file_name(KEY)).write_bytes(content)
+    file = tmp_path / saved_costs.file_name(KEY)
+    file.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert saved_costs.load(KEY, tmp_path) is None
+        assert AdaptivePolicies(KEY.drafters, key=KEY, folder=tmp_path).costs is None
     (record,) = caplog.records
     assert "\n" not in record.getMessage()
-    with pytest.raises((BadCosts, Mismatch), match="mlx-spec tune"):
-        saved_costs.import_(tmp_path / saved_costs.file_name(KEY), KEY)
+    with pytest.raises((BadCosts, Mismatch)):
+        saved_costs.read(file, KEY)
 
 
 def test_other_versions_and_formats_are_named(tmp_path, caplog):
-    saved_costs.save(replace(KEY, mlx="0.9"), TABLE, tmp_path, measured=DATE)
-    assert saved_costs.load(KEY, tmp_path) is None
+    saved_costs.write(tmp_path / saved_costs.file_name(KEY), replace(KEY, mlx="0.9"), DATE, TABLE)
+    assert AdaptivePolicies(KEY.drafters, key=KEY, folder=tmp_path).costs is None
     assert "mlx 0.9, here it is 1.2.3" in caplog.text
     file = tmp_path / "old.json"
     file.write_text(json.dumps({"key": {"format": 1}, "measured": DATE, "table": {}}))
     with pytest.raises(BadCosts, match="format 1, this version reads 2"):
-        saved_costs.import_(file, KEY)
+        saved_costs.read(file, KEY)
 
 
-def test_import_names_both_sides(tmp_path):
-    saved_costs.export(KEY, TABLE, tmp_path / "mine.json", measured=DATE)
+def test_reading_names_both_sides(tmp_path):
+    saved_costs.write(tmp_path / "mine.json", KEY, DATE, TABLE)
     here = replace(KEY, device="Other Chip", drafters=("mtp",))
     with pytest.raises(Mismatch, match="device Some Chip, here it is Other Chip; drafters mtp, lookup, here"):
-        saved_costs.import_(tmp_path / "mine.json", here)
-    assert saved_costs.import_(tmp_path / "mine.json", KEY).table == TABLE
+        saved_costs.read(tmp_path / "mine.json", here)
     with pytest.raises(NotFound):
-        saved_costs.import_(tmp_path / "none.json", KEY)
-    with pytest.raises(BadCosts, match="choose another place"):
-        saved_costs.export(KEY, TABLE, tmp_path / "no folder" / "x.json", measured=DATE)
+        saved_costs.read(tmp_path / "none.json", KEY)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog, monkeypatch):
     def refuse(source, target):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "replace", refuse)
-    reason = saved_costs.save(KEY, TABLE, tmp_path, measured=DATE)
-    assert "cannot be saved" in reason and "Permission denied" in caplog.text
-    assert list(tmp_path.iterdir()) == []  # no temporary file is left
+    key = replace(KEY, drafters=("mtp",))
     (tmp_path / "file").write_text("")
-    assert saved_costs.save(KEY, TABLE, tmp_path / "file", measured=DATE) is not None
+    AdaptivePolicies(["mtp"], key=key, folder=tmp_path / "file").use(TABLE)
+    assert "cannot be written (File exists)" in caplog.text
+    (tmp_path / "file").unlink()
+    monkeypatch.setattr(Path, "replace", refuse)
+    AdaptivePolicies(["mtp"], key=key, folder=tmp_path).use(TABLE)
+    assert "Permission denied" in caplog.text
+    assert list(tmp_path.iterdir()) == []  # no temporary file is left
 
 
 def test_policies_load_what_others_saved(tmp_path):

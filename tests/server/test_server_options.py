@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from mlx_spec.apps.server import main
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 
 
@@ -32,6 +33,13 @@ def test_options():
     assert parse(["--target", "t", "--ahead"]).models == (ServedModel("t", "t", ahead=True),)
     found = parse(["--cache-folder", "~/c", "--cache-folder-gb", "0.5"])
     assert (found.cache_folder, found.cache_folder_bytes) == (Path.home() / "c", GB // 2)
+
+
+def test_a_model_that_is_not_there_is_named_before_any_address(capsys):
+    assert main(["--port", "0", "--model", "a=/nonexist"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("mlx-spec: there is no folder /nonexist")
 
 
 def test_key_from_a_file(tmp_path):
