@@ -49,7 +49,7 @@ def answer(monkeypatch, *arguments: str, stdin: bytes = b"") -> int:
 
 
 def test_one_answer_to_a_prompt():
-    done = run(*PAIR, "-p", "What does os.path.join do?", "--max-tokens=12")
+    done = run("demo", "-p", "What does os.path.join do?", "--max-tokens=12")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(b"\n") and done.stdout.strip()
     assert re.fullmatch(STATUS + ".*", only_line(done.stderr))
@@ -66,7 +66,7 @@ def test_prompt_and_pipe_are_one_message(monkeypatch, capfd):
 
 
 def test_options_reach_the_model(monkeypatch, capfdbinary):
-    plain = ["demo", "--max-tokens=16", "--prompt=hello", "--drafter=none"]
+    plain = ["--max-tokens=16", "--prompt=hello", "--drafter=none"]
     sampled = [*plain, "--temperature=5", "--top-k=50", "--min-p=0.001", "--top-p=0.99", "--seed=1"]
     texts = []
     for options in (plain, [*plain, "--system=Be brief.", "--kv-bits=4"], sampled, sampled):
