@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, Mismatch
 
 from .command import BadOptions, Drafter, Json, KvBits, Target, option, program, table
 
@@ -39,7 +39,7 @@ class Options:
 
 def _run(options: Options) -> int:
     from mlx_spec import load
-    from mlx_spec.policy import AdaptivePolicies, Table, saved_costs
+    from mlx_spec.policy import AdaptivePolicies, BadCosts, Table, saved_costs
 
     pair = load(options.target, options.drafter, kv_bits=options.kv_bits)
     policies = pair.policies
@@ -49,8 +49,11 @@ def _run(options: Options) -> int:
             "none; name one with --drafter"
         )
     if options.import_ is not None:
-        measured_on, found = saved_costs.read(options.import_, policies.key)
-        policies.use(Table.from_json(found, len(policies.names)), measured_on)
+        try:
+            date, found = saved_costs.read(options.import_, policies.key)
+            policies.use(Table.from_json(found, len(policies.names)), date)
+        except (BadCosts, Mismatch) as error:
+            raise type(error)(f"{error}: measure here with `mlx-spec tune`") from error
     else:
         pair.calibrate(options.context, again=True)
     costs = policies.costs

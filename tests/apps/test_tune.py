@@ -62,3 +62,11 @@ def test_refusals(given, said, capsys):
     assert main(given) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"mlx-spec: {said}") and err.count("\n") == 1
+
+
+def test_a_damaged_file_is_refused_with_a_way_out(tmp_path, capsys):
+    file = tmp_path / "mine.json"
+    file.write_text("{")
+    assert main(["--import", str(file)]) == 1
+    err = capsys.readouterr().err
+    assert f"{file} is damaged" in err and err.endswith(": measure here with `mlx-spec tune`\n")
