@@ -8,8 +8,8 @@ here and with plain decoding of the same target; they say nothing about publishe
 in plain tokens of the same target. The arms (plain twice, fixed K, adaptive) decode the same prompts in
 turns, `--burst` tokens at a time, in the order of a balanced Latin square; families take turns, too, and the
 first repeat of each is dropped. "seconds a token" is an arm's, over the mean of the two plain arms of its
-block: below 1 is faster than plain. Medians with bootstrap 95 % intervals, prompts drawn first. The text of
-every arm is compared with plain's.
+block: below 1 is faster than plain. Geometric means of medians, bootstrap 95 % intervals,
+prompts drawn first. The text of every arm is compared with plain's.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ are banned, so that all answers are long, and with a fixed draft length all arms
 
 Compared are seconds a token: of sessions and streams between the first text and the last, as whoever reads
 them sees it; of whole answers between the replies to a short and a long request. Ratios are to the
-mean of the two engines in a block, the first blocks of a series are dropped. Medians with bootstrap 95 %
-intervals, questions of a series drawn first.
+mean of the two engines in a block, the first blocks of a series are dropped. Geometric means of medians,
+bootstrap 95 % intervals, questions of a series drawn first.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> None:
         cells += [list(chain(*cell)) for cell in zip(*blocks[1:], strict=True)]
     results = summary(cells, settings.seed)
     rows = [[name, *results[name]] for name in (AGAIN, "stream", "whole")]
-    table(["seconds a token, to the engine", "median", "low", "high"], rows)
+    table(["seconds a token, to the engine", "mean", "low", "high"], rows)
     finish("server_overhead", results, settings, started)
 
 

@@ -4,8 +4,8 @@ Schemas: a hundred fixed ones; `--drawn N` random ones by `--seed`; or `--record
 classification and extraction ask for. For each schema, `--repeats` blocks of four arms in the order of a
 balanced Latin square, the first block dropped: answers under the schema, drafted (by the pair's own drafters
 and by what the grammar forces) and plain, and free answers to the same question, drafted and plain. Ratios
-are of seconds a token in the engine, paired in a block; below 1 is faster. Medians with bootstrap 95 %
-intervals, schemas drawn first.
+are of seconds a token in the engine, paired in a block; below 1 is faster. Geometric means of medians,
+bootstrap 95 % intervals, schemas drawn first.
 
 All arms are greedy. Every drafted answer must be the plain one, and every answer must end and match its
 schema. `--tokens` is the length of free answers; those under a schema end by themselves, or at `--most`.

@@ -48,7 +48,7 @@ def latin_square(names: Sequence[str]) -> list[list[str]]:
 def interval(ratios: list[list[float]], seed: int, draws: int = 2000) -> list[float]:
     """Return the geometric mean of the prompts' medians, with a bootstrap 95 % interval.
 
-    A median over prompts would say nothing of a third of them, whatever happened there.
+    A median over prompts would hide a kind of prompt on which an arm loses.
     """
 
     def middle(sample: list[list[float]]) -> float:

@@ -199,7 +199,7 @@ class CostModel:
 def best_length(tokens: Floats, seconds: Floats, limit: int) -> tuple[int, float]:
     """Return the number of draft tokens with the most tokens per second, 1 to `limit`, and that speed.
 
-    `tokens` and `seconds` of a round are by the number of draft tokens, 0 included.
+    `tokens` and `seconds` of a round, of one sequence or of all in a pass, are by draft tokens, 0 included.
     """
     speeds = tokens[1 : limit + 1] / seconds[1 : limit + 1]
     best = int(speeds.argmax())

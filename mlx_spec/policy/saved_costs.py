@@ -59,7 +59,7 @@ def write(file: Path, key: Key, measured: str, table: Table) -> None:
 def read(file: Path, key: Key) -> tuple[str, dict[str, Any]]:
     """Return the date and the table in a file.
 
-    Raises NotFound, BadCosts, or Mismatch if they were measured with something else; it names both sides.
+    Raises NotFound, BadCosts, or Mismatch if the key differs: it names both sides.
     """
     try:
         found = json.loads(file.read_bytes())
