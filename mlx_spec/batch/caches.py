@@ -338,7 +338,7 @@ class SharedCaches:
             lanes *= 2
         for columns in self._columns.values():
             first, count = columns.plan(self.sizes, T)
-            if (lanes, count) != (self._lanes, columns.count):
+            if (lanes, count, first) != (self._lanes, columns.count, columns.first):
                 self._rearrange(columns, lanes, count, first, used)
         self._lanes = lanes
 

@@ -107,6 +107,29 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
             assert each.shared.size == each.alone.size
 
 
+def test_a_window_moves_again_and_again() -> None:
+    """Plain rounds of the same company move the window to the front of buffers of the same size."""
+    model = model_of("sliding")[0]
+    target, pairs = (
+        SharedTarget(model, FeatureSpec()),
+        [Sequence(LMTarget(model), LMTarget(model)) for _ in "ab"],
+    )
+    for i, each in enumerate(pairs):
+        each.extend(tiny.prompt(20 + 9 * i))
+        target.join(each.shared)
+    tokens = tiny.prompt(3 * WINDOW_SLACK, seed=3)
+    for i, token in enumerate(tokens):
+        block = mx.array([token])
+        found = target.verify([block, block])
+        expected = [each.alone.verify(block) for each in pairs]
+        mx.eval(found, expected)
+        target.commit([1, 1])
+        for each, got, want in zip(pairs, found, expected, strict=True):
+            each.alone.commit(1)
+            if i % 16 == 15:
+                assert_close(got, want)
+
+
 def test_an_uncommitted_pass_survives_a_leave() -> None:
     for kind in ("full", "sliding", "recurrent"):
         model = model_of(kind)[0]
