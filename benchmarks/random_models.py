@@ -209,7 +209,6 @@ class Toy(nn.Module):
         super().__init__()
         self.model = _Decoder(kinds)
         self._kinds, self._window = kinds, window
-        self.last = _Last()
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -217,7 +216,6 @@ class Toy(nn.Module):
         return layers
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        self.last.caches = cache
         x = self.model(tokens, cache)
         logits: mx.array = self.model.embed_tokens.as_linear(x)
         return logits
@@ -229,12 +227,6 @@ class Toy(nn.Module):
             "recurrent": lambda: ArraysCache(1),
         }
         return [make[kind]() for kind in self._kinds]
-
-
-class _Last:
-    """The caches of the last forward pass, kept where `parameters()` does not look."""
-
-    caches: list[Any]
 
 
 class _Decoder(nn.Module):

@@ -34,7 +34,7 @@ LAYERS = (
     ("policy", "model", "sampling"),
     ("text",),
     ("hub.inspect", "hub.local", "grammar.matcher"),
-    ("sampling.logprobs", "drafters", "model.sequence", "batch.caches"),
+    ("sampling.logprobs", "drafters", "model.sequence"),
     ("engine", "batch.target"),
     ("batch",),
     ("session",),

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.batch.caches import SharedCaches
+from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import decoder_of, start_layers_early
 from mlx_spec.model.target import LMTarget, captures_of, features_of
 from mlx_spec.types import Features, FeatureSpec, KVRows
@@ -29,14 +29,14 @@ class SharedTarget:
         self._needs = needs
         self._captures = captures_of(model, needs)
         self._eager = start_layers_early(decoder_of(model)["layers"])
-        self._caches = SharedCaches()
+        self._caches = Caches()
         self._homes: list[LMTarget] = []
         self._captured: list[mx.array] = []  # by capture, [B, T, D]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the caches."""
-        return self._caches.nbytes
+        return sum(array.nbytes for array in self._caches.arrays())
 
     @property
     def takes_drafts(self) -> bool:
@@ -45,7 +45,7 @@ class SharedTarget:
 
     def join(self, home: LMTarget) -> None:
         """Move a target with at least one committed token into the shared caches."""
-        self._caches.join(home.lend(partial(self._shared_kv, home)), home.size)
+        self._caches.join(home.lend(partial(self._shared_kv, home)))
         self._homes.append(home)
 
     def leave(self, index: int, *, keep: bool) -> None:
@@ -58,6 +58,8 @@ class SharedTarget:
     def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:
         """Write a block of uncommitted tokens [T_i] for each target. Return logits [T_i, V] of each."""
         T = max(block.size for block in blocks)
+        if self._caches.uncommitted:  # the last pass was interrupted
+            self._caches.commit([0] * len(blocks))
         self._caches.begin(T)
         tokens = mx.stack([mx.pad(block.astype(mx.int32), (0, T - block.size)) for block in blocks])
         with self._eager.on():
@@ -78,8 +80,7 @@ class SharedTarget:
 
     def _shared_kv(self, home: LMTarget) -> Mapping[str, KVRows]:
         lane = next(i for i, other in enumerate(self._homes) if other is home)
-        whole = [cache for cache in self._caches.attention if len(cache.buffers) == 2]
-        return {cache.attention_type: cache.rows(lane, home.size) for cache in whole}
+        return {cache.attention_type: cache.rows(lane, home.size) for cache in self._caches.unquantized}
 
 
 def batch_obstacle(model: nn.Module) -> str | None:

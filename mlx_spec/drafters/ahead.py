@@ -28,7 +28,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Outcome, SequenceDrafter
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.caches import MAX_UNCOMMITTED
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import (
     CacheState,

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import create_attention_mask
 from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conventions, own_parts
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.model.caches import write_rows
+from mlx_spec.model.layer_caches import capacity_for
 from mlx_spec.types import CacheState, Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
@@ -35,8 +35,8 @@ class Rows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D] and return all rows [1, H, S, D]."""
         start, end = self.size, self.size + keys.shape[2]
-        self._keys = write_rows(self._keys, keys, start, end)
-        self._values = write_rows(self._values, values, start, end)
+        self._keys = _write_rows(self._keys, keys, start, end)
+        self._values = _write_rows(self._values, values, start, end)
         self.size, self.offset = end, self.offset + keys.shape[2]
         return self._keys[..., :end, :], self._values[..., :end, :]
 
@@ -260,3 +260,14 @@ def chain_source(name: str, network: ChainNetwork, needs: FeatureSpec, vocab_siz
         return ChainDrafter(network, parts, needs)
 
     return network_source(name, network, needs, vocab_size, build)
+
+
+def _write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:
+    """Write `rows` to start..end of a buffer [1, H, capacity, D]. Return it, grown if it was too short."""
+    if buffer is None or end > buffer.shape[2]:
+        grown = mx.zeros((*rows.shape[:2], capacity_for(end), rows.shape[3]), rows.dtype)
+        if buffer is not None:
+            grown[..., :start, :] = buffer[..., :start, :]
+        buffer = grown
+    buffer[..., start:end, :] = rows
+    return buffer

@@ -1,357 +1,310 @@
-"""KV caches for unmodified mlx-lm models. Each kind has one exact rollback rule, or is refused."""
+"""The caches of all layers of an unmodified mlx-lm model, for one sequence or several.
+
+Each kind of cache has one exact rollback rule, or is refused. A sequence begins alone. It may join others in
+shared buffers and leave them again, and is alone a set of one lane. Lanes 0 to B - 1 are in use; a lane that
+becomes free is filled with the last one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import (
-    ArraysCache,
-    KVCache,
-    RotatingKVCache,
-    create_attention_mask,
-    make_prompt_cache,
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_spec.errors import NotRewindable
+from mlx_spec.model.layer_caches import (
+    AttentionCache,
+    Columns,
+    LayerCache,
+    QuantizedCache,
+    RecurrentCache,
+    capacity_for,
 )
+from mlx_spec.types import CacheState
 
-from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.types import CacheState, KVRows
+FIRST_LANES = 2  # lanes of shared buffers; they double when there are too few
+FREE_SHARE = 4  # buffers shrink when less than 1 / FREE_SHARE of their lanes is in use
 
-MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
-WINDOW_SLACK = 256  # rows that a sliding cache appends before it moves its window to the front of the buffer
-CAPACITY_STEP = 256  # rows; buffers grow in whole steps
-
-Packed = tuple[mx.array, mx.array, mx.array]  # quantized rows: packed weights, scales, biases
+Arrays = list[mx.array | None]
 
 
-def make_caches(model: nn.Module, *, kv_bits: int | None = None) -> list[LayerCache]:
-    """Return one cache for each cache-owning layer, in the order of the model's own caches.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A place that one sequence can go back to. It holds references: later rows are written elsewhere."""
 
-    With `kv_bits` all full-attention layers but the last are quantized. KV-shared layers and drafters read
-    the last one, and the text must not depend on whether a drafter reads it.
-    Raises NotRewindable for a cache class without a rollback rule.
-    """
-    caches = [_with_rollback(cache) for cache in make_prompt_cache(model)]
-    full = [i for i, cache in enumerate(caches) if isinstance(cache, FullCache)]
-    if kv_bits is not None:
-        for i in full[:-1]:
-            caches[i] = QuantizedCache(kv_bits)
-    return caches
+    size: int
+    places: dict[int | None, tuple[int, int, int]]  # by window: first and oldest position, number of columns
+    layers: list[Arrays]  # buffers of windows and recurrent states; full attention only if it was loaded
 
-
-def _with_rollback(cache: Any) -> LayerCache:
-    kind = type(cache)
-    if kind is KVCache:
-        return FullCache()
-    if kind is RotatingKVCache and cache.keep == 0:
-        return SlidingCache(cache.max_size)
-    if kind is ArraysCache:
-        return RecurrentCache(len(cache.cache))
-    raise NotRewindable(
-        f"no exact rollback rule for the cache class {kind.__name__} of this target: "
-        "it cannot be decoded speculatively without risk to its text; use it with mlx-lm"
-    )
+    def first_size(self) -> int:
+        """Return the smallest size that `rewind` can return to from here."""
+        windows = [(window, oldest) for window, (_, oldest, _) in self.places.items() if window and oldest]
+        return max((oldest + window - 1 for window, oldest in windows), default=0)
 
 
-class _AppendOnlyCache:
-    """A cache that keeps every position: rollback moves `offset`, and the rows after it are dead."""
+class Caches:
+    """The caches of all layers, and the number of tokens of every sequence in them."""
 
-    attention_type = "full_attention"
-    window: int | None = None
-    first = 0  # position of row 0 of the buffers
+    def __init__(self, lanes: int = FIRST_LANES) -> None:
+        self.layers: list[LayerCache] = []
+        self.sizes: list[int] = []  # committed tokens, by lane
+        self.uncommitted = 0  # rows after them, in each lane
+        self._lanes = lanes
+        self._columns: dict[int | None, Columns] = {}  # by window
 
-    def __init__(self) -> None:
-        self.offset = 0
-        self._keys: list[mx.array] = []  # [1, H, capacity, Dk]; quantized: weights, scales and biases
-        self._values: list[mx.array] = []
+    @classmethod
+    def of_model(cls, model: nn.Module, kv_bits: int | None = None) -> Caches:
+        """Return the caches of one sequence without tokens, in the order of the model's own caches.
 
-    def _append(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
-        start, end = self.offset, self.offset + keys[0].shape[2]
-        for buffers, parts in ((self._keys, keys), (self._values, values)):
-            old: Sequence[mx.array | None] = buffers or [None] * len(parts)
-            buffers[:] = [write_rows(b, part, start, end) for b, part in zip(old, parts, strict=True)]
-        self.offset = end
+        With `kv_bits` all full-attention layers but the last are quantized. KV-shared layers and drafters
+        read the last one, and the text must not depend on whether a drafter reads it.
+        Raises NotRewindable for a cache class without a rollback rule.
+        """
+        made = cls(lanes=1)
+        theirs = make_prompt_cache(model)
+        made.layers = [made._with_rollback(cache) for cache in theirs]
+        if kv_bits is not None:
+            full = [i for i, cache in enumerate(theirs) if type(cache) is KVCache]
+            for i in full[:-1]:
+                made.layers[i] = QuantizedCache(made._columns_for(None), kv_bits)
+        made._append(0, dict.fromkeys(made._columns, 0))
+        return made
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        """Return the mask of a block of N queries, as mlx-lm's own caches do."""
-        mask: mx.array | str | None = create_attention_mask(N, self.offset, return_array, window_size)
-        return mask
+    @property
+    def attention(self) -> list[AttentionCache]:
+        """Return the caches of attention layers."""
+        return [layer for layer in self.layers if isinstance(layer, AttentionCache)]
 
-    def can_rewind(self, size: int) -> bool:
-        """Return True if `rewind(size)` is exact."""
-        return size <= self.offset
+    @property
+    def recurrent(self) -> list[RecurrentCache]:
+        """Return the caches of recurrent layers."""
+        return [layer for layer in self.layers if isinstance(layer, RecurrentCache)]
 
-    def rewind(self, size: int) -> None:
-        """Drop all rows from position `size` on."""
-        self.offset = min(self.offset, size)
-
-    def keep_rows(self, start: int, rows: mx.array) -> None:
-        """Move the rows `start + rows` to `start`; the caller drops the rows after them."""
-        for buffer in self.arrays():
-            _move_rows(buffer, start, rows)
-
-    def snapshot(self) -> Any:
-        """Return the state for `restore`."""
-        return self.offset
-
-    def restore(self, saved: Any) -> None:
-        """Return to a snapshot. Only appends may have followed it."""
-        self.rewind(saved)
-
-    def state(self, saved: Any) -> CacheState:
-        """Return the rows of a snapshot."""
-        return CacheState({str(i): rows[..., :saved, :] for i, rows in enumerate(self.arrays())})
-
-    def load(self, state: CacheState) -> Any:
-        """Append the rows of `state` to this empty cache. Return their snapshot."""
-        rows = [state.arrays[str(i)] for i in range(len(state.arrays))]
-        self._append(rows[: len(rows) // 2], rows[len(rows) // 2 :])
-        return self.offset
-
-    def first_size(self, saved: Any) -> int:
-        """Return the smallest size that `rewind` can return to from a snapshot."""
-        return 0
-
-    def take(self) -> list[mx.array]:
-        """Return the buffers and keep none until `put`."""
-        buffers, self._keys, self._values = self.arrays(), [], []
-        return buffers
-
-    def put(self, buffers: list[mx.array], first: int, size: int) -> None:
-        """Take buffers that hold the positions up to `size`."""
-        half = len(buffers) // 2
-        self._keys, self._values, self.offset = buffers[:half], buffers[half:], size
+    @property
+    def unquantized(self) -> list[AttentionCache]:
+        """Return the caches of attention layers whose rows a drafter can read."""
+        return [cache for cache in self.attention if not isinstance(cache, QuantizedCache)]
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate after a prefill."""
-        return [*self._keys, *self._values]
+        """Return all arrays, to evaluate or to count."""
+        states = [array for cache in self.recurrent for array in cache.arrays()]
+        return [*states, *(buffer for cache in self.attention for buffer in cache.buffers)]
 
+    # --- passes
 
-class FullCache(_AppendOnlyCache):
-    """K and V of every position, in a preallocated buffer."""
+    def begin(self, T: int) -> None:
+        """Prepare all layers for a pass of T rows in each lane, after those not yet committed."""
+        self._make_room(T, len(self.sizes))
+        ends = self._ends(len(self.sizes))
+        self.uncommitted += T
+        offset = ends[0] if len(set(ends)) == 1 else mx.array(ends, dtype=mx.int32)
+        for columns in self._columns.values():
+            columns.begin(ends, T)
+        for cache in self.attention:
+            cache.offset = offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [1, H, T, D] and return all rows [1, H, S, D]."""
-        self._append([keys], [values])
-        return self.keys_and_values()
+    def commit(self, keep: Sequence[int]) -> None:
+        """Keep the first `keep` uncommitted rows of each lane and drop the others."""
+        assert all(0 <= k <= self.uncommitted for k in keep), f"commit of {keep} of {self.uncommitted} rows"
+        for state in self.recurrent:
+            assert set(keep) in ({0}, {self.uncommitted}), "a recurrent state takes back all rows or none"
+            state.settle(keep[0] > 0)
+        self.sizes = [size + k for size, k in zip(self.sizes, keep, strict=True)]
+        self.uncommitted = 0
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all rows [1, H, S, D]. mlx-lm's KV-shared layers call this."""
-        return self._keys[0][..., : self.offset, :], self._values[0][..., : self.offset, :]
+    def keep_path(self, rows: mx.array) -> None:
+        """Move these uncommitted rows of the only sequence to the front of the others."""
+        for cache in self.attention:
+            cache.keep_rows(self.sizes[0], rows)
 
-    def rows(self, size: int) -> KVRows:
-        """Return the first `size` rows, all of them committed."""
-        return KVRows(self._keys[0][..., :size, :], self._values[0][..., :size, :])
+    # --- the past of one sequence
 
+    def can_rewind(self, size: int) -> bool:
+        """Return True if the buffers still have all rows that a query at position `size` can see."""
+        return size <= self.sizes[0] and all(
+            columns.oldest_visible(size) >= columns.oldest[0] for columns in self._columns.values()
+        )
 
-class QuantizedCache(_AppendOnlyCache):
-    """K and V of every position in 8- or 4-bit affine groups along the head dimension, row by row."""
+    def rewind(self, size: int) -> None:
+        """Drop all rows of the only sequence from position `size` on."""
+        assert self.can_rewind(size) and not self.recurrent, f"rows before {size} are gone"
+        self.sizes = [size]
 
-    def __init__(self, bits: int) -> None:
-        super().__init__()
-        self.bits = bits  # mlx-lm's attention reads `bits` and `group_size`
-        self.group_size = 64
+    def checkpoint(self) -> Checkpoint:
+        """Return the place after the last pass."""
+        layers = [_references(layer) for layer in self.layers]
+        places = dict[int | None, tuple[int, int, int]]()
+        for window, columns in self._columns.items():
+            if window is not None:
+                places[window] = columns.first[0], columns.oldest[0], columns.count
+        return Checkpoint(self.sizes[0] + self.uncommitted, places, layers)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
-        self.group_size = _group_size(keys.shape[-1], values.shape[-1])
-        self._append(self._quantized(keys), self._quantized(values))
-        return self._rows(self._keys), self._rows(self._values)
+    def restore(self, saved: Checkpoint) -> None:
+        """Return to a checkpoint. Rows of full attention may only have been appended since."""
+        for window, (first, oldest, count) in saved.places.items():
+            columns = self._columns[window]
+            columns.first, columns.oldest, columns.count = [first], [oldest], count
+        for layer, arrays in zip(self.layers, saved.layers, strict=True):
+            if isinstance(layer, RecurrentCache):
+                layer.restore(arrays)
+            elif layer.columns.window in saved.places:
+                layer.buffers = [array for array in arrays if array is not None]
+        self.sizes, self.uncommitted = [saved.size], 0
 
-    def _quantized(self, rows: mx.array) -> Sequence[mx.array]:
-        parts: Sequence[mx.array] = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
-        return parts
+    def state(self, saved: Checkpoint, *, newest: bool) -> CacheState:
+        """Return what a checkpoint holds. An older one lacks the rows that the newest one has as well."""
+        numbers = {str(window): [first, oldest] for window, (first, oldest, _) in saved.places.items()}
+        arrays = dict[str, mx.array]()
+        for i, (layer, held) in enumerate(zip(self.layers, saved.layers, strict=True)):
+            found = [array for array in held if array is not None]
+            if isinstance(layer, AttentionCache):
+                window, rows = layer.columns.window, saved.size
+                if window is None:
+                    found = layer.buffers if newest else []
+                else:
+                    rows -= saved.places[window][0]
+                    found = [] if not newest and found[0] is layer.buffers[0] else found
+                found = [buffer[:, :, :rows] for buffer in found]
+            arrays |= {f"{i}.{j}": array for j, array in enumerate(found)}
+        return CacheState(arrays, {**numbers, "size": [saved.size]})
 
-    def _rows(self, buffers: list[mx.array]) -> Packed:
-        packed, scales, biases = (buffer[..., : self.offset, :] for buffer in buffers)
-        return packed, scales, biases
+    def load(self, state: CacheState) -> Checkpoint:
+        """Return the checkpoint of a state; the newest one is restored first."""
+        (size,) = state.numbers["size"]
+        layers, places = [], dict[int | None, tuple[int, int, int]]()
+        for i, layer in enumerate(self.layers):
+            arrays = state.part(str(i)).arrays
+            found: Arrays = [arrays[str(j)] for j in range(len(arrays))]
+            if isinstance(layer, AttentionCache):
+                window = layer.columns.window
+                first, oldest = state.numbers.get(str(window), [0, 0])
+                if found:
+                    places[window] = first, oldest, size - first
+                elif window is not None:
+                    found, places[window] = list(layer.buffers), (first, oldest, layer.columns.count)
+            layers.append(found)
+        return Checkpoint(size, places, layers)
 
+    # --- company
 
-class SlidingCache:
-    """The last `window` positions, in temporal order.
+    def join(self, lone: Caches) -> None:
+        """Move the only sequence of other caches, which has tokens, into a free lane."""
+        assert not self.uncommitted and not lone.uncommitted, "a sequence joins after a commit"
+        if not self.layers:
+            self.layers = [self._like(layer) for layer in lone.layers]
+        size, lane = lone.sizes[0], len(self.sizes)
+        self._append(size, {window: columns.oldest[0] for window, columns in lone._columns.items()})
+        self._make_room(1, lane)
+        for its, cache in zip(lone.attention, self.attention, strict=True):
+            cache.join(its, lane, size)
+        for its_state, state in zip(lone.recurrent, self.recurrent, strict=True):
+            state.join(its_state)
 
-    Rows are appended after the window. When the buffer is full, the live rows move to its front, once in
-    WINDOW_SLACK tokens. Attention therefore reads exactly the window in the order of the text, whatever mix
-    of single steps, blocks and rollbacks came before: the sums are those of plain decoding. mlx-lm's ring of
-    slots reads keys in another order after every wrap and needs a mask for each single step.
-    """
-
-    attention_type = "sliding_attention"
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.offset = 0
-        self.first = 0  # position of row 0 of the buffers
-        self._visible = 0  # position of the first row that the last block could see
-        self._buffers: list[mx.array] = []  # keys and values [1, H, capacity, D]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [1, H, T, D]. Return the rows that the block can see, [1, H, min(S, window - 1) + T, D]."""
-        base, end = self.offset, self.offset + keys.shape[2]
-        if not self._buffers or end - self.first > self._buffers[0].shape[2]:
-            first = max(base - self.window + 1 - MAX_UNCOMMITTED, self.first)
-            old: Sequence[mx.array | None] = self._buffers or (None, None)
-            self._buffers = [self._moved(old[0], keys, first), self._moved(old[1], values, first)]
-            self.first = first
+    def leave(self, lane: int, lone: Caches | None) -> None:
+        """Remove a sequence; the last lane takes its place. `lone` gets its committed rows."""
+        last = len(self.sizes) - 1
+        if lone is not None:
+            self._copy(lane, lone)
+        order = [*range(lane), *[last][: last - lane], *range(lane + 1, last)]
+        for state in self.recurrent:
+            state.keep(order)
+        for cache in self.attention if lane < last else ():
+            cache.fill(lane, last, self.sizes[last] - cache.columns.first[last] + self.uncommitted)
+        for numbers in (self.sizes, *(n for c in self._columns.values() for n in (c.first, c.oldest))):
+            numbers[lane] = numbers[last]
+            numbers.pop()
+        if not self.sizes:
+            self.layers, self._columns, self._lanes = [], {}, FIRST_LANES
         else:
-            at = slice(base - self.first, end - self.first)
-            self._buffers[0][..., at, :] = keys
-            self._buffers[1][..., at, :] = values
-        self.offset = end
-        self._visible = max(base - self.window + 1, 0)
-        return self.keys_and_values()
+            self._shrink()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the rows of the last `update_and_fetch`. mlx-lm's KV-shared layers call this."""
-        return self._slice(self._visible, self.offset)
+    def _copy(self, lane: int, lone: Caches) -> None:
+        """Give the caches of one sequence the committed rows of a lane."""
+        for its, cache in zip(lone.attention, self.attention, strict=True):
+            cache.copy(its, lane, self.sizes[lane])
+        for its_state, state in zip(lone.recurrent, self.recurrent, strict=True):
+            state.copy(its_state, lane)
+        for window, columns in self._columns.items():
+            oldest, its_columns = columns.oldest[lane], lone._columns[window]
+            its_columns.first, its_columns.oldest = [oldest], [oldest]
+            its_columns.count = self.sizes[lane] - oldest
+        lone.sizes = [self.sizes[lane]]
 
-    def _moved(self, buffer: mx.array | None, rows: mx.array, first: int) -> mx.array:
-        """Return a new buffer from position `first` to the end of `rows`, with room for WINDOW_SLACK more."""
-        kept = self.offset - first
-        capacity = kept + rows.shape[2] + WINDOW_SLACK
-        moved = mx.zeros((*rows.shape[:2], capacity, rows.shape[3]), rows.dtype)
-        if buffer is not None:
-            moved[..., :kept, :] = buffer[..., first - self.first : self.offset - self.first, :]
-        moved[..., kept : kept + rows.shape[2], :] = rows
-        return moved
+    def _append(self, size: int, oldest: Mapping[int | None, int]) -> None:
+        """Give a sequence the next lane. `oldest` is the first position that it holds, by window."""
+        for window, columns in self._columns.items():
+            columns.first.append(size - columns.end_column(size, self.sizes))
+            columns.oldest.append(max(oldest[window], columns.first[-1]))
+        self.sizes.append(size)
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        """Return the mask of a block of N queries over the rows that `update_and_fetch` will return."""
-        window = window_size or self.window
-        assert window == self.window, f"mask for a window of {window}, cache of {self.window}"
-        if N == 1 and not return_array:
-            return None
-        before = min(self.offset, window - 1)
-        if before + N > window or return_array:
-            mask: mx.array = create_causal_mask(N, before, window_size=window)
-            return mask
-        return "causal"
+    def _columns_for(self, window: int | None) -> Columns:
+        return self._columns.setdefault(window, Columns(window, self._lanes))
 
-    def rows(self, size: int) -> KVRows:
-        """Return those of the first `size` rows that the next query can see: the last window - 1."""
-        return KVRows(*self._slice(max(size - self.window + 1, 0), size))
+    def _with_rollback(self, cache: Any) -> LayerCache:
+        """Return a cache of ours in place of one of mlx-lm's."""
+        kind = type(cache)
+        if kind is KVCache:
+            return AttentionCache(self._columns_for(None))
+        if kind is RotatingKVCache and cache.keep == 0:
+            return AttentionCache(self._columns_for(cache.max_size))
+        if kind is ArraysCache:
+            return RecurrentCache(len(cache.cache))
+        raise NotRewindable(
+            f"no exact rollback rule for the cache class {kind.__name__} of this target: "
+            "it cannot be decoded speculatively without risk to its text; use it with mlx-lm"
+        )
 
-    def _slice(self, low: int, high: int) -> tuple[mx.array, mx.array]:
-        rows = slice(low - self.first, high - self.first)
-        keys, values = self._buffers
-        return keys[..., rows, :], values[..., rows, :]
+    def _like(self, layer: LayerCache) -> LayerCache:
+        """Return a cache of the same kind without rows."""
+        if isinstance(layer, RecurrentCache):
+            return RecurrentCache(len(layer.cache))
+        columns = self._columns_for(layer.columns.window)
+        if isinstance(layer, QuantizedCache):
+            return QuantizedCache(columns, layer.bits)
+        return AttentionCache(columns)
 
-    def can_rewind(self, size: int) -> bool:
-        """Return True if the buffer still has all rows that a query at position `size` can see."""
-        return size <= self.offset and max(size - self.window + 1, 0) >= self.first
+    def _ends(self, lanes: int) -> list[int]:
+        """Return the positions after all rows of the first lanes."""
+        return [size + self.uncommitted for size in self.sizes[:lanes]]
 
-    def rewind(self, size: int) -> None:
-        assert self.can_rewind(min(size, self.offset)), f"rows before {size} are gone"
-        self.offset = min(self.offset, size)
+    def _make_room(self, T: int, used: int) -> None:
+        """Provide lanes for all sequences and columns for T more rows of each; `used` lanes hold rows."""
+        lanes = self._lanes
+        while lanes < len(self.sizes):
+            lanes *= 2
+        for columns in self._columns.values():
+            first, count = columns.plan(self._ends(len(self.sizes)), T)
+            if (lanes, count, first) != (self._lanes, columns.count, columns.first):
+                self._rearrange(columns, lanes, count, first, used)
+        self._lanes = lanes
 
-    def keep_rows(self, start: int, rows: mx.array) -> None:
-        for buffer in self._buffers:
-            _move_rows(buffer, start - self.first, rows)
+    def _shrink(self) -> None:
+        """Return memory when most lanes are free, or most columns since the longest sequence left."""
+        lanes = self._lanes
+        while len(self.sizes) * FREE_SHARE <= lanes and lanes > FIRST_LANES:
+            lanes //= 2
+        for columns in self._columns.values():
+            need = max(size - first for size, first in zip(self.sizes, columns.first, strict=True))
+            count = capacity_for(need + self.uncommitted)
+            if lanes < self._lanes or (columns.window is None and count * FREE_SHARE <= columns.count):
+                count = min(count, columns.count) if columns.window is None else columns.count
+                self._rearrange(columns, lanes, count, columns.first, len(self.sizes))
+        self._lanes = lanes
 
-    def snapshot(self) -> Any:
-        """Return references for `restore`: live rows are moved, never rewritten."""
-        return self.offset, self.first, list(self._buffers)
-
-    def restore(self, saved: Any) -> None:
-        self.offset, self.first, buffers = saved
-        self._buffers = list(buffers)
-
-    def state(self, saved: Any) -> CacheState:
-        """Return the rows of a snapshot; none for an earlier one in the buffers of this cache."""
-        offset, first, buffers = saved
-        place = {"place": [offset, first]}
-        if offset < self.offset and buffers[0] is self._buffers[0]:
-            return CacheState(numbers=place)
-        names = zip(("keys", "values"), buffers, strict=True)
-        return CacheState({name: rows[..., : offset - first, :] for name, rows in names}, place)
-
-    def load(self, state: CacheState) -> Any:
-        """Return the snapshot of a state; the newest one is restored first."""
-        offset, first = state.numbers["place"]
-        arrays = state.arrays
-        return offset, first, [arrays["keys"], arrays["values"]] if arrays else list(self._buffers)
-
-    def first_size(self, saved: Any) -> int:
-        """Return the smallest size that `rewind` can return to from a snapshot."""
-        first: int = saved[1]
-        return first + self.window - 1 if first else 0
-
-    def take(self) -> list[mx.array]:
-        """Return the buffers and keep none until `put`."""
-        buffers, self._buffers = self._buffers, []
-        return buffers
-
-    def put(self, buffers: list[mx.array], first: int, size: int) -> None:
-        """Take buffers that hold the positions `first` up to `size`."""
-        self._buffers, self.first, self.offset = buffers, first, size
-
-    def arrays(self) -> list[mx.array]:
-        return self._buffers
+    def _rearrange(self, columns: Columns, lanes: int, count: int, first: list[int], used: int) -> None:
+        for cache in self.attention:
+            if cache.columns is columns:
+                cache.rearrange(lanes, count, first[:used], self._ends(used))
+        columns.oldest = [max(old, new) for old, new in zip(columns.oldest, first, strict=True)]
+        columns.first, columns.count, columns.lanes = first, count, lanes
 
 
-class RecurrentCache(ArraysCache):
-    """The state arrays of one recurrent layer: delta nets, convolutions, Mamba.
-
-    A running state cannot be shortened. Models replace its arrays and never write into them, so a snapshot
-    is a list of references. The target restores it and feeds the kept tokens again.
-    """
-
-    attention_type = "recurrent"
-
-    def snapshot(self) -> Any:
-        return list(self.cache)
-
-    def restore(self, saved: Any) -> None:
-        self.cache = list(saved)
-
-    def state(self, saved: Any) -> CacheState:
-        """Return the arrays of a snapshot."""
-        return CacheState({str(i): array for i, array in enumerate(saved) if array is not None})
-
-    def load(self, state: CacheState) -> Any:
-        """Return the snapshot of a state."""
-        return [state.arrays.get(str(i)) for i in range(len(self.cache))]
-
-    def arrays(self) -> list[mx.array]:
-        arrays: list[mx.array | None] = list(self.cache)
-        return [array for array in arrays if array is not None]
-
-
-AttentionCache = FullCache | SlidingCache | QuantizedCache
-LayerCache = AttentionCache | RecurrentCache
-
-
-def write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:
-    """Write `rows` to start..end of a buffer [1, H, capacity, D]. Return it, grown if it was too short."""
-    if buffer is None or end > buffer.shape[2]:
-        grown = mx.zeros((*rows.shape[:2], capacity_for(end), rows.shape[3]), rows.dtype)
-        if buffer is not None:
-            grown[..., :start, :] = buffer[..., :start, :]
-        buffer = grown
-    buffer[..., start:end, :] = rows
-    return buffer
-
-
-def capacity_for(rows: int) -> int:
-    """Return the capacity of a new buffer for so many rows: a quarter more, in whole steps."""
-    return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
-
-
-def _move_rows(buffer: mx.array, start: int, rows: mx.array) -> None:
-    buffer[..., start : start + rows.size, :] = buffer[..., start + rows, :]
-
-
-def _group_size(*head_dims: int) -> int:
-    """Return the largest group size that divides every head dimension. Raises InvalidValue if none does."""
-    for size in (64, 32):
-        if all(dim % size == 0 for dim in head_dims):
-            return size
-    raise InvalidValue(
-        f"a quantized KV cache needs head dimensions divisible by 32, this target has {head_dims}: "
-        "use it without kv_bits"
-    )
+def _references(layer: LayerCache) -> Arrays:
+    """Return what a checkpoint keeps of a layer: arrays whose rows so far will not change."""
+    if isinstance(layer, RecurrentCache):
+        return list(layer.cache)
+    return [] if layer.columns.window is None else list(layer.buffers)

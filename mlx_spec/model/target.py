@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.errors import NotRewindable
-from mlx_spec.model.caches import (
-    MAX_UNCOMMITTED,
-    AttentionCache,
-    FullCache,
-    LayerCache,
-    RecurrentCache,
-    SlidingCache,
-    make_caches,
-)
+from mlx_spec.model.caches import Caches, Checkpoint
 from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_layers_early
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.tree import (
-    TreeCacheView,
+    Tree,
     has_rowwise_ropes,
     rope_obstacle,
     tree_of,
@@ -33,17 +25,10 @@ from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
 # next turn often drops what a chat template appends to begin an answer
+MAX_CHECKPOINTS = 2  # places beside the present one: more keep old windows and states in memory
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
 
 SharedKV = Callable[[], Mapping[str, KVRows]]
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A size that `rewind` can return to even if later rows pushed earlier ones out of the caches."""
-
-    size: int
-    snapshots: list[Any]
 
 
 class LMTarget:
@@ -64,7 +49,7 @@ class LMTarget:
         self._eager = start_layers_early(decoder_of(model)["layers"])
         self.parts = parts_of(model)
         self._reset()
-        self._recurrent = any(isinstance(c, RecurrentCache) for c in self._caches)
+        self._recurrent = bool(self._caches.recurrent)
         self._reads_trees = False  # True once the model was found to read trees
         if self._needs.shared_kv and self._recurrent:
             raise NotRewindable(
@@ -72,14 +57,12 @@ class LMTarget:
             )
 
     def _reset(self) -> None:
-        self._caches = make_caches(self._model, kv_bits=self._kv_bits)
+        self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
-        self._replay = mx.array([], dtype=mx.int32)
+        self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        # Before uncommitted writes: `_replay` and the snapshots of recurrent layers.
-        self._rollback: tuple[mx.array, list[Any]] | None = None
-        self._checkpoints: list[_Checkpoint] = []
+        self._checkpoints: list[Checkpoint] = []  # that `rewind` returns to where rows are gone
         self._lent_kv: SharedKV | None = None  # while the caches are lent
 
     @property
@@ -92,46 +75,43 @@ class LMTarget:
 
     @property
     def is_recurrent(self) -> bool:
-        """Return True if its state follows one path, and rollback needs a snapshot."""
+        """Return True if its state follows one path, and rollback needs a checkpoint."""
         return self._recurrent
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the caches."""
-        return sum(array.nbytes for cache in self._caches for array in cache.arrays())
+        return sum(array.nbytes for array in self._caches.arrays())
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one token in the caches that keep every position."""
-        caches = [cache for cache in _attention(self._caches) if cache.window is None]
-        return sum(array.nbytes // array.shape[2] for cache in caches for array in cache.arrays())
+        buffers = [b for c in self._caches.attention if c.columns.window is None for b in c.buffers]
+        return sum(buffer.nbytes // buffer.shape[2] for buffer in buffers)
 
     def prefill(self, tokens: list[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits. Return its features, evaluated."""
-        self._begin()
-        rows = mx.array(tokens, dtype=mx.int32)
+        rows, points = mx.array(tokens, dtype=mx.int32), []
         early = len(tokens) - CHECKPOINT_TOKENS if self._recurrent else 0
         if early > 0:
             self._write(rows[:early])
-            self._add_checkpoint(self._size + early)
+            points.append(self._caches.checkpoint())
         self._write(rows[max(early, 0) :])
         if not self._needs.prompt:
             self._captured = []  # before they are computed
         features = self._features(len(tokens))
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
-        mx.eval([c.arrays() for c in self._caches], hidden)
+        mx.eval(self._caches.arrays(), hidden)
         self._size += len(tokens)
-        self._end()
-        self._add_checkpoint(self._size)
+        self._commit_all()
+        self._checkpoints = [*self._checkpoints, *points, self._caches.checkpoint()][-MAX_CHECKPOINTS:]
         return features
 
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
         assert self.uncommitted + tokens.size <= MAX_UNCOMMITTED, "too many uncommitted rows for the caches"
-        if not self._uncommitted:
-            if self._replay.size > MAX_REPLAY_TOKENS:
-                self._write(self._replay[:0])
-            self._begin()
+        if not self._uncommitted and self._replay.size > MAX_REPLAY_TOKENS:
+            self._write_replay()
         with self._eager.on():
             logits = self._write(tokens)
         self._uncommitted.append(tokens)
@@ -145,25 +125,28 @@ class LMTarget:
         written = self.uncommitted
         assert 0 <= keep <= written, f"commit of {keep} rows, {written} uncommitted"
         features = self._features(keep)
-        if keep < written or keep == 0:
-            self._undo(keep)
         self._size += keep
-        self._end()
+        if self._recurrent and (keep < written or not keep):
+            replay = mx.concatenate([self._replay, *self._uncommitted])[: self._replay.size + keep]
+            self._drop_passes([0], replay)
+        elif self._recurrent:
+            self._commit_all()
+        else:
+            self._drop_passes([keep], self._replay)
         return features
 
-    def lend(self, shared_kv: SharedKV) -> list[LayerCache]:
+    def lend(self, shared_kv: SharedKV) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 
         Until `reclaim`, only `record` may be called, and K and V are those that `shared_kv` returns.
         """
         assert not self._uncommitted, "caches are lent after a commit"
         if self._replay.size:
-            self._write(self._replay[:0])
-            self._end()
+            self._write_replay()
         self._lent_kv = shared_kv
         return self._caches
 
-    def reclaim(self) -> list[LayerCache]:
+    def reclaim(self) -> Caches:
         """Return the caches that were lent, to be filled again."""
         self._lent_kv = None
         return self._caches
@@ -180,9 +163,11 @@ class LMTarget:
         if (reason := rope_obstacle(layers)) or has_rowwise_ropes(layers):
             return reason
         wrap_ropes(layers)
-        empty = [tree_view(cache, tree_of((0,))) for cache in _attention(make_caches(self._model))]
+        caches = Caches.of_model(self._model)
+        caches.begin(2)
+        views = [tree_view(cache, tree_of((0,))) for cache in caches.attention]
         try:  # builds the graph and computes nothing
-            self._model(mx.zeros((1, 2), mx.int32), cache=empty)
+            self._model(mx.zeros((1, 2), mx.int32), cache=views)
         except (TypeError, ValueError) as error:
             unwrap_ropes(layers)
             return f"its model calculates with positions ({error})"
@@ -200,11 +185,8 @@ class LMTarget:
             if reason := self.refuses_trees():
                 raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
             self._reads_trees = True
-        if not start:
-            self._begin()
-        tree = tree_of(parents)
         with self._eager.on():
-            logits = self._write(tokens, [tree_view(c, tree, start) for c in _attention(self._caches)])
+            logits = self._write(tokens, tree_of(parents))
         self._uncommitted.append(tokens)
         return logits
 
@@ -212,8 +194,7 @@ class LMTarget:
         """Keep these rows of a tree, a path from row 0 on. Return the features of those kept."""
         if list(rows) != list(range(len(rows))):
             index = mx.array(list(rows))
-            for cache in _attention(self._caches):
-                cache.keep_rows(self._size, index)
+            self._caches.keep_path(index)
             self._captured = [[hidden[index] for hidden in captured] for captured in self._captured]
         return self.commit(len(rows))
 
@@ -233,92 +214,73 @@ class LMTarget:
 
     def reach(self) -> list[tuple[int, int]]:
         """Return the ranges of sizes, both ends included, that `rewind` can return to."""
-        return [(self._first_size(point), point.size) for point in self._points()]
+        places = [(self._size, self._caches.checkpoint()), *((each.size, each) for each in self._reached())]
+        return [(size if self._recurrent else place.first_size(), size) for size, place in places]
 
     def state(self) -> CacheState:
-        """Return what caches and checkpoints hold, as layer@checkpoint. There must be no uncommitted rows."""
-        points = self._points()
-        replay = cast(list[int], self._replay.tolist())
-        parts = {"all": CacheState(numbers={"sizes": [point.size for point in points], "replay": replay})}
-        for j, point in enumerate(points):
-            for i, (cache, saved) in enumerate(zip(self._caches, point.snapshots, strict=True)):
-                if j == 0 or _moves_rows(cache):
-                    parts[f"{i}@{j}"] = cache.state(saved)
+        """Return what caches and checkpoints hold, by @checkpoint. There must be no uncommitted rows."""
+        checkpoints, replay = self._reached(), cast(list[int], self._replay.tolist())
+        parts = {"all": CacheState(numbers={"size": [self._size], "replay": replay})}
+        for j, place in enumerate([self._caches.checkpoint(), *checkpoints]):
+            parts[f"@{j}"] = self._caches.state(place, newest=j == 0)
         return CacheState.join(parts)
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a target with the same model; this one is new."""
         numbers = state.part("all").numbers
-        self._size, *sizes = numbers["sizes"]
+        (self._size,) = numbers["size"]
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
-        for i, cache in enumerate(self._caches):
-            cache.restore(cache.load(state.part(f"{i}@0")))
-        for j, size in enumerate(sizes, 1):
-            snapshots = [
-                cache.load(state.part(f"{i}@{j}")) if _moves_rows(cache) else size
-                for i, cache in enumerate(self._caches)
-            ]
-            self._checkpoints.append(_Checkpoint(size, snapshots))
+        self._caches.restore(self._caches.load(state.part("@0")))
+        for j in range(1, MAX_CHECKPOINTS + 1):
+            if (part := state.part(f"@{j}")).numbers:
+                self._checkpoints.append(self._caches.load(part))
 
-    def _points(self) -> list[_Checkpoint]:
-        """Return the present place and the checkpoints before it."""
-        before = [checkpoint for checkpoint in self._checkpoints if checkpoint.size <= self._size]
-        return [_Checkpoint(self._size, [c.snapshot() for c in self._caches]), *before]
-
-    def _first_size(self, point: _Checkpoint) -> int:
-        if self._recurrent:
-            return point.size
-        places = zip(_attention(self._caches), point.snapshots, strict=True)
-        return max(cache.first_size(saved) for cache, saved in places)
+    def _reached(self) -> list[Checkpoint]:
+        """Return the checkpoints before the present place."""
+        return [each for each in self._checkpoints if each.size <= self._size]
 
     def _shorten(self, size: int) -> bool:
-        """Move the offsets of all caches back to `size` if that is exact. Return True if it is."""
-        attention = _attention(self._caches)
-        exact = all(cache.can_rewind(size) for cache in attention)
-        for cache in attention if exact else []:
-            cache.rewind(size)
-        self._size = size if exact else self._size
+        """Drop the rows from position `size` on if that is exact. Return True if it is."""
+        exact = self._caches.can_rewind(size)
+        if exact:
+            self._caches.rewind(size)
+            self._size = size
         return exact
 
-    def _return_to(self, checkpoint: _Checkpoint, size: int) -> bool:
+    def _return_to(self, checkpoint: Checkpoint, size: int) -> bool:
         """Restore the caches of a checkpoint and shorten them to `size`. Return True if that is exact."""
         if self._recurrent and checkpoint.size > size:
             return False
-        for layer, saved in zip(self._caches, checkpoint.snapshots, strict=True):
-            layer.restore(saved)
+        self._caches.restore(checkpoint)
         self._size, self._replay = checkpoint.size, self._replay[:0]
         return self._recurrent or self._shorten(min(size, checkpoint.size))
 
-    def _add_checkpoint(self, size: int) -> None:
-        self._checkpoints = [*self._checkpoints[-1:], _Checkpoint(size, [c.snapshot() for c in self._caches])]
+    def _commit_all(self) -> None:
+        """Keep all rows that the caches hold, those of `_replay` included."""
+        self._drop_passes([self._caches.uncommitted], self._replay[:0])
 
-    def _begin(self) -> None:
-        recurrent = [c.snapshot() for c in self._caches if isinstance(c, RecurrentCache)]
-        self._rollback = self._replay, recurrent
+    def _drop_passes(self, keep: list[int], replay: mx.array) -> None:
+        """Keep the first uncommitted rows of the caches, and tokens to replay."""
+        self._caches.commit(keep)
+        self._replay, self._uncommitted, self._captured = replay, [], []
 
-    def _end(self) -> None:
-        self._uncommitted, self._captured, self._rollback = [], [], None
+    def _write_replay(self) -> None:
+        """Give the tokens to replay a pass of their own, and commit it."""
+        self._write(self._replay[:0])
+        self._commit_all()
 
-    def _undo(self, keep: int) -> None:
-        if self._rollback is None:
-            return
-        replay, snapshots = self._rollback
-        size = self._size + keep
-        if self._recurrent:
-            size = self._size - replay.size
-            self._replay = mx.concatenate([replay, *self._uncommitted])[: replay.size + keep]
-        for cache in _attention(self._caches):
-            cache.rewind(size)
-        recurrent = [c for c in self._caches if isinstance(c, RecurrentCache)]
-        for layer, saved in zip(recurrent, snapshots, strict=True):
-            layer.restore(saved)
-
-    def _write(self, tokens: mx.array, views: list[TreeCacheView] | None = None) -> mx.array:
-        T, rows = tokens.size, mx.concatenate([self._replay, tokens]) if self._replay.size else tokens
-        self._replay = self._replay[:0] if self._replay.size else self._replay
-        logits: mx.array = self._model(rows[None], cache=views or self._caches)[0]
-        self._captured.append([each.outputs.pop()[0, rows.size - T :] for each in self._captures])
-        return logits[rows.size - T :] if rows.size > T else logits
+    def _write(self, tokens: mx.array, tree: Tree | None = None) -> mx.array:
+        """Write tokens; the first pass after a commit writes those of `_replay` before them."""
+        first = self._replay.size and not self._caches.uncommitted
+        rows = mx.concatenate([self._replay, tokens]) if first else tokens
+        self._caches.begin(rows.size)
+        layers: Sequence[object] = self._caches.layers
+        if tree is not None:
+            layers = [tree_view(cache, tree, self.uncommitted) for cache in self._caches.attention]
+        logits: mx.array = self._model(rows[None], cache=layers)[0]
+        before = rows.size - tokens.size
+        self._captured.append([each.outputs.pop()[0, before:] for each in self._captures])
+        return logits[before:] if before else logits
 
     def _features(self, keep: int) -> Features:
         hidden = [
@@ -331,8 +293,7 @@ class LMTarget:
         """Return K and V of the committed rows, also while others are uncommitted."""
         if self._lent_kv is not None:
             return self._lent_kv()
-        own = [c for c in self._caches if isinstance(c, FullCache | SlidingCache)]
-        return {c.attention_type: c.rows(self._size) for c in own}
+        return {cache.attention_type: cache.rows(0, self._size) for cache in self._caches.unquantized}
 
 
 def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
@@ -350,12 +311,3 @@ def features_of(needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: Share
         hidden[layers] if needs.final_hidden and hidden else None,
         shared_kv if needs.shared_kv else None,
     )
-
-
-def _attention(caches: list[LayerCache]) -> list[AttentionCache]:
-    return [cache for cache in caches if not isinstance(cache, RecurrentCache)]
-
-
-def _moves_rows(cache: LayerCache) -> bool:
-    """Return True if a checkpoint of this cache is more than a size: later writes replace its rows."""
-    return isinstance(cache, SlidingCache | RecurrentCache)

@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from mlx_spec.model.caches import AttentionCache, Packed, QuantizedCache, SlidingCache
 from mlx_spec.model.hooks import ModuleWrapper
+from mlx_spec.model.layer_caches import AttentionCache, Packed, QuantizedCache
 
 ROPE = "rope"  # attribute of mlx-lm's attention modules that holds their rotary embedding
 
@@ -134,8 +134,9 @@ class TreeCacheView:
         self._cache = cache
         self._tree = tree
         self._start = start
+        assert isinstance(cache.offset, int), "a tree is of one sequence"
         self._base = cache.offset - start
-        self._window = cache.window if isinstance(cache, SlidingCache) else None
+        self._window = cache.columns.window
         # A list, because only RowwiseRope can compute with it: any other use of positions raises.
         self.offset = [self._base + depth for depth in tree.depths[start:]]
 

@@ -11,7 +11,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.model.caches import MAX_UNCOMMITTED
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.tree import tree_of
 from mlx_spec.sampling.sampling import LogitsProcessor
 from mlx_spec.text import Text

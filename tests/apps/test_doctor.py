@@ -32,7 +32,7 @@ from mlx_spec.apps.selftest import (
     self_test,
 )
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.model.caches import FullCache, SlidingCache
+from mlx_spec.model.caches import Caches
 from mlx_spec.pair import Pair
 
 PATIENT = replace(
@@ -104,13 +104,18 @@ def test_its_certificate_can_be_shown_to_others(report):
         assert secret not in json.dumps(report)
 
 
-def keep_a_rejected_row(self: FullCache | SlidingCache, size: int) -> None:
-    """Rewind wrongly."""
-    self.offset = min(self.offset, size + 1)
+def spoil_commit(monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
+    """Let caches keep so many more rows than they are told, where one sequence drops any."""
+    commit = Caches.commit
+
+    def keep_more(self: Caches, keep: list[int]) -> None:
+        commit(self, [min(keep[0] + extra, self.uncommitted)] if len(keep) == 1 else keep)
+
+    monkeypatch.setattr(Caches, "commit", keep_more)
 
 
 def test_a_cache_that_keeps_a_rejected_row_is_reported(patient, monkeypatch, capsys):
-    monkeypatch.setattr(FullCache, "rewind", keep_a_rejected_row)
+    spoil_commit(monkeypatch, 1)
     assert main(["--quick", "--drafter", "none"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("ok     machine ") and "Traceback" not in err
@@ -122,14 +127,22 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(patient, monkeypatch, cap
 
 
 def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
-    monkeypatch.setattr(SlidingCache, "rewind", keep_a_rejected_row)
+    commit = Caches.commit
+
+    def keep_a_row(self: Caches, keep: list[int]) -> None:
+        dropped = keep[0] < self.uncommitted
+        commit(self, keep)
+        for window, columns in self._columns.items():
+            if dropped and window is not None:
+                columns.first = [columns.first[0] - 1]
+
+    monkeypatch.setattr(Caches, "commit", keep_a_row)
     broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed and SPOILED in {each.decoder for each in broken.wrong}
 
 
 def test_a_cache_that_keeps_all_rejected_rows_gives_other_tokens(monkeypatch, pair):
-    monkeypatch.setattr(FullCache, "rewind", lambda self, size: None)
-    monkeypatch.setattr(SlidingCache, "rewind", lambda self, size: None)
+    spoil_commit(monkeypatch, 100)
     broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed
     parted = [each for each in broken.wrong if each.divergence is not None]
@@ -142,10 +155,10 @@ def test_a_cache_that_keeps_all_rejected_rows_gives_other_tokens(monkeypatch, pa
 
 
 def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
-    def rewind(self, size: int) -> None:
+    def commit(self, keep: list[int]) -> None:
         raise IndexError("no such row in /home/somebody/cache.bin")
 
-    monkeypatch.setattr(FullCache, "rewind", rewind)
+    monkeypatch.setattr(Caches, "commit", commit)
     broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed
     assert {each.error for each in broken.wrong} == {"IndexError: no such row in (a file)"}

@@ -12,9 +12,9 @@ import mlx.nn as nn
 import pytest
 import tiny
 
-from mlx_spec.batch.caches import FIRST_LANES, SharedCaches
 from mlx_spec.batch.target import SharedTarget, batch_obstacle
-from mlx_spec.model.caches import MAX_UNCOMMITTED, WINDOW_SLACK, FullCache, SlidingCache
+from mlx_spec.model.caches import FIRST_LANES, Caches
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, FeatureSpec
 
@@ -158,20 +158,19 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
 
 
 def test_buffers_follow_the_lengths() -> None:
-    caches = SharedCaches()
+    caches, model = Caches(), tiny.sliding()
     for length in (1500, 20, 30, 40, 50):
-        homes = [FullCache(), SlidingCache(16)]
-        for home in homes:
-            home.update_and_fetch(*(mx.zeros((1, 1, length, 32)) for _ in range(2)))
-        caches.join(homes, length)
-    full, window = caches.attention
+        target = LMTarget(model)
+        target.prefill(tiny.prompt(length))
+        caches.join(target.lend(dict))
+    window, full = caches.attention[:2]
     assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] >= 1501
     caches.leave(0, None)
     assert full.buffers[0].shape[2] < 500
     for _ in range(600):  # the window moves
         caches.begin(1)
         for cache in caches.attention:
-            mx.eval(cache.update_and_fetch(*(mx.zeros((4, 1, 1, 32)) for _ in range(2))))
+            mx.eval(cache.update_and_fetch(*(mx.zeros((4, 2, 1, 32)) for _ in range(2))))
         caches.commit([1] * 4)
         assert window.buffers[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
         assert window.columns.is_level
@@ -182,11 +181,11 @@ def test_buffers_follow_the_lengths() -> None:
 
 def test_writes_are_in_place() -> None:
     """Lanes at different columns are written without a copy of the buffer."""
-    caches = SharedCaches()
+    caches, model = Caches(), tiny.full()
     for size in (3, 5):
-        home = FullCache()
-        home.update_and_fetch(*(mx.zeros((1, 2, size, 32)) for _ in range(2)))
-        caches.join([home], size)
+        target = LMTarget(model)
+        target.prefill(tiny.prompt(size))
+        caches.join(target.lend(dict))
     layer = caches.attention[0]
     wide = mx.zeros((2, 2, 1 << 16, 32))
     layer.buffers = [wide, wide + 1]

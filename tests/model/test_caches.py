@@ -9,28 +9,42 @@ import mlx.nn as nn
 import pytest
 import tiny
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.model.caches import (
-    MAX_UNCOMMITTED,
-    WINDOW_SLACK,
-    AttentionCache,
-    FullCache,
-    QuantizedCache,
-    SlidingCache,
-    make_caches,
-)
-from mlx_spec.model.target import LMTarget
+from mlx_spec.model.caches import Caches
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK, AttentionCache, QuantizedCache
+from mlx_spec.model.target import CHECKPOINT_TOKENS, LMTarget
 
 KINDS = ["full", "sliding", "shared", "recurrent"]
+# Caches of mlx-lm, and the bits that K and V are quantized to: that of the last layer is not.
 MAKERS = {
-    "full": FullCache,
-    "window 16": lambda: SlidingCache(16),
-    "window 300": lambda: SlidingCache(300),
-    "8 bits": lambda: QuantizedCache(8),
-    "4 bits": lambda: QuantizedCache(4),
+    "full": ([KVCache], None),
+    "window 16": ([lambda: RotatingKVCache(16)], None),
+    "window 300": ([lambda: RotatingKVCache(300)], None),
+    "8 bits": ([KVCache, KVCache], 8),
+    "4 bits": ([KVCache, KVCache], 4),
 }
+
+
+class Foreign(nn.Module):
+    """A model with caches of its own."""
+
+    def __init__(self, *caches: object) -> None:
+        super().__init__()
+        self.caches = caches
+
+    def make_cache(self) -> list[object]:
+        return list(self.caches)
+
+
+def caches_of(kind: str) -> Caches:
+    makers, bits = MAKERS[kind]
+    return Caches.of_model(Foreign(*(make() for make in makers)), bits)
+
+
+def window_of(size: int) -> Caches:
+    return Caches.of_model(Foreign(RotatingKVCache(size)))
 
 
 def rows(low: int, high: int, salt: int = 0) -> tuple[mx.array, mx.array]:
@@ -40,12 +54,16 @@ def rows(low: int, high: int, salt: int = 0) -> tuple[mx.array, mx.array]:
     return mx.sin(position * 0.37 + pattern), mx.cos(position * 0.11 + pattern)
 
 
-def append(cache: AttentionCache, low: int, high: int, salt: int = 0) -> list[mx.array]:
-    """Append positions low..high and return the arrays that attention sees."""
-    keys, values = cache.update_and_fetch(*rows(low, high, salt))
-    parts = [*keys, *values] if isinstance(keys, tuple) else [keys, values]
-    mx.eval(parts)
-    return parts
+def append(caches: Caches, low: int, high: int, salt: int = 0, keep: int | None = None) -> list[mx.array]:
+    """Write positions low..high, keep the first `keep`. Return what attention in the first layer sees."""
+    caches.begin(high - low)
+    found = []
+    for cache in caches.attention:
+        keys, values = cache.update_and_fetch(*rows(low, high, salt))
+        found.append([*keys, *values] if isinstance(keys, tuple) else [keys, values])
+    mx.eval(found)
+    caches.commit([high - low if keep is None else keep])
+    return found[0]
 
 
 def same(a: list[mx.array], b: list[mx.array]) -> bool:
@@ -55,7 +73,7 @@ def same(a: list[mx.array], b: list[mx.array]) -> bool:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_write_rewind_write_equals_write(kind: str) -> None:
     draw = random.Random(1)
-    rewound, clean = MAKERS[kind](), MAKERS[kind]()
+    rewound, clean = caches_of(kind), caches_of(kind)
     size = 0
     for step in range(250):
         if step % 60 == 59:  # a prefill chunk longer than any slack
@@ -63,45 +81,44 @@ def test_write_rewind_write_equals_write(kind: str) -> None:
         else:
             T = draw.choice([1, 1, 2, 5, 17])
             keep = draw.randint(0, T)
-        before = append(rewound, size, size + T, salt=1 if keep < T else 0)
+        before = append(rewound, size, size + T, salt=1 if keep < T else 0, keep=T if keep == T else 0)
         if keep == T:
             assert same(before, append(clean, size, size + T))
-        else:
-            rewound.rewind(size)
-            if keep:
-                assert same(append(rewound, size, size + keep), append(clean, size, size + keep))
+        elif keep:
+            assert same(append(rewound, size, size + keep), append(clean, size, size + keep))
         size += keep
-        assert rewound.offset == clean.offset == size
+        assert rewound.sizes == clean.sizes == [size]
 
 
 @pytest.mark.parametrize("window", [16, 300])
 def test_sliding_rows_are_the_last_ones_in_order(window: int) -> None:
-    cache, size = SlidingCache(window), 0
+    caches, size = window_of(window), 0
     for T in [1, 3, 40, 1, 1, 300, 2, 1] * 12:
-        keys, _ = append(cache, size, size + T)
+        keys, _ = append(caches, size, size + T)
         low = max(size - window + 1, 0)
         assert mx.array_equal(keys, rows(low, size + T)[0]).item()
         size += T
         low = max(size - window + 1, 0)
-        assert mx.array_equal(cache.rows(cache.offset).keys, rows(low, size)[0]).item()
+        assert mx.array_equal(caches.attention[0].rows(0, size).keys, rows(low, size)[0]).item()
 
 
 def test_sliding_buffers_stay_small() -> None:
-    cache = SlidingCache(16)
+    caches = window_of(16)
     for i in range(3000):
-        cache.update_and_fetch(*rows(i, i + 1))
-        mx.eval(cache.arrays())
-        assert cache.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
+        append(caches, i, i + 1)
+        assert caches.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
 
 
 @pytest.mark.parametrize("before", [0, 3, 14, 15, 16, 17, 200])
 @pytest.mark.parametrize("T", [1, 2, 5, 16, 17, 40])
 def test_sliding_mask_is_the_window(before: int, T: int) -> None:
-    cache = SlidingCache(16)
+    caches = window_of(16)
     if before:
-        append(cache, 0, before)
+        append(caches, 0, before)
+    caches.begin(T)
+    cache = caches.attention[0]
     mask = cache.make_mask(T, window_size=16)
-    seen = append(cache, before, before + T)[0].shape[2]
+    seen = cache.update_and_fetch(*rows(before, before + T))[0].shape[2]
     causal = create_causal_mask(T, before, window_size=16)
     allowed, dropped = causal[:, before + T - seen :], causal[:, : before + T - seen]
     if mask is None:
@@ -109,48 +126,65 @@ def test_sliding_mask_is_the_window(before: int, T: int) -> None:
     elif isinstance(mask, str):
         assert mask == "causal" and mx.array_equal(allowed, create_causal_mask(T, seen - T)).item()
     else:
-        assert mx.array_equal(mask, allowed).item()
+        assert mx.array_equal(mask[0, 0], allowed).item()
     assert not dropped.any().item(), "dropped rows are outside every window"
 
 
 def test_rewinding_past_the_slack_is_refused() -> None:
-    cache, size = SlidingCache(16), 0
+    caches, size = window_of(16), 0
     while size < 2000:
-        append(cache, size, size + 5)
+        append(caches, size, size + 5)
         size += 5
-    assert cache.can_rewind(size - MAX_UNCOMMITTED + 5) and not cache.can_rewind(100)
+    assert caches.can_rewind(size - MAX_UNCOMMITTED + 5) and not caches.can_rewind(100)
     with pytest.raises(AssertionError, match="are gone"):
-        cache.rewind(100)
+        caches.rewind(100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_full_layer_is_never_quantized(kind: str) -> None:
-    caches = make_caches(getattr(tiny, kind)(), kv_bits=4)
-    full = [c for c in caches if isinstance(c, FullCache | QuantizedCache)]
-    assert isinstance(full[-1], FullCache)
-    assert all(isinstance(c, QuantizedCache) for c in full[:-1])
+    caches = Caches.of_model(getattr(tiny, kind)(), kv_bits=4)
+    full = [cache for cache in caches.attention if cache.columns.window is None]
+    assert type(full[-1]) is AttentionCache
+    assert all(isinstance(cache, QuantizedCache) for cache in full[:-1])
 
 
 def test_head_dimensions_that_no_group_divides_are_refused() -> None:
+    caches = caches_of("4 bits")
+    caches.begin(1)
     with pytest.raises(InvalidValue, match="divisible by 32, this target has \\(24, 24\\)"):
-        QuantizedCache(4).update_and_fetch(mx.zeros((1, 1, 1, 24)), mx.zeros((1, 1, 1, 24)))
-
-
-class Foreign(nn.Module):
-    """A model with caches of its own."""
-
-    def __init__(self, cache: object) -> None:
-        super().__init__()
-        self.cache = cache
-
-    def make_cache(self) -> list[object]:
-        return [self.cache]
+        caches.attention[0].update_and_fetch(mx.zeros((1, 1, 1, 24)), mx.zeros((1, 1, 1, 24)))
 
 
 @pytest.mark.parametrize("cache", [ChunkedKVCache(8), RotatingKVCache(max_size=8, keep=4)])
 def test_unknown_caches_are_refused_by_name(cache: object) -> None:
     with pytest.raises(NotRewindable, match=type(cache).__name__):
-        make_caches(Foreign(cache))
+        Caches.of_model(Foreign(cache))
+
+
+def test_an_interrupted_prefill_leaves_no_checkpoint() -> None:
+    """Its rows are taken back, so nothing may return to them later."""
+    target, prompt = LMTarget(tiny.recurrent()), tiny.prompt(90)
+    target.prefill(prompt[:40])
+    write = target._write
+
+    def broken(tokens: mx.array) -> mx.array:
+        logits = write(tokens)
+        if tokens.size == CHECKPOINT_TOKENS:
+            raise KeyboardInterrupt
+        return logits
+
+    target._write = broken
+    with pytest.raises(KeyboardInterrupt):
+        target.prefill(prompt[40:])
+    target._write = write
+    target.commit(0)
+    other = tiny.prompt(60, seed=7)
+    target.prefill(other)
+    kept = target.rewind(70)
+    fresh = LMTarget(tiny.recurrent())
+    fresh.prefill((prompt[:40] + other)[:kept] + other[:5])
+    target.prefill(other[:5])
+    assert_same_logits(target, fresh, 3)
 
 
 def assert_same_logits(target: LMTarget, fresh: LMTarget, token: int) -> None:

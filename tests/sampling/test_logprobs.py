@@ -17,7 +17,7 @@ from grammars import byte_text
 from lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
 from mlx_spec import engine
-from mlx_spec.model.caches import MAX_UNCOMMITTED
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling

@@ -1,0 +1,283 @@
+"""The cache of one layer of a target, for one sequence or several: K and V, or a recurrent state.
+
+Attention layers have buffers [lanes, H, columns, D]. Every sequence has a lane and an end of its own. A pass
+writes T rows after the end of each; shorter blocks are padded. Padding lies after all rows that its lane's
+queries see, and the next pass overwrites it. So there is no mask for padding, and rollback is a number:
+nothing is copied. Attention reads rows in the order of the text, whatever mix of single steps, blocks and
+rollbacks came before, so the sums are those of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.types import KVRows
+
+MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
+WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of the buffers
+CAPACITY_STEP = 256  # rows; buffers grow in whole steps
+
+Mask = mx.array | str | None
+Packed = tuple[mx.array, mx.array, mx.array]  # quantized rows: packed weights, scales, biases
+
+
+class Columns:
+    """The place of every lane in the buffers of all layers with the same window.
+
+    Column c of lane i holds position `first[i] + c`. In full attention all `first` are 0. A window moves
+    along the text, and short sequences may begin after column 0, so that all windows lie side by side.
+    """
+
+    def __init__(self, window: int | None, lanes: int) -> None:
+        self.window = window
+        self.lanes = lanes  # of the buffers; the first ones are in use
+        self.count = 0  # columns of the buffers
+        self.first: list[int] = []
+        self.oldest: list[int] = []  # the first position that a lane holds
+
+    def end_column(self, size: int, sizes: Sequence[int]) -> int:
+        """Return the column at which a sequence of `size` tokens should end beside others."""
+        if self.window is None:
+            return size
+        kept = min(size, self.window - 1 + MAX_UNCOMMITTED)
+        return max([kept, *(other - first for other, first in zip(sizes, self.first, strict=True))])
+
+    def plan(self, ends: Sequence[int], T: int) -> tuple[list[int], int]:
+        """Return `first` and the number of columns for T rows after the `ends` of the lanes."""
+        first = self.first
+        need = max(end - f for end, f in zip(ends, first, strict=True)) + T
+        if need <= self.count:
+            return first, self.count
+        if self.window is None:
+            return first, capacity_for(need)
+        kept = min(max(ends), self.window - 1 + MAX_UNCOMMITTED)
+        return [end - kept for end in ends], kept + T + WINDOW_SLACK
+
+    def begin(self, ends: Sequence[int], T: int) -> None:
+        """Set what the layers need for a pass of T rows after the `ends` of the lanes."""
+        self.rows, self.T = len(ends), T
+        self.starts = [end - first for end, first in zip(ends, self.first, strict=True)]
+        visible = [self.oldest_visible(end) - f for end, f in zip(ends, self.first, strict=True)]
+        self.low, self.high = min(visible), max(self.starts) + T
+        self.is_level = len(set(self.starts)) == 1  # one slice takes the rows of all lanes
+        self._is_even = self.is_level and len(set(visible)) == 1  # all lanes need the same mask
+        self._masks: dict[int | None, mx.array] = {}
+        self._places: dict[int, mx.array] = {}
+
+    def oldest_visible(self, position: int) -> int:
+        """Return the first position that the query at a position sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    def visible(self, lane: int, size: int) -> tuple[slice, slice, slice]:
+        """Return the index of the rows in one lane that the query at position `size` sees."""
+        first = self.first[lane]
+        return slice(lane, lane + 1), slice(None), slice(self.oldest_visible(size) - first, size - first)
+
+    def mask(self, T: int, window: int | None, return_array: bool) -> Mask:
+        """Return the mask of T queries a lane over the columns low to high: bool, or "causal", or None."""
+        window = window or self.window
+        crosses = window is not None and self.high - self.low > window
+        if self._is_even and not crosses and not return_array:
+            return None if T == 1 else "causal"
+        if window not in self._masks:
+            column = mx.arange(self.low, self.high, dtype=mx.int32)
+            query = mx.array(self.starts, dtype=mx.int32)[:, None] + mx.arange(T, dtype=mx.int32)  # [B, T]
+            begin = -mx.array(self.first, dtype=mx.int32)[:, None]  # column of position 0
+            oldest = begin if window is None else mx.maximum(query - (window - 1), begin)
+            seen = (column <= query[..., None]) & (column >= oldest[..., None])
+            self._masks[window] = seen[:, None]  # [B, 1, T, high - low]
+        return self._masks[window]
+
+    def places(self, heads: int) -> mx.array:
+        """Return the index of the rows [B, H, T] of a pass in buffers [lanes * H * columns, D]."""
+        if heads not in self._places:
+            column = mx.array(self.starts, dtype=mx.int32)[:, None] + mx.arange(self.T, dtype=mx.int32)
+            begin = mx.arange(self.rows * heads, dtype=mx.int32).reshape(self.rows, heads, 1) * self.count
+            self._places[heads] = (begin + column[:, None]).reshape(-1, 1)
+        return self._places[heads]
+
+
+class AttentionCache:
+    """K and V of one attention layer. It has what unmodified mlx-lm models use of a cache.
+
+    `offset` is an int where all sequences have one length, else an array [B], as in mlx-lm's own batches.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self.offset: int | mx.array = 0
+        self.buffers: list[mx.array] = []  # keys and values [lanes, H, columns, D]; none before any row
+
+    @property
+    def attention_type(self) -> str:
+        """Return the name of its attention in configurations."""
+        return "full_attention" if self.columns.window is None else "sliding_attention"
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array] | tuple[Packed, Packed]:
+        """Write [B, H, T, D] and return the columns that the lanes see."""
+        self._write([keys, values])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return the columns of the last `update_and_fetch`. mlx-lm's KV-shared layers call this."""
+        keys, values = self._fetch()
+        return keys, values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """Return the mask of N queries a lane over the columns that `update_and_fetch` will return."""
+        return self.columns.mask(N, window_size, return_array)
+
+    def rows(self, lane: int, size: int) -> KVRows:
+        """Return the rows of one lane that the query at position `size` sees."""
+        keys, values = (buffer[self.columns.visible(lane, size)] for buffer in self.buffers)
+        return KVRows(keys, values)
+
+    def keep_rows(self, start: int, rows: mx.array) -> None:
+        """Move the rows at positions `start + rows` of the first lane to `start`."""
+        start -= self.columns.first[0]
+        for buffer in self.buffers:
+            buffer[:1, :, start : start + rows.size] = buffer[:1, :, start + rows]
+
+    def _write(self, parts: Sequence[mx.array]) -> None:
+        """Write rows [B, H, T, D], one part for each buffer, in place."""
+        at = self.columns
+        if not self.buffers:
+            self.buffers = [_zeros(part, at) for part in parts]
+        for i, rows in enumerate(parts):
+            if at.is_level:
+                self.buffers[i][: at.rows, :, at.starts[0] : at.starts[0] + at.T] = rows
+                continue
+            shape = self.buffers[i].shape
+            flat = self.buffers[i].reshape(-1, shape[-1])  # no other reference is left: written in place
+            places, rows = at.places(shape[1]), rows.reshape(-1, shape[-1])
+            self.buffers[i] = mx.put_along_axis(flat, places, rows, axis=0).reshape(shape)
+
+    def _fetch(self) -> list[mx.array]:
+        """Return the columns that the lanes see, of all buffers."""
+        at = self.columns
+        return [buffer[: at.rows, :, at.low : at.high] for buffer in self.buffers]
+
+    def rearrange(self, lanes: int, count: int, first: Sequence[int], ends: Sequence[int]) -> None:
+        """Make new buffers in which column 0 of each lane holds the position `first`."""
+        old = self.columns
+        for i, buffer in enumerate(self.buffers):
+            made = mx.zeros((lanes, buffer.shape[1], count, buffer.shape[3]), buffer.dtype)
+            for lane, (begin, end) in enumerate(zip(first, ends, strict=True)):
+                low = max(begin, old.oldest[lane])
+                source = buffer[lane, :, low - old.first[lane] : end - old.first[lane]]
+                made[lane, :, low - begin : end - begin] = source
+            self.buffers[i] = made
+
+    def join(self, lone: AttentionCache, lane: int, size: int) -> None:
+        """Move the rows of a cache of one sequence to a free lane."""
+        at, its_first = self.columns, lone.columns.first[0]
+        if not self.buffers:
+            self.buffers = [_zeros(buffer, at) for buffer in lone.buffers]
+        low, first = at.oldest[lane], at.first[lane]
+        for mine, its in zip(self.buffers, lone.buffers, strict=True):
+            held = its[0, :, low - its_first : size - its_first]
+            mine[lane, :, low - first : size - first] = held
+        lone.buffers = []
+
+    def copy(self, lone: AttentionCache, lane: int, size: int) -> None:
+        """Copy the rows of a lane to the cache of one sequence."""
+        low, first = self.columns.oldest[lane], self.columns.first[lane]
+        rows = (slice(lane, lane + 1), slice(None), slice(low - first, size - first))
+        lone.buffers = [mx.contiguous(buffer[rows]) for buffer in self.buffers]
+
+    def fill(self, lane: int, last: int, end: int) -> None:
+        """Copy lane `last` to `lane`, up to column `end`."""
+        low = self.columns.oldest[last] - self.columns.first[last]
+        for buffer in self.buffers:
+            buffer[lane, :, low:end] = buffer[last, :, low:end]
+
+
+class QuantizedCache(AttentionCache):
+    """K and V of one layer, each as packed weights, scales and biases; rows are quantized one by one."""
+
+    def __init__(self, columns: Columns, bits: int) -> None:
+        super().__init__(columns)
+        self.bits = bits  # mlx-lm's attention reads `bits` and `group_size`
+        self.group_size = 64
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        """Write [B, H, T, D] and return the columns that the lanes see, packed."""
+        self.group_size = _group_size(keys.shape[-1], values.shape[-1])
+        parts = [mx.quantize(rows, group_size=self.group_size, bits=self.bits) for rows in (keys, values)]
+        self._write([array for packed in parts for array in packed])
+        k, k_scales, k_biases, v, v_scales, v_biases = self._fetch()
+        return (k, k_scales, k_biases), (v, v_scales, v_biases)
+
+
+class RecurrentCache(ArraysCache):
+    """The state arrays [B, ...] of one recurrent layer: delta nets, convolutions, Mamba.
+
+    A running state cannot be shortened. Models replace its arrays and never write into them, so a saved
+    state is a list of references. Whoever dropped rows feeds the kept ones again.
+    """
+
+    def __init__(self, arrays: int) -> None:
+        super().__init__(arrays)
+        self.restore([None] * arrays)
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays after the last pass; none before any row."""
+        state: Any = self.cache
+        return [array for array in state if array is not None]
+
+    def restore(self, saved: Sequence[mx.array | None]) -> None:
+        """Return to a state, which is committed."""
+        state: Any = list(saved)  # the base class has no types
+        self.cache = state
+        self._committed = list(saved)
+
+    def settle(self, keep: bool) -> None:
+        """Commit the last pass, or return to the state before it."""
+        self.restore(self.cache if keep else self._committed)
+
+    def join(self, lone: RecurrentCache) -> None:
+        """Append a sequence."""
+        pairs = zip(self.arrays(), lone.arrays(), strict=True)
+        self.restore([mx.concatenate(list(pair)) for pair in pairs] if self.arrays() else lone.arrays())
+
+    def copy(self, lone: RecurrentCache, lane: int) -> None:
+        """Give the cache of one sequence the committed state of a lane."""
+        lone.restore([None if state is None else state[lane : lane + 1] for state in self._committed])
+
+    def keep(self, lanes: Sequence[int]) -> None:
+        """Keep these lanes in this order, after the last pass and before it."""
+        order, committed = mx.array(list(lanes), dtype=mx.int32), self._committed
+        self.restore([state[order] for state in self.arrays()])
+        self._committed = [None if state is None else state[order] for state in committed]
+
+
+LayerCache = AttentionCache | RecurrentCache
+
+
+def capacity_for(rows: int) -> int:
+    """Return the capacity of a new buffer for so many rows: a quarter more, in whole steps."""
+    return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def _zeros(like: mx.array, at: Columns) -> mx.array:
+    """Return a buffer for rows of this shape."""
+    _, heads, _, width = like.shape
+    return mx.zeros((at.lanes, heads, at.count, width), like.dtype)
+
+
+def _group_size(*head_dims: int) -> int:
+    """Return the largest group size that divides every head dimension. Raises InvalidValue if none does."""
+    for size in (64, 32):
+        if all(dim % size == 0 for dim in head_dims):
+            return size
+    raise InvalidValue(
+        f"a quantized KV cache needs head dimensions divisible by 32, this target has {head_dims}: "
+        "use it without kv_bits"
+    )
