@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,7 +31,6 @@ from mlx_spec.errors import InvalidValue
 from . import (
     anthropic_messages,
     infill,
-    log,
     ollama_models,
     openai_chat,
     openai_completions,
@@ -36,11 +38,11 @@ from . import (
     stored_responses,
 )
 from .engine_thread import EngineThread
-from .errors import unknown_model
+from .errors import LOG, unknown_model
 from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
 from .models import Loader, ModelCard, check_exists, load_served
-from .security import BodyGuard, HostGuard, KeyGuard, OriginGuard
+from .security import Guards
 from .settings import CANNOT_LISTEN, Settings
 
 BACKLOG = 128  # connections that wait to be accepted
@@ -48,6 +50,9 @@ RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
 CLOSE_POLL_S = 0.02  # between two checks whether it has
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
+LOGGERS = (LOG.name, "uvicorn.error")
+MAX_FRAMES = 6  # innermost places of an exception that are named; the outer ones are always the same
+
 APIS = {
     "/v1/chat/completions": openai_chat.API,
     "/v1/completions": openai_completions.API,
@@ -91,11 +96,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     app.include_router(page.router())
     add_error_handlers(app)
     app.add_middleware(LastResort)
-    app.add_middleware(BodyGuard, max_bytes=settings.limits.body_bytes)
-    if settings.api_key is not None:
-        app.add_middleware(KeyGuard, key=settings.api_key)
-    app.add_middleware(OriginGuard, settings=settings)
-    app.add_middleware(HostGuard, settings=settings)
+    app.add_middleware(Guards, settings=settings)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(RequestCounter, metrics=metrics, paths=paths)  # the last one added is the outermost
     return app
@@ -161,7 +162,7 @@ async def _close(engine: EngineThread) -> None:
         if not closing.is_alive():
             return
         await asyncio.sleep(CLOSE_POLL_S)
-    log.LOG.warning("the engine is still busy: leaving it")
+    LOG.warning("the engine is still busy: leaving it")
 
 
 # --- the process
@@ -176,7 +177,7 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     for model in settings.models:
         check_exists(model)
     listener = _bind(settings.host, settings.port)
-    log.configure(settings.log_file)
+    _configure_log(settings.log_file)
     engine = EngineThread(settings, loader)
     server = Server(settings, engine)
     names = ", ".join(model.name for model in settings.models)
@@ -254,3 +255,33 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(host: str, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# --- the log
+
+
+class DiscreetFormatter(logging.Formatter):
+    """Write the type of an exception and where it was raised; its text may quote a request."""
+
+    def formatException(self, ei: Any) -> str:
+        """Return one line."""
+        kind, _, trace = ei
+        frames = traceback.extract_tb(trace)[-MAX_FRAMES:]
+        places = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+        return f"{kind.__name__ if kind else 'no exception'} at {places}"
+
+
+def _configure_log(file: Path | None) -> None:
+    """Send the log to a file, or its warnings to stderr. Raises InvalidValue for a bad file."""
+    handler: logging.Handler
+    try:
+        handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
+    except OSError as error:
+        raise InvalidValue(f"the log file {file} cannot be written: {error.strerror}") from error
+    prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
+    handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.WARNING if file is None or name != LOG.name else logging.INFO)

@@ -20,9 +20,8 @@ import mlx.core as mx
 
 from mlx_spec.grammar.sandbox import SANDBOX
 
-from .errors import queue_full, to_failure, unavailable
+from .errors import LOG, queue_full, to_failure, unavailable
 from .generation import PreparedRequest, RunningRequest, prepare, prompt_tokens
-from .log import LOG
 from .models import Loader, ModelCard, Models, load_served
 from .request import Event, Failed, GenerationRequest
 from .settings import Settings

@@ -1,13 +1,13 @@
-"""Failures of requests, and the error objects of both dialects: OpenAI's and Anthropic's."""
+"""Failures of requests, the error objects of both dialects (OpenAI's and Anthropic's), and the log."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from mlx_spec.errors import SpecError
 
-from .log import LOG
-
+LOG = logging.getLogger("mlx_spec.server")  # ids, counts and places in the code, but no text of a request
 MAX_NAME_CHARS = 200  # characters of a name that the client made up; longer ones are not sent back whole
 ANTHROPIC_OVERLOADED = 529  # Anthropic's status for what OpenAI's clients get as 503
 ANTHROPIC_TYPES = {

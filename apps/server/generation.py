@@ -30,8 +30,7 @@ from mlx_spec.text.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
-from .errors import invalid, unsupported
-from .log import LOG
+from .errors import LOG, invalid, unsupported
 from .models import GrammarCache, LoadedModel
 from .prefix_cache import Snapshot
 from .request import (

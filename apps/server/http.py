@@ -22,8 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import Failure, anthropic_body, anthropic_status, hung_up, internal_error
-from .log import LOG
+from .errors import LOG, Failure, anthropic_body, anthropic_status, hung_up, internal_error
 from .metrics import CountedEngine
 from .parameters import check_unknown
 from .parsing import check_limits, read_body

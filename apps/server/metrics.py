@@ -17,8 +17,7 @@ from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
 from .engine_thread import EngineThread, Job, Status
-from .errors import Failure
-from .log import LOG
+from .errors import LOG, Failure
 from .request import Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds

@@ -33,8 +33,7 @@ from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
 from mlx_spec.text import Text, read_text
 
-from .errors import Failure, unavailable, unknown_model
-from .log import LOG
+from .errors import LOG, Failure, unavailable, unknown_model
 from .prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
 from .settings import ServedModel, Settings
 

@@ -15,8 +15,7 @@ from pydantic import ConfigDict, Field
 
 from mlx_spec.sampling import Sampling
 
-from .errors import invalid, unsupported
-from .log import LOG
+from .errors import LOG, invalid, unsupported
 from .parsing import MAX_SHOWN_CHARS, Fields, make_sampling
 from .request import OutputFormat
 

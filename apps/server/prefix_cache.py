@@ -37,7 +37,7 @@ from mlx_spec.model.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.pair import CALIBRATION_TEXT, Pair
 from mlx_spec.types import CacheState
 
-from .log import LOG
+from .errors import LOG
 
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 

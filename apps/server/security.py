@@ -28,8 +28,11 @@ ANY_ORIGIN = "*"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{0,1024}")
 
 
-class HostGuard:
-    """Refuse requests to foreign host names: a web page may rebind its own name to us (DNS rebinding)."""
+class Guards:
+    """ASGI middleware: refuse what is not for us, in the order of the checks below.
+
+    The name of the host comes first: a web page may rebind its own name to us (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
@@ -37,89 +40,29 @@ class HostGuard:
         own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
         names = (*LOOPBACK_NAMES, settings.host, *settings.hosts, *own)
         self._names = frozenset(name.lower().rstrip(".") for name in names)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on or refuse it."""
-        if scope["type"] != "http" or self._allows(Headers(scope=scope).get("host", "")):
-            await self._app(scope, receive, send)
-            return
-        message = "the server does not go by this name: start it with --allow-host NAME"
-        failure = Failure(403, message, type="permission_error", code="host_not_allowed")
-        await error_response(scope["path"], failure)(scope, receive, send)
-
-    def _allows(self, host: str) -> bool:
-        name = (_name_and_port(f"http://{host}") or ("", 0))[0].rstrip(".")
-        return name in self._names or (self._is_public and _is_address(name))  # no address can be rebound
-
-
-class OriginGuard:
-    """Refuse requests of web pages, except our own and those of origins that the settings allow."""
-
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
         self._origins = frozenset(map(normal_origin, settings.origins)) - {""}
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._max_bytes = settings.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, refuse it, or answer a preflight."""
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        origin = headers.get("origin")
-        if origin is None or _is_own(origin, headers.get("host", "")):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if ANY_ORIGIN not in self._origins and normal_origin(origin) not in self._origins:
-            message = "pages of this origin may not use the server: start it with --cors-origin ORIGIN"
-            failure = Failure(403, message, type="permission_error", code="origin_not_allowed")
-            await error_response(scope["path"], failure)(scope, receive, send)
-            return
-        shown = ANY_ORIGIN if ANY_ORIGIN in self._origins else origin
-        allowed = {"access-control-allow-origin": shown, "vary": "Origin"}
-        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-            await Response(status_code=204, headers=allowed | _preflight(headers))(scope, receive, send)
-            return
-
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(allowed)
-            await send(message)
-
-        await self._app(scope, receive, marked)
-
-
-class KeyGuard:
-    """Refuse requests without the key, as `Authorization: Bearer` or `x-api-key`."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on or refuse it."""
-        if scope["type"] != "http" or _is_open(scope) or self._has_key(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
-        message = "the API key is missing or wrong: send it as a Bearer token or as x-api-key"
-        failure = Failure(401, message, type="authentication_error", code="invalid_api_key")
-        await error_response(scope["path"], failure)(scope, receive, send)
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
-        matches = [secrets.compare_digest(one.encode(), self._key) for one in given]
-        return any(matches)
-
-
-class BodyGuard:
-    """Refuse bodies that are too large; one whose length is known is not even read."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; a reader of too large a body gets a Failure."""
-        failure = Failure(413, f"the body has more than {self._max_bytes} bytes", code="body_too_large")
-        length = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
-        if length.isdecimal() and int(length) > self._max_bytes:
+        headers = Headers(scope=scope)
+        try:
+            self._check_host(headers)
+            if allowed := self._foreign_origin(headers):
+                send = _marked(send, allowed)
+                if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                    await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
+                    return
+            if not _is_open(scope):
+                self._check_key(headers)
+            length = headers.get("content-length", "")
+            if length.isdecimal():  # a body that is too large is not even read
+                self._check_size(int(length))
+        except Failure as failure:
             await error_response(scope["path"], failure)(scope, receive, send)
             return
         read = 0
@@ -128,11 +71,54 @@ class BodyGuard:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._max_bytes:
-                raise failure
+            self._check_size(read)
             return message
 
         await self._app(scope, limited, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        name = (_name_and_port(f"http://{headers.get('host', '')}") or ("", 0))[0].rstrip(".")
+        if name in self._names or (self._is_public and _is_address(name)):  # no address can be rebound
+            return
+        message = "the server does not go by this name: start it with --allow-host NAME"
+        raise Failure(403, message, type="permission_error", code="host_not_allowed")
+
+    def _foreign_origin(self, headers: Headers) -> dict[str, str]:
+        """Return the headers that let a foreign page read the response; none for our own page."""
+        origin = headers.get("origin")
+        if origin is None or _is_own(origin, headers.get("host", "")):
+            return {}
+        if ANY_ORIGIN not in self._origins and normal_origin(origin) not in self._origins:
+            message = "pages of this origin may not use the server: start it with --cors-origin ORIGIN"
+            raise Failure(403, message, type="permission_error", code="origin_not_allowed")
+        shown = ANY_ORIGIN if ANY_ORIGIN in self._origins else origin
+        return {"access-control-allow-origin": shown, "vary": "Origin"}
+
+    def _check_key(self, headers: Headers) -> None:
+        """Look for the key as `Authorization: Bearer` or `x-api-key`."""
+        if self._key is None:
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        matches = [secrets.compare_digest(one.encode(), self._key) for one in given]
+        if not any(matches):
+            message = "the API key is missing or wrong: send it as a Bearer token or as x-api-key"
+            raise Failure(401, message, type="authentication_error", code="invalid_api_key")
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise Failure(413, f"the body has more than {self._max_bytes} bytes", code="body_too_large")
+
+
+def _marked(send: Send, headers: dict[str, str]) -> Send:
+    """Return a `send` that adds headers to the response."""
+
+    async def marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(headers)
+        await send(message)
+
+    return marked
 
 
 def normal_origin(origin: str) -> str:

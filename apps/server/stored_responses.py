@@ -24,9 +24,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_spec.errors import InvalidValue
 
-from .errors import MAX_NAME_CHARS, Failure, invalid, unsupported
+from .errors import LOG, MAX_NAME_CHARS, Failure, invalid, unsupported
 from .http import Json
-from .log import LOG
 from .parsing import ContentPart, Fields, Parts
 
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
