@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from . import parsing
 from .errors import Failure, anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
-from .parameters import SharedFields, leave_out_tool, parse_constraint, parse_sampling, parse_stop_tokens
+from .parameters import SharedFields, leave_out_tool, start_request
 from .parsing import Fields
 from .request import (
     Chat,
@@ -175,15 +176,10 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
         raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
-    return GenerationRequest(
-        model=model,
-        prompt=_parse_chat(body),
-        sampling=parse_sampling(body),
+    return replace(
+        start_request(body, model, _parse_chat(body), _parse_format(body)),
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences or ())),
-        stop_tokens=parse_stop_tokens(body),
-        ignore_eos=bool(body.ignore_eos),
-        format=parse_constraint(body, _parse_format(body)),
     )
 
 

@@ -30,7 +30,6 @@ from mlx_spec.errors import InvalidValue
 
 from . import (
     anthropic_messages,
-    infill,
     ollama_models,
     openai_chat,
     openai_completions,
@@ -57,7 +56,7 @@ APIS = {
     "/v1/chat/completions": openai_chat.API,
     "/v1/completions": openai_completions.API,
     "/v1/messages": anthropic_messages.API,
-    "/infill": infill.API,
+    "/infill": openai_completions.INFILL_API,
 }
 
 

@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ from .errors import invalid, unsupported
 from .http import JSON_LINES, Api, Json, json_line
 from .models import ModelCard
 from .openai_chat import ToolField, parse_tool
-from .parameters import HARMLESS, SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
+from .parameters import HARMLESS, SharedFields, start_request
 from .parsing import MAX_SHOWN_CHARS, Fields
 from .request import (
     Chat,
@@ -155,16 +156,11 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
             why = REFUSED.get(name, "Ollama's API has no such field, or not for text")
             raise unsupported(f"{name[:MAX_SHOWN_CHARS]}: is not supported: {why}", name)
     options = body.options
-    return GenerationRequest(
-        model=model,
-        prompt=_prompt(body, _thinks(body, model, engine)),
-        sampling=parse_sampling(options),
+    return replace(
+        start_request(options, model, _prompt(body, _thinks(body, model, engine)), _format(body.format)),
         max_tokens=_limit(options.num_predict),
         stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
-        stop_tokens=parse_stop_tokens(options),
-        ignore_eos=bool(options.ignore_eos),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        format=parse_constraint(options, _format(body.format)),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
         keep_alive=parse_duration(body.keep_alive),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,18 +13,7 @@ from mlx_spec.types import TokenLogprob
 from . import parsing
 from .errors import invalid, unsupported
 from .http import Api, Json
-from .openai_common import (
-    ChunkWriter,
-    CompletionBody,
-    check_options,
-    parse_format,
-    parse_max_tokens,
-    parse_n,
-    parse_prediction,
-    parse_progress,
-    parse_stop,
-)
-from .parameters import parse_sampling, parse_stop_tokens
+from .openai_common import ChunkWriter, CompletionBody, parse_request
 from .parsing import Fields, Parts
 from .request import (
     Chat,
@@ -134,22 +124,9 @@ class ChatBody(CompletionBody):
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    check_options(body)
     _check_supported(body)
-    return GenerationRequest(
-        model=model,
-        prompt=Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body)),
-        sampling=parse_sampling(body),
-        max_tokens=parse_max_tokens(body, 1),
-        stop=parse_stop(body),
-        stop_tokens=parse_stop_tokens(body),
-        ignore_eos=bool(body.ignore_eos),
-        n=parse_n(body),
-        top_logprobs=_parse_logprobs(body),
-        format=parse_format(body),
-        prediction=parse_prediction(body),
-        progress=parse_progress(body),
-    )
+    chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
+    return replace(parse_request(body, model, chat), top_logprobs=_parse_logprobs(body))
 
 
 def _check_supported(body: ChatBody) -> None:

@@ -16,15 +16,18 @@ from mlx_spec import __version__
 
 from .errors import invalid, missing, unsupported
 from .http import Json, data_event
-from .parameters import SharedFields, parse_constraint
-from .parsing import MAX_SHOWN_CHARS, Fields, Parts, part_texts
+from .parameters import SharedFields, start_request
+from .parsing import MAX_SHOWN_CHARS, Fields, Parts, part_texts, required
 from .request import (
+    Chat,
     ChoiceEnded,
     Event,
     Failed,
     Finished,
+    GenerationRequest,
     OutputFormat,
     PromptProgress,
+    RawPrompts,
     RoundDone,
     TextDelta,
     Usage,
@@ -99,14 +102,32 @@ class CompletionBody(SharedFields):
     prompt_cache_options: dict[str, Any] | None = None
 
 
-def check_options(body: CompletionBody) -> None:
-    """Raise Failure (400) for options that do not go together."""
+def parse_request(
+    body: CompletionBody, model: str, prompt: Chat | RawPrompts, least: int = 1
+) -> GenerationRequest:
+    """Return a request with the fields of all these routes. Raises Failure (400).
+
+    `least` is the smallest limit of tokens that is allowed.
+    """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
+    n, stop = 1 if body.n is None else body.n, body.stop or []
+    if n < 1:
+        raise invalid(f"n: {n} choices, the least is 1", "n")
+    if "" in stop:
+        raise invalid("stop: an empty string ends every answer: leave it out", "stop")
+    return replace(
+        start_request(body, model, prompt, _response_format(body.response_format)),
+        max_tokens=_max_tokens(body, least),
+        stop=tuple(dict.fromkeys(stop)),
+        n=n,
+        prediction=_prediction(body.prediction),
+        progress=body.stream_options is not None and bool(body.stream_options.include_draft),
+    )
 
 
-def parse_max_tokens(body: CompletionBody, least: int) -> int | None:
-    """Return the limit of a choice, the smallest of those given. Raises Failure (400)."""
+def _max_tokens(body: CompletionBody, least: int) -> int | None:
+    """Return the limit of a choice, the smallest of those given."""
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
     others = {
         "max_new_tokens": body.max_new_tokens,
@@ -121,33 +142,8 @@ def parse_max_tokens(body: CompletionBody, least: int) -> int | None:
     return min(given.values(), default=None)
 
 
-def parse_stop(body: CompletionBody) -> tuple[str, ...]:
-    """Return the stop strings. Raises Failure (400)."""
-    stop = body.stop or []
-    if "" in stop:
-        raise invalid("stop: an empty string ends every answer: leave it out", "stop")
-    return tuple(dict.fromkeys(stop))
-
-
-def parse_progress(body: CompletionBody) -> bool:
-    """Return True if the stream reports how much of the prompt has been read."""
-    return body.stream_options is not None and bool(body.stream_options.include_draft)
-
-
-def parse_n(body: CompletionBody) -> int:
-    """Return the number of choices for each prompt. Raises Failure (400)."""
-    n = 1 if body.n is None else body.n
-    if n < 1:
-        raise invalid(f"n: {n} choices, the least is 1", "n")
-    return n
-
-
-def parse_format(body: CompletionBody) -> OutputFormat | None:
-    """Return the form of the answer. Raises Failure (400)."""
-    return parse_constraint(body, _response_format(body.response_format, "response_format"))
-
-
-def _response_format(given: ResponseFormat | None, field: str) -> OutputFormat | None:
+def _response_format(given: ResponseFormat | None) -> OutputFormat | None:
+    field = "response_format"
     match given:
         case None | ResponseFormat(type="text"):
             return None
@@ -171,15 +167,13 @@ def _response_format(given: ResponseFormat | None, field: str) -> OutputFormat |
     raise unsupported(f"{field}.type: {shown!r} is not one of {known}", f"{field}.type")
 
 
-def parse_prediction(body: CompletionBody) -> str | None:
-    """Return the text that is expected. Raises Failure (400)."""
-    if body.prediction is None:
+def _prediction(given: PredictionField | None) -> str | None:
+    if given is None:
         return None
-    if body.prediction.type != "content":
+    if given.type != "content":
         raise unsupported("prediction.type: only 'content' is supported", "prediction.type")
-    if body.prediction.content is None:
-        raise missing("prediction.content")
-    return "".join(part_texts(body.prediction.content, "prediction.content")) or None
+    content = required(given.content, "prediction.content")
+    return "".join(part_texts(content, "prediction.content")) or None
 
 
 # --- answers

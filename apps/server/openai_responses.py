@@ -7,6 +7,7 @@ import binascii
 import json
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from pydantic import BeforeValidator, Field
 from . import parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parameters import SharedFields, parse_constraint, parse_sampling, parse_stop_tokens
+from .parameters import SharedFields, start_request
 from .parsing import ContentPart, Fields
 from .request import (
     Chat,
@@ -134,20 +135,16 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     _check_supported(body)
     effort = body.reasoning.effort if body.reasoning else None
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
-    return GenerationRequest(
-        model=model,
-        prompt=Chat(
-            messages=_parse_messages(body, store.previous(body.previous_response_id)),
-            tools=parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
-            thinking=effort not in parsing.NO_THINKING,
-            variables={} if effort is None else {"reasoning_effort": effort},
-        ),
-        sampling=parse_sampling(body),
+    chat = Chat(
+        messages=_parse_messages(body, store.previous(body.previous_response_id)),
+        tools=parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
+        thinking=effort not in parsing.NO_THINKING,
+        variables={} if effort is None else {"reasoning_effort": effort},
+    )
+    return replace(
+        start_request(body, model, chat, _parse_format(body.text)),
         max_tokens=body.max_output_tokens,
-        stop_tokens=parse_stop_tokens(body),
-        ignore_eos=bool(body.ignore_eos),
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
-        format=parse_constraint(body, _parse_format(body.text)),
         prompt_param="input",
     )
 

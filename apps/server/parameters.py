@@ -13,15 +13,17 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
 from .errors import LOG, invalid, unsupported
-from .parsing import MAX_SHOWN_CHARS, Fields, make_sampling
-from .request import OutputFormat
+from .parsing import MAX_SHOWN_CHARS, Fields
+from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
+SAMPLING = set("temperature top_p top_k min_p presence_penalty frequency_penalty seed min_tokens".split())
 MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
 
 # The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.
@@ -121,32 +123,40 @@ class SharedFields(Fields):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
 
 
-def parse_sampling(body: SharedFields) -> Sampling:
-    """Return how to choose tokens. Raises Failure (400)."""
+def start_request(
+    body: SharedFields, model: str, prompt: Chat | RawPrompts, own: OutputFormat | None = None
+) -> GenerationRequest:
+    """Return a request with the parameters that all protocols share. Raises Failure (400).
+
+    `own` is the form of the answer as the protocol itself gives it.
+    """
+    tokens = body.stop_token_ids or []
+    if any(token < 0 for token in tokens):
+        raise invalid("stop_token_ids: a token id is 0 or more", "stop_token_ids")
+    return GenerationRequest(
+        model,
+        prompt,
+        _parse_sampling(body),
+        stop_tokens=tuple(dict.fromkeys(tokens)),
+        ignore_eos=bool(body.ignore_eos),
+        format=_parse_constraint(body, own),
+    )
+
+
+def _parse_sampling(body: SharedFields) -> Sampling:
     repetition = body.repetition_penalty if body.repeat_penalty is None else body.repeat_penalty
     penalised = body.presence_penalty or body.frequency_penalty or repetition not in (None, 1)
     if penalised and body.repeat_last_n not in (None, -1):
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
-    return make_sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=repetition,
-        seed=body.seed,
-        logit_bias=_parse_bias(body.logit_bias or {}),
-        min_tokens=body.min_tokens,
-    )
-
-
-def parse_stop_tokens(body: SharedFields) -> tuple[int, ...]:
-    """Return the tokens that end an answer. Raises Failure (400)."""
-    tokens = body.stop_token_ids or []
-    if any(token < 0 for token in tokens):
-        raise invalid("stop_token_ids: a token id is 0 or more", "stop_token_ids")
-    return tuple(dict.fromkeys(tokens))
+    values = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
+    values |= {"top_k": 0} if body.top_k == -1 else {}
+    values |= {} if repetition is None else {"repetition_penalty": repetition}
+    bias = _parse_bias(body.logit_bias or {})
+    try:
+        return Sampling(**values, logit_bias=bias)
+    except InvalidValue as error:
+        named = re.match(r"[a-z_]+", str(error))
+        raise invalid(str(error), named[0] if named else None) from error
 
 
 def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
@@ -159,7 +169,7 @@ def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
     return {int(token): value for token, value in given.items()} or None
 
 
-def parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFormat | None:
+def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFormat | None:
     """Return the form of the answer: `own`, the protocol's, or that of another runtime's parameter.
 
     Raises Failure (400), also if there are several.

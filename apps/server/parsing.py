@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
-
-from mlx_spec.errors import InvalidValue
-from mlx_spec.sampling import Sampling
 
 from .errors import Failure, hung_up, invalid, missing, unsupported
 from .request import Chat, GenerationRequest, Tool, ToolChoice, ToolUse
@@ -123,16 +119,6 @@ def check_limits(request: GenerationRequest, limits: Limits) -> None:
 def _check_count(what: str, count: int, limit: int, param: str) -> None:
     if count > limit:
         raise invalid(f"{count} {what}: {limit} are the most", param)
-
-
-def make_sampling(**given: Any) -> Sampling:
-    """Return the sampling of a request; temperature is 1 if it is None. Raises Failure (400)."""
-    values = {name: value for name, value in given.items() if value is not None}
-    try:
-        return Sampling(**{"temperature": 1.0, **values})
-    except InvalidValue as error:
-        named = re.match(r"[a-z_]+", str(error))
-        raise invalid(str(error), named[0] if named else None) from error
 
 
 def make_tool_use(
