@@ -37,22 +37,12 @@ State = Literal["loading", "ready", "failed", "draining", "closed"]
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """The bytes that MLX holds."""
-
-    active: int = 0
-    peak: int = 0
-    cached: int = 0
-
-
-@dataclass(frozen=True)
 class ModelStatus:
     """A model that is loaded."""
 
     name: str
     weights: int  # bytes
     caches: int  # bytes of its cached sequences
-    conversations: int  # cached sequences
     batch: tuple[int, ...]  # sequences in each pass of a round
     alone: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
@@ -67,7 +57,9 @@ class Status:
     running: int = 0
     loading: str | None = None  # a model
     models: tuple[ModelStatus, ...] = ()  # those that are loaded
-    memory: MemoryUse = MemoryUse()
+    active: int = 0  # bytes that MLX holds
+    peak: int = 0
+    cached: int = 0
     budget: int = 0  # bytes for weights and caches
     problem: str | None = None  # why it failed
 
@@ -311,8 +303,8 @@ class EngineThread:
             model.idle_seconds = self._settings.idle_seconds if kept is None else kept
             self._parallel = model.batch.max_running
             answer = RunningRequest(job.request, model, job.send, job.submitted)
-            text, grammars = model.pair.text, model.grammars  # without the weights, which may be unloaded
-            prepared = self._preparers.submit(prepare, job.request, text, grammars, self._limits)
+            text, compile = model.pair.text, model.compile  # without the weights, which may be unloaded
+            prepared = self._preparers.submit(prepare, job.request, text, compile)
             job.begin(answer, model.name, prepared)
         except Exception as error:
             self._leave_queue(job)
@@ -336,8 +328,7 @@ class EngineThread:
                 self._finish(job)
             else:
                 self._attempt(job, job.check)
-        while (next_job := self._next_job()) is not None:
-            next_job.answer.begin_row()
+        self._begin_rows()
         reading = [(job, row) for job in self._running for row in job.answer.rows if row.unread]
         if reading:
             # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
@@ -357,16 +348,19 @@ class EngineThread:
                 if job in self._running:  # else another row of it failed
                     self._attempt(job, partial(job.answer.step, row))
 
-    def _next_job(self) -> Job | None:
-        """Return the job whose row begins next: of those with the fewest rows the one that came first.
+    def _begin_rows(self) -> None:
+        """Begin rows while there is room, each of the job that has the fewest and came first.
 
         If memory does not suffice for it, the others wait, too: none is passed by for ever.
         """
-        wanting = [job for job in self._running if job.answer.wants_row]
-        if not wanting or sum(len(job.answer.rows) for job in self._running) >= self._parallel:
-            return None
-        first = min(wanting, key=lambda job: len(job.answer.rows))
-        return first if first.answer.has_room else None
+        while sum(len(job.answer.rows) for job in self._running) < self._parallel:
+            ready = [(job.answer, row) for job in self._running if (row := job.answer.next_row) is not None]
+            if not ready:
+                return
+            answer, row = min(ready, key=lambda each: len(each[0].rows))
+            if not answer.has_room(row):
+                return
+            answer.begin_row(row)
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
         """Do something for a job. It ends if the action returns True, and fails if that fails."""
@@ -397,15 +391,20 @@ class EngineThread:
                 one.name,
                 one.weights,
                 one.caches,
-                len(one.prefix_cache),
                 tuple(one.batch.group_sizes),
                 one.pair.batch_obstacle,
                 one.expires_at,
             )
             for one in self._models.loaded()
         )
-        memory = MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
-        self._status = Status(self._state, models=models, memory=memory, budget=self._models.budget)
+        self._status = Status(
+            self._state,
+            models=models,
+            active=mx.get_active_memory(),
+            peak=mx.get_peak_memory(),
+            cached=mx.get_cache_memory(),
+            budget=self._models.budget,
+        )
 
     def _end_all(self) -> None:
         """Fail all requests without an answer, and give all memory back."""

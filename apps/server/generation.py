@@ -31,7 +31,7 @@ from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
 from .errors import LOG, invalid, unsupported
-from .models import GrammarCache, LoadedModel
+from .models import CompileGrammar, LoadedModel
 from .prefix_cache import Snapshot
 from .request import (
     Chat,
@@ -51,7 +51,6 @@ from .request import (
     ToolUse,
     Usage,
 )
-from .settings import Limits
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
@@ -72,9 +71,7 @@ class PreparedRequest:
     ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
 
 
-def prepare(
-    request: GenerationRequest, text: Text, grammars: GrammarCache, limits: Limits
-) -> PreparedRequest:
+def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> PreparedRequest:
     """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
 
     Raises Failure (400), or InvalidValue if the chat template refuses the messages.
@@ -95,10 +92,8 @@ def prepare(
         request.sampling,
         logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
         late_tokens=text.eos | frozenset(ends),
+        grammar=_grammar(request, use, dialect, compile),
     )
-    format = _output_format(request, dialect, use)
-    if format is not None:
-        sampling = replace(sampling, grammar=_compile(format, request, grammars, limits, dialect))
     reads_calls = use is not None and use.choice != "none"
     return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
 
@@ -123,33 +118,30 @@ def _raw_tokens(prompt: str | tuple[int, ...] | FillIn, text: Text, model: str) 
     return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
 
 
-def _output_format(
-    request: GenerationRequest, dialect: ToolFormat | None, use: ToolUse | None
-) -> OutputFormat | None:
-    """Return the form of the answer: what the request asks for, combined with what its tools need."""
-    if use is None or dialect is None:
-        return request.format
-    source = answer_grammar(dialect, use, request.format)
-    if source is None:
-        return request.format
-    return OutputFormat("lark", source, "tools" if request.format is None else request.format.param)
-
-
-def _compile(
-    format: OutputFormat,
+def _grammar(
     request: GenerationRequest,
-    grammars: GrammarCache,
-    limits: Limits,
+    use: ToolUse | None,
     dialect: ToolFormat | None,
+    compile: CompileGrammar,
 ) -> Grammar | None:
-    """Return the grammar of an answer; None if it is that of calls, only wanted, and does not compile."""
+    """Return the grammar of what the request asks for, combined with what its tools need.
+
+    None if all is free, or if the grammar is that of calls, only wanted, and does not compile.
+    """
     chat = request.prompt if isinstance(request.prompt, Chat) else None
-    use = None if chat is None or dialect is None else chat.tools
-    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
+    format = request.format
+    if use is not None and dialect is not None:
+        calls = answer_grammar(dialect, use, format)
+        if calls is not None:
+            format = OutputFormat("lark", calls, "tools" if format is None else format.param)
+    if format is None:
+        return None
     try:
-        found = grammars.compile(format.kind, source, seconds=limits.grammar_seconds)
+        found = compile(
+            format.kind, answer_schema(format.text) if format.kind == "json_schema" else format.text
+        )
     except InvalidValue as error:
-        if use is not None and is_optional(use, request.format):
+        if use is not None and dialect is not None and is_optional(use, request.format):
             LOG.warning("calls of tools are not constrained: %s", error)
             return None
         raise invalid(str(error), format.param) from error
@@ -236,20 +228,16 @@ class RunningRequest:
         return self._end_if_done()
 
     @property
-    def wants_row(self) -> bool:
-        """Return True if another row could begin."""
-        return self._next_row() is not None
+    def next_row(self) -> tuple[int, int] | None:
+        """Return prompt and choice of the first row that could begin: one choice reads a prompt for all."""
+        return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
 
-    @property
-    def has_room(self) -> bool:
-        """Return True if memory suffices for the next row."""
-        found = self._next_row()
-        return found is not None and self._model.has_room(len(self._prepared.prompts[found[0]]))
+    def has_room(self, found: tuple[int, int]) -> bool:
+        """Return True if memory suffices for a row."""
+        return self._model.has_room(len(self._prepared.prompts[found[0]]))
 
-    def begin_row(self) -> None:
-        """Begin the next row."""
-        found = self._next_row()
-        assert found is not None, "no row can begin"
+    def begin_row(self, found: tuple[int, int]) -> None:
+        """Begin a row."""
         self._waiting.remove(found)
         row = BatchRow(self._model, self._prepared.prompts[found[0]])
         row.steps = self._generate_choice(row, *found)
@@ -270,12 +258,8 @@ class RunningRequest:
     def _end_if_done(self) -> bool:
         if self.rows or self._waiting:
             return False
-        self._send(self._finished(self._prepared))
+        self._send(self._finished())
         return True
-
-    def _next_row(self) -> tuple[int, int] | None:
-        """Return the first row that waits for nothing: of a prompt's choices one reads it for all."""
-        return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         try:
@@ -338,12 +322,13 @@ class RunningRequest:
         ends = prepared.ends
         answer = AnswerStream(self._pair.text, chat_prompt, stop=request.stop, ends=ends, calls=markers)
         generation = Generation(sequence, prompt, row, answer)
-        choice = ChoiceStream(index, generation, answer, calls, self._sources(prepared), is_first=i == 0)
+        choice = ChoiceStream(index, generation, answer, calls, self._sources(), is_first=i == 0)
         self._choices.append(choice)
         return choice, running
 
-    def _sources(self, prepared: PreparedRequest) -> Sequence[str]:
+    def _sources(self) -> Sequence[str]:
         """Return the names of the drafters, by the index that rounds hold."""
+        prepared = self._prepared
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         return (*self._pair.drafter_names, *grammar, *prediction)
@@ -404,10 +389,10 @@ class RunningRequest:
                 if round.finish_reason is None and choice.answer.finished is None:
                     yield
 
-    def _finished(self, prepared: PreparedRequest) -> Finished:
+    def _finished(self) -> Finished:
         self._choices.sort(key=lambda choice: choice.index)
         total = added([choice.statistics for choice in self._choices])
-        expected = prepared.prediction
+        expected = self._prepared.prediction
         outputs = [choice.generation.tokens for choice in self._choices]
         counts = [prediction_counts(expected, tokens) for tokens in outputs if expected]
         usage = Usage(
@@ -418,7 +403,7 @@ class RunningRequest:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-        sources = self._sources(prepared)
+        sources = self._sources()
         drafted = "+".join(sources[drafter] for drafter in total.by_drafter)
         return Finished(
             usage,

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -63,37 +64,25 @@ class Writer(Protocol):
 # --- events from the engine thread to the event loop
 
 
-class LoopWaker:
-    """A thread that wakes event loops.
+Look = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+_looks: SimpleQueue[Look] = SimpleQueue()  # what event loops are to call
+
+
+@cache
+def _start_waking() -> None:
+    """Start the thread that wakes event loops, once.
 
     `call_soon_threadsafe` releases the GIL, and the loop could then delay the engine by one chunk. The engine
     only puts a note into a queue.
     """
 
-    def __init__(self) -> None:
-        self._notes: SimpleQueue[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread, unless it runs."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="mlx_spec waking", daemon=True)
-                self._thread.start()
-
-    def call(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-        """Let a loop call a function. Never waits."""
-        self._notes.put((loop, function))
-
-    def _work(self) -> None:
+    def wake() -> None:
         while True:
-            loop, function = self._notes.get()
+            loop, function = _looks.get()
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(function)
 
-
-WAKER = LoopWaker()
+    threading.Thread(target=wake, name="mlx_spec waking", daemon=True).start()
 
 
 class EventQueue:
@@ -103,44 +92,34 @@ class EventQueue:
     """
 
     def __init__(self, wakes: Collection[type[Event]], silence_s: float | None) -> None:
-        WAKER.start()
+        _start_waking()
         self._loop = asyncio.get_running_loop()
         self._wakes = wakes
         self._silence_s = silence_s  # seconds without an event after which `get` returns None
         self._events: deque[Event] = deque()
         self._notified = False  # the loop will look
-        self._waiter: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
 
     def put(self, event: Event) -> None:
         """Add an event, on any one thread. Never waits."""
         self._events.append(event)  # before `_notified` is read: the loop resets it before it looks here
         if type(event) in self._wakes and not self._notified:
             self._notified = True
-            WAKER.call(self._loop, self._look)
+            _looks.put((self._loop, self._look))
 
     async def get(self) -> Event | None:
         """Return the next event, or None after a silence. Called on the loop."""
         if not self._events:
-            await self._wait()
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._silence_s):
+                    await self._arrived.wait()
         return self._events.popleft() if self._events else None
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        alarm = None if self._silence_s is None else self._loop.call_later(self._silence_s, self._release)
-        try:
-            await self._waiter
-        finally:
-            if alarm is not None:
-                alarm.cancel()
 
     def _look(self) -> None:
         self._notified = False
-        if self._events:  # else they were read already, and a release would count as silence
-            self._release()
-
-    def _release(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._events:  # else they were read already, and waking would count as silence
+            self._arrived.set()
 
 
 async def read_events(

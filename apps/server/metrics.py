@@ -29,7 +29,7 @@ OTHER = "other"  # label of paths that do not exist
 LABELS = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginnings
 
 
-class Metrics:
+class Metrics(Collector):
     """The counters of a server, and its state at the moment of a reading."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
@@ -60,9 +60,9 @@ class Metrics:
         self.reason = self._gauge(
             "reason", "1 for why speculation is on or off in the latest request.", "model", "reason"
         )
-        self.registry.register(_StatusCollector(status))
         self._status = status
         self._latest: dict[str, Statistics] = {}  # of the latest round of each model; the last one ran last
+        self.registry.register(self)
 
     def count_prompt(self, model: str, event: PromptRead) -> None:
         """Count a prompt that was processed."""
@@ -107,6 +107,30 @@ class Metrics:
         """Count a request that failed."""
         self.failures.labels(model, failure.code or str(failure.status)).inc()
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges of this moment."""
+        status = self._status()
+        yield GaugeMetricFamily("mlx_spec_queue_depth", "Requests that wait.", value=status.waiting)
+        yield GaugeMetricFamily("mlx_spec_running", "Requests that are answered.", value=status.running)
+        memory = GaugeMetricFamily("mlx_spec_memory_bytes", "Memory of MLX.", labels=["kind"])
+        memory.add_metric(["active"], status.active)
+        memory.add_metric(["peak"], status.peak)
+        memory.add_metric(["cache"], status.cached)
+        memory.add_metric(["budget"], status.budget)
+        yield memory
+        models = GaugeMetricFamily("mlx_spec_model_bytes", "By model.", labels=["model", "kind"])
+        for model in status.models:
+            models.add_metric([model.name, "weights"], model.weights)
+            models.add_metric([model.name, "caches"], model.caches)
+        yield models
+        rows = GaugeMetricFamily("mlx_spec_batch_rows", "Answers that decode.", labels=["model"])
+        passes = GaugeMetricFamily("mlx_spec_batch_passes", "Passes of a round.", labels=["model"])
+        for model in status.models:
+            rows.add_metric([model.name], sum(model.batch))
+            passes.add_metric([model.name], len(model.batch))
+        yield rows
+        yield passes
+
     def json(self) -> dict[str, Any]:
         """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
 
@@ -137,7 +161,7 @@ class Metrics:
             "models": models,
             "loading": status.loading,
             "queue": {"waiting": status.waiting, "running": status.running},
-            "memory_bytes": status.memory.active,
+            "memory_bytes": status.active,
             "memory_budget_bytes": status.budget,
             "last": _last_json(*list(latest.items())[-1]) if latest else None,
         }
@@ -170,35 +194,6 @@ def _last_json(model: str, statistics: Statistics) -> dict[str, Any]:
         "speculation": "on" if statistics.reason.is_on else "off",
         "reason": statistics.reason.value,
     }
-
-
-class _StatusCollector(Collector):
-    def __init__(self, status: Callable[[], Status]) -> None:
-        self._status = status
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of this moment."""
-        status = self._status()
-        yield GaugeMetricFamily("mlx_spec_queue_depth", "Requests that wait.", value=status.waiting)
-        yield GaugeMetricFamily("mlx_spec_running", "Requests that are answered.", value=status.running)
-        memory = GaugeMetricFamily("mlx_spec_memory_bytes", "Memory of MLX.", labels=["kind"])
-        memory.add_metric(["active"], status.memory.active)
-        memory.add_metric(["peak"], status.memory.peak)
-        memory.add_metric(["cache"], status.memory.cached)
-        memory.add_metric(["budget"], status.budget)
-        yield memory
-        models = GaugeMetricFamily("mlx_spec_model_bytes", "By model.", labels=["model", "kind"])
-        for model in status.models:
-            models.add_metric([model.name, "weights"], model.weights)
-            models.add_metric([model.name, "caches"], model.caches)
-        yield models
-        rows = GaugeMetricFamily("mlx_spec_batch_rows", "Answers that decode.", labels=["model"])
-        passes = GaugeMetricFamily("mlx_spec_batch_passes", "Passes of a round.", labels=["model"])
-        for model in status.models:
-            rows.add_metric([model.name], sum(model.batch))
-            passes.add_metric([model.name], len(model.batch))
-        yield rows
-        yield passes
 
 
 class CountedEngine:

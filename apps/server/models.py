@@ -6,11 +6,10 @@ import gc
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ MAX_RESERVED_TOKENS = 8192  # of a conversation, for whose K/V a model needs mem
 MAX_GRAMMARS = 32  # compiled grammars per model; agents send the same few schemas with every request
 
 Loader = Callable[[ServedModel], Pair]
+CompileGrammar = Callable[[GrammarKind, str], Grammar]  # of a kind, from its source
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LoadedModel:
     name: str
     pair: Pair
     prefix_cache: PrefixCache
-    grammars: GrammarCache
+    compile: CompileGrammar
     batch: Batch
     token_bytes: float  # K/V of one token, at most
     max_bytes: Callable[[], int]  # of its caches
@@ -94,29 +94,14 @@ class LoadedModel:
         return time.time() - time.monotonic() + self.last_used + self.idle_seconds
 
 
-class GrammarCache:
-    """The grammars of one model that were compiled last. For any thread."""
+def _grammar_cache(text: Text, vocab_size: int, seconds: float) -> CompileGrammar:
+    """Return `compile_grammar` for a model; it keeps what was compiled last. For any thread."""
 
-    def __init__(self, text: Text, vocab_size: int, count: int = MAX_GRAMMARS) -> None:
-        self._text = text
-        self._vocab_size = vocab_size
-        self._count = count
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[GrammarKind, str], Grammar] = OrderedDict()
+    @lru_cache(MAX_GRAMMARS)
+    def compile(kind: GrammarKind, source: str) -> Grammar:
+        return compile_grammar(kind, source, text, vocab_size, seconds=seconds)
 
-    def compile(self, kind: GrammarKind, source: str, *, seconds: float) -> Grammar:
-        """Return a compiled grammar; raise what `compile_grammar` raises."""
-        key = kind, source
-        with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                return self._compiled[key]
-        found = compile_grammar(kind, source, self._text, self._vocab_size, seconds=seconds)
-        with self._lock:
-            self._compiled[key] = found
-            while len(self._compiled) > self._count:
-                self._compiled.popitem(last=False)
-        return found
+    return compile
 
 
 def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ranks | None = None) -> Pair:
@@ -146,7 +131,7 @@ class Models:
             for name in self._served
         }
         self._loaded: dict[str, LoadedModel] = {}
-        self._facts: dict[str, dict[str, Any]] = {}  # of cards, from the files of models
+        self._facts: dict[str, dict[str, Any]] = {}  # of cards
         self.loading: str | None = None  # the model that is being loaded
         self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
@@ -171,7 +156,10 @@ class Models:
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Return all models, loaded or not. The files of one that never was are read, once."""
-        return tuple(self._described(card) if card.tools is None else card for card in self._cards.values())
+        return tuple(
+            replace(card, loaded=name in self._loaded, **self._known(name))
+            for name, card in self._cards.items()
+        )
 
     def loaded(self) -> tuple[LoadedModel, ...]:
         """Return the models that are loaded."""
@@ -192,17 +180,16 @@ class Models:
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
             return self._texts[name]
 
-    def _described(self, card: ModelCard) -> ModelCard:
-        """Return a card with what the files of its model say, if they are on this machine."""
-        name, served = card.name, self._served[card.name]
+    def _known(self, name: str) -> dict[str, Any]:
+        """Return what loading a model has shown, or else what its files say, if they are on this machine."""
+        served = self._served[name]
         with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
             if name not in self._facts and _is_local(served):
                 self._facts[name] = {}
-                config, text = read_config(checkpoint_folders(served)[0]), self.text(name)
+                config = read_config(checkpoint_folders(served)[0])
                 length = integer(text_config(config), "max_position_embeddings")
-                tools = find_tool_format(text) is not None
-                self._facts[name] = {"context_length": length, "thinks": text.thinks, "tools": tools}
-        return replace(card, **self._facts.get(name, {}))
+                self._facts[name] = _facts(self.text(name), length) | self._facts[name]
+        return self._facts.get(name, {})
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if it has to wait until a busy one is done.
@@ -244,7 +231,6 @@ class Models:
     def unload(self, name: str) -> None:
         """Give the memory of a model back."""
         self._loaded.pop(name).prefix_cache.close()
-        self._cards[name] = replace(self._cards[name], loaded=False)
         _free_memory()
         LOG.info("unloaded %s", name)
 
@@ -290,29 +276,20 @@ class Models:
             raise
         finally:
             self.loading = None
-        name, text = served.name, pair.text
-        count, budget = self._settings.conversations, partial(self._cache_budget, name)
-        prefix_cache = PrefixCache(pair.open, count, budget, files)
-        grammars = GrammarCache(text, pair.info.vocab_size)
-        idle = self._settings.idle_seconds
+        name, budget = served.name, partial(self._cache_budget, served.name)
+        conversations, limits = self._settings.conversations, self._settings.limits
         need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
+        self._facts[name] = _facts(pair.text, pair.info.context_length)
         self._loaded[name] = LoadedModel(
             name,
             pair,
-            prefix_cache,
-            grammars,
-            pair.batch(self._settings.limits.running),
+            PrefixCache(pair.open, conversations, budget, files),
+            _grammar_cache(pair.text, pair.info.vocab_size, limits.grammar_seconds),
+            pair.batch(limits.running),
             need.caches / need.context,
             budget,
             time.monotonic(),
-            idle,
-        )
-        self._cards[name] = replace(
-            self._cards[name],
-            loaded=True,
-            context_length=pair.info.context_length,
-            thinks=text.thinks,
-            tools=find_tool_format(text) is not None,
+            self._settings.idle_seconds,
         )
         LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 
@@ -409,6 +386,11 @@ def check_exists(served: ServedModel) -> None:
         folder = None if name is None else on_disk(name)
         if folder is not None:
             read_config(folder)
+
+
+def _facts(text: Text, context_length: int | None) -> dict[str, Any]:
+    tools = find_tool_format(text) is not None
+    return {"context_length": context_length, "thinks": text.thinks, "tools": tools}
 
 
 def _check_names(settings: Settings) -> None:

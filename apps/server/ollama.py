@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -50,8 +50,6 @@ REFUSED = {  # field -> why it is not supported
 }
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
-
-Piece = Callable[[str, str, list[Json]], Json]  # text, thinking, tool calls
 
 
 # --- the bodies
@@ -254,24 +252,12 @@ def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
 # --- answers
 
 
-def chat_piece(text: str, thinking: str, calls: list[Json]) -> Json:
-    """Return a piece of an answer as `/api/chat` has it."""
-    message: Json = {"role": "assistant", "content": text}
-    message |= {"thinking": thinking} if thinking else {}
-    return {"message": message | ({"tool_calls": calls} if calls else {})}
-
-
-def generate_piece(text: str, thinking: str, calls: list[Json]) -> Json:
-    """Return a piece of an answer as `/api/generate` has it."""
-    return {"response": text, **({"thinking": thinking} if thinking else {})}
-
-
 class LinesWriter:
     """Writes an answer as lines of JSON, or as one object."""
 
-    def __init__(self, body: OllamaBody, request: GenerationRequest, *, piece: Piece) -> None:
+    def __init__(self, body: OllamaBody, request: GenerationRequest) -> None:
         self._model = request.model
-        self._piece = piece
+        self._is_chat = isinstance(body, OllamaChat)
         self._began = time.perf_counter()
         self._is_empty = request.prompt == RawPrompts(())
         self._reason = "unload" if request.keep_alive == 0 else "load"  # unless a choice ends
@@ -308,8 +294,13 @@ class LinesWriter:
                     end = {"done": True, "done_reason": self._reason}
                     end |= {} if self._is_empty else self._measured(event)
         head = {"model": self._model, "created_at": timestamp(time.time())}
-        scores = {"logprobs": logprobs} if logprobs else {}
-        return head | self._piece(texts["answer"], texts["thinking"], calls) | scores | end
+        thinking = {"thinking": texts["thinking"]} if texts["thinking"] else {}
+        if self._is_chat:
+            message = {"role": "assistant", "content": texts["answer"], **thinking}
+            piece: Json = {"message": message | ({"tool_calls": calls} if calls else {})}
+        else:
+            piece = {"response": texts["answer"], **thinking}
+        return head | piece | ({"logprobs": logprobs} if logprobs else {}) | end
 
     def _measured(self, event: Finished) -> Json:
         statistics = event.timings.statistics
@@ -343,6 +334,6 @@ def apis(engine: EngineThread) -> dict[str, Api]:
     """Return both routes. `engine` knows which models can think."""
     read = partial(parse, engine=engine)
     return {
-        "chat": Api(OllamaChat, read, partial(LinesWriter, piece=chat_piece), JSON_LINES),
-        "generate": Api(OllamaGenerate, read, partial(LinesWriter, piece=generate_piece), JSON_LINES),
+        "chat": Api(OllamaChat, read, LinesWriter, JSON_LINES),
+        "generate": Api(OllamaGenerate, read, LinesWriter, JSON_LINES),
     }

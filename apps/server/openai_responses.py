@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -56,6 +56,10 @@ REFUSED = {  # except for null and false
     "moderation": "no text leaves this machine",
     "prompt": "send the prompt itself",
 }
+ECHOED = set(
+    """instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key
+    safety_identifier user""".split()
+)
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 
@@ -250,7 +254,8 @@ class ResponseWriter:
         self._response = _new_response(body, request)
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
-        self._item: TextItem | None = None  # the item that grows
+        self._item: Json = {}  # the item of text that grows; empty if none does
+        self._part: Json = {}  # its only part
         self._pending_logprobs: list[Json] = []  # of tokens that have no text yet
         self._started = False
 
@@ -275,8 +280,8 @@ class ResponseWriter:
                 yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
         match event:
             case TextDelta(kind="thinking", text=text) if text:
-                item = yield from self._ensure_item("reasoning")
-                yield item.add(text=text)
+                yield from self._ensure_item("reasoning")
+                yield self._grow(text=text)
             case TextDelta(kind="answer"):
                 yield from self._add_text(event)
             case ToolCall():
@@ -294,36 +299,48 @@ class ResponseWriter:
         self._pending_logprobs += map(logprob_json, delta.logprobs)
         if delta.text:
             yield from self._ensure_item("message")
-        if self._item is None or self._item.content["type"] != "message":
-            return
-        if delta.text or self._pending_logprobs:
+        if self._item.get("type") == "message" and (delta.text or self._pending_logprobs):
             logprobs, self._pending_logprobs = self._pending_logprobs, []
-            yield self._item.add(text=delta.text, logprobs=logprobs)
+            yield self._grow(text=delta.text, logprobs=logprobs)
 
-    def _ensure_item(self, type: Literal["reasoning", "message"]) -> Generator[Json, None, TextItem]:
-        """Open an item unless one of its type is open. Return the open one."""
-        if self._item is not None and self._item.content["type"] == type:
-            return self._item
+    def _ensure_item(self, type: Literal["reasoning", "message"]) -> Iterator[Json]:
+        """Open an item unless one of its type is open."""
+        if self._item.get("type") == type:
+            return
         yield from self._close_item("completed")
         if type == "reasoning":
-            content: Json = {"id": f"rs_{uuid4().hex}", "type": type, "summary": [], "content": []}
-            part: Json = {"type": "reasoning_text", "text": ""}
+            self._item = {"id": f"rs_{uuid4().hex}", "type": type, "summary": [], "content": []}
+            self._part = {"type": "reasoning_text", "text": ""}
         else:
-            content = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._item = TextItem(len(self._response["output"]), content, part)
-        yield self._item_event("added", content, "in_progress")
-        yield self._item.begin()
-        return self._item
+            self._item = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
+            self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._item_event("added", self._item, "in_progress")
+        yield self._part_event("content_part.added", part=dict(self._part))
+
+    def _grow(self, **more: Any) -> Json:
+        """Add text, and its logprobs if the part has them."""
+        for key, value in more.items():
+            self._part[key] += value
+        return self._part_event(f"{self._part['type']}.delta", delta=more.pop("text"), **more)
 
     def _close_item(self, status: str) -> Iterator[Json]:
-        item, self._item = self._item, None
-        if item is None:
+        item, part = self._item, self._part
+        if not item:
             return
-        yield from item.end()
-        if item.content["type"] == "reasoning" and self._encode_thinking:
-            item.content["encrypted_content"] = encode_thinking(item.part["text"])
-        yield self._end_item(item.content, status)
+        whole = {key: part[key] for key in ("text", "logprobs") if key in part}
+        done = self._part_event(f"{part['type']}.done", **whole)
+        part_done = self._part_event("content_part.done", part=part)
+        self._item = {}
+        yield done
+        yield part_done
+        item["content"] = [part]
+        if item["type"] == "reasoning" and self._encode_thinking:
+            item["encrypted_content"] = encode_thinking(part["text"])
+        yield self._end_item(item, status)
+
+    def _part_event(self, name: str, **more: Any) -> Json:
+        place = {"item_id": self._item["id"], "output_index": len(self._response["output"])}
+        return {"type": f"response.{name}", **place, "content_index": 0, **more}
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._close_item("completed")
@@ -364,33 +381,6 @@ class ResponseWriter:
         yield {"type": "response.failed", "response": self._response}
 
 
-class TextItem:
-    """A `reasoning` or `message` item: one part of text that grows."""
-
-    def __init__(self, index: int, content: Json, part: Json) -> None:
-        self.content = content
-        self.part = part
-        self._place = {"item_id": content["id"], "output_index": index, "content_index": 0}
-
-    def begin(self) -> Json:
-        """Return the event for the empty part."""
-        return {"type": "response.content_part.added", **self._place, "part": dict(self.part)}
-
-    def add(self, **more: Any) -> Json:
-        """Return the event for more text, and its logprobs if the part has them."""
-        for key, value in more.items():
-            self.part[key] += value
-        delta = {"delta": more.pop("text"), **more}
-        return {"type": f"response.{self.part['type']}.delta", **self._place, **delta}
-
-    def end(self) -> Iterator[Json]:
-        """Yield the events for the whole text."""
-        self.content["content"] = [self.part]
-        whole: Json = {key: self.part[key] for key in ("text", "logprobs") if key in self.part}
-        yield {"type": f"response.{self.part['type']}.done", **self._place, **whole}
-        yield {"type": "response.content_part.done", **self._place, "part": self.part}
-
-
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     """Return a response without an answer. It repeats the parameters of the request."""
     reasoning = body.reasoning or ReasoningConfig()
@@ -411,15 +401,10 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "model": request.model,
         "output": [],
         "usage": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
+        **body.model_dump(include=ECHOED),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
         "background": False,
@@ -433,7 +418,6 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
-        "user": body.user,
     }
 
 

@@ -92,8 +92,6 @@ class GenerationRequest:
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
-# Keys of `timings` that are known at the end only.
-UNKNOWN_EARLY = ("draft_kind", "queued_ms", "ttft_ms", "longest_pause_ms")
 
 
 @dataclass(frozen=True)
@@ -213,10 +211,18 @@ def timings_json(timings: Timings) -> dict[str, Any]:
     `gain` are None if nothing was measured. `reason` says why the last round drafted or did not. `batch_n`
     sequences shared a pass on average; `gain` compares with plain decoding in the same company.
     """
-    statistics = timings.statistics
-    processed = statistics.prompt_tokens - statistics.reused_tokens
     return {
         "draft_kind": timings.draft_kind,
+        **_measurements(timings.statistics),
+        "queued_ms": _milliseconds(timings.queued_seconds),
+        "ttft_ms": _milliseconds(timings.first_token_seconds),
+        "longest_pause_ms": _milliseconds(timings.longest_pause_seconds),
+    }
+
+
+def _measurements(statistics: Statistics) -> dict[str, Any]:
+    processed = statistics.prompt_tokens - statistics.reused_tokens
+    return {
         "draft_rounds": statistics.speculative_rounds,
         "draft_n": statistics.drafted,
         "draft_n_accepted": statistics.accepted,
@@ -237,21 +243,16 @@ def timings_json(timings: Timings) -> dict[str, Any]:
         "gain": statistics.gain,
         "speculation": "on" if statistics.reason.is_on else "off",
         "reason": statistics.reason.value,
-        "queued_ms": _milliseconds(timings.queued_seconds),
-        "ttft_ms": _milliseconds(timings.first_token_seconds),
-        "longest_pause_ms": _milliseconds(timings.longest_pause_seconds),
     }
 
 
 def statistics_json(event: RoundDone) -> dict[str, Any]:
     """Return the measurements of a choice so far, under the names of `timings`; positions also by drafter."""
-    values = timings_json(Timings(event.statistics, None, 0.0, 0.0, 0.0))
     by_drafter = {
         event.drafters[i]: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
         for i, positions in event.statistics.by_drafter.items()
     }
-    known = {name: value for name, value in values.items() if name not in UNKNOWN_EARLY}
-    return {"index": event.index, **known, "by_drafter": by_drafter}
+    return {"index": event.index, **_measurements(event.statistics), "by_drafter": by_drafter}
 
 
 def logprob_json(token: TokenLogprob) -> dict[str, Any]:
