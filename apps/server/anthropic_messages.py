@@ -57,14 +57,7 @@ BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 
 
 def _as_blocks(content: Any) -> Any:
-    """Return content as blocks; of a type that we do not know, only the type."""
-    content = [] if content is None else parsing.as_parts(content)
-    return [_known_block(block) for block in content] if isinstance(content, list) else content
-
-
-def _known_block(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return {"type": kind} if isinstance(kind, str) and kind not in BLOCK_TYPES else block
+    return parsing.without_unknown([] if content is None else parsing.as_parts(content), BLOCK_TYPES)
 
 
 class ContentBlock(Fields):

@@ -212,6 +212,7 @@ class RunningRequest:
         self._first_token_seconds: float | None = None
         self._longest_pause = 0.0  # seconds between two rounds of a choice
         self._prepared: PreparedRequest
+        self._sources: Sequence[str]  # names of the drafters, by the index that rounds hold
         self._waiting: deque[tuple[int, int]] = deque()  # prompt and choice of rows that have not begun
         self._snapshots: dict[int, Snapshot | None] = {}  # of prompts that were read, for their other choices
         self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
@@ -220,8 +221,17 @@ class RunningRequest:
     def begin(self, prepared: PreparedRequest) -> bool:
         """Begin once the request is prepared. Return True if that is all of it. Raises Failure."""
         for prompt in prepared.prompts:  # all of them, before anything is generated for the first
-            self._check_prompt(prompt)
+            try:
+                self._pair.token_limit(prompt, NO_LIMIT)
+            except PromptTooLong as error:
+                raise invalid(str(error), self._request.prompt_param, "context_length_exceeded") from error
+            except InvalidValue as error:
+                param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
+                raise invalid(str(error), param) from error
         self._prepared = prepared
+        grammar = () if prepared.sampling.grammar is None else ("grammar",)
+        prediction = ("prediction",) if prepared.prediction else ()
+        self._sources = (*self._pair.drafter_names, *grammar, *prediction)
         self._waiting.extend(
             (number, i) for number in range(len(prepared.prompts)) for i in range(self._request.n)
         )
@@ -260,15 +270,6 @@ class RunningRequest:
             return False
         self._send(self._finished())
         return True
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        try:
-            self._pair.token_limit(prompt, NO_LIMIT)
-        except PromptTooLong as error:
-            raise invalid(str(error), self._request.prompt_param, "context_length_exceeded") from error
-        except InvalidValue as error:
-            param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
-            raise invalid(str(error), param) from error
 
     def _generate_choice(self, row: BatchRow, number: int, i: int) -> Steps:
         """Generate choice i of a prompt. All but the first begin with the rows that it has read."""
@@ -319,19 +320,13 @@ class RunningRequest:
             markers = prepared.dialect.syntax.marks
             calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
         chat_prompt = prompt if isinstance(request.prompt, Chat) else None
-        ends = prepared.ends
-        answer = AnswerStream(self._pair.text, chat_prompt, stop=request.stop, ends=ends, calls=markers)
+        answer = AnswerStream(
+            self._pair.text, chat_prompt, stop=request.stop, ends=prepared.ends, calls=markers
+        )
         generation = Generation(sequence, prompt, row, answer)
-        choice = ChoiceStream(index, generation, answer, calls, self._sources(), is_first=i == 0)
+        choice = ChoiceStream(index, generation, answer, calls, self._sources, is_first=i == 0)
         self._choices.append(choice)
         return choice, running
-
-    def _sources(self) -> Sequence[str]:
-        """Return the names of the drafters, by the index that rounds hold."""
-        prepared = self._prepared
-        grammar = () if prepared.sampling.grammar is None else ("grammar",)
-        prediction = ("prediction",) if prepared.prediction else ()
-        return (*self._pair.drafter_names, *grammar, *prediction)
 
     def _prefill(
         self,
@@ -403,8 +398,7 @@ class RunningRequest:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-        sources = self._sources()
-        drafted = "+".join(sources[drafter] for drafter in total.by_drafter)
+        drafted = "+".join(self._sources[drafter] for drafter in total.by_drafter)
         return Finished(
             usage,
             Timings(

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -178,7 +178,9 @@ async def answer_body(
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)
     try:
-        first = await _while_connected(http_request, _first(source))
+        first = await _while_connected(http_request, anext(source))
+        if isinstance(first, Failed):
+            raise first.failure
     except BaseException:
         await source.aclose()
         raise
@@ -230,13 +232,6 @@ async def _collect(engine: CountedEngine, request: GenerationRequest) -> list[Ev
     return found
 
 
-async def _first(source: AsyncGenerator[Event | None, None]) -> Event | None:
-    event = await anext(source)
-    if isinstance(event, Failed):
-        raise event.failure
-    return event
-
-
 async def _frames(
     first: Event | None, source: AsyncGenerator[Event | None, None], writer: Writer, keepalive_s: float
 ) -> AsyncIterator[str]:
@@ -246,15 +241,12 @@ async def _frames(
             yield text
         written = time.monotonic()
         async for event in source:
-            is_silent = True
-            for text in writer.frames(event):
+            texts = list(writer.frames(event))
+            if not texts and time.monotonic() - written >= keepalive_s:
+                texts = list(writer.frames(None))
+            for text in texts:
                 yield text
-                is_silent = False
-            if is_silent and time.monotonic() - written >= keepalive_s:
-                for text in writer.frames(None):
-                    yield text
-                is_silent = False
-            if not is_silent:
+            if texts:
                 written = time.monotonic()
     except Exception as error:  # a bug of ours: written as this protocol writes failures
         LOG.error("a stream failed", exc_info=error)
@@ -262,9 +254,9 @@ async def _frames(
             yield text
 
 
-async def _while_connected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(http_request: Request, work: Awaitable[T]) -> T:
     """Return what `work` returns. If the client hangs up, cancel it and raise Failure."""
-    working = asyncio.create_task(work)
+    working = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(http_request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from mlx_spec.text.fill_in import FillIn
 
@@ -55,11 +55,7 @@ DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 # --- the bodies
 
 
-def _without_tag(name: Any) -> Any:
-    return name.removesuffix(LATEST) if isinstance(name, str) else name
-
-
-ModelName = Annotated[str | None, BeforeValidator(_without_tag)]
+ModelName = Annotated[str | None, AfterValidator(lambda name: name and name.removesuffix(LATEST))]
 Texts = Annotated[
     list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 ]
@@ -264,19 +260,16 @@ class LinesWriter:
 
     def frames(self, event: Event | None) -> Iterator[str]:
         """Yield the lines of an event; an empty piece for silence."""
-        if isinstance(event, ChoiceEnded):
-            self._reason = "length" if event.reason == "length" else "stop"
         if isinstance(event, Failed):
             yield f"{json_line({'error': event.failure.message})}\n"
-        elif event is None or isinstance(event, TextDelta | ToolCall | Finished):
-            yield f"{json_line(self._object([] if event is None else [event]))}\n"
+            return
+        found = self._object([] if event is None else [event])
+        if event is None or isinstance(event, TextDelta | ToolCall | Finished):
+            yield f"{json_line(found)}\n"
 
     def whole(self, events: Iterable[Event]) -> Json:
         """Return a response without a stream."""
         events = list(events)
-        for event in events:
-            if isinstance(event, ChoiceEnded):
-                list(self.frames(event))
         return self._object(events) | ({} if events else {"done": True, "done_reason": self._reason})
 
     def _object(self, events: Iterable[Event]) -> Json:
@@ -290,6 +283,8 @@ class LinesWriter:
                 case ToolCall():
                     function = {"name": event.name, "arguments": json.loads(event.arguments or "{}")}
                     calls.append({"id": event.id, "function": {"index": event.call, **function}})
+                case ChoiceEnded():
+                    self._reason = "length" if event.reason == "length" else "stop"
                 case Finished():
                     end = {"done": True, "done_reason": self._reason}
                     end |= {} if self._is_empty else self._measured(event)

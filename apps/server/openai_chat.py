@@ -168,16 +168,14 @@ def _parse_logprobs(body: ChatBody) -> int | None:
 
 def _parse_tools(body: ChatBody) -> ToolUse | None:
     tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
-    choice, named = "auto", None
-    if body.tool_choice is not None:
-        choice = body.tool_choice.type
-        named = body.tool_choice.function.name if body.tool_choice.function else None
-    if choice not in parsing.OPENAI_TOOL_CHOICES:
-        raise unsupported(
-            f"tool_choice: {choice[: parsing.MAX_SHOWN_CHARS]!r} is not supported", "tool_choice"
-        )
-    named = parsing.required(named, "tool_choice.function") if choice == "function" else None
-    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[choice], named, body.parallel_tool_calls)
+    given, named = body.tool_choice or ToolChoiceField(type="auto"), None
+    choice = parsing.OPENAI_TOOL_CHOICES.get(given.type)
+    if choice is None:
+        shown = given.type[: parsing.MAX_SHOWN_CHARS]
+        raise unsupported(f"tool_choice: {shown!r} is not supported", "tool_choice")
+    if given.type == "function":
+        named = parsing.required(given.function, "tool_choice.function").name
+    return parsing.make_tool_use(tools, choice, named, body.parallel_tool_calls)
 
 
 def parse_tool(tool: ToolField, field: str) -> Tool:

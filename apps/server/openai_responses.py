@@ -68,14 +68,8 @@ ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 
 
 def _as_items(given: Any) -> Any:
-    """Return the input as items; of a type that we do not know, only the type."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_known_item(item) for item in items] if isinstance(items, list) else items
-
-
-def _known_item(item: Any) -> Any:
-    kind = item.get("type") if isinstance(item, dict) else None
-    return {"type": kind} if isinstance(kind, str) and kind not in ITEM_TYPES else item
+    return parsing.without_unknown(items, ITEM_TYPES)
 
 
 class TextFormat(Fields):

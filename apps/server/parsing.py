@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -51,6 +51,16 @@ def as_parts(content: Any) -> Any:
 def as_type(given: Any) -> Any:
     """Return a word as an object of that type, as for a tool choice."""
     return {"type": given} if isinstance(given, str) else given
+
+
+def without_unknown(given: Any, types: Collection[str]) -> Any:
+    """Return objects of a list as they are; of one whose type is not known, only the type."""
+
+    def known(each: Any) -> Any:
+        kind = each.get("type") if isinstance(each, dict) else None
+        return {"type": kind} if isinstance(kind, str) and kind not in types else each
+
+    return [known(each) for each in given] if isinstance(given, list) else given
 
 
 Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]

@@ -401,13 +401,11 @@ def to_json(value: Any) -> str:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SPACE = re.compile(r"[ \t\r\n]*")
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
 def _skip_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    return found.end() if found else start
+    return len(text) - len(text[start:].lstrip(" \t\r\n"))
 
 
 def resolve(reference: str, root: Mapping[str, Any]) -> Any:
