@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_spec import engine
 from mlx_spec.batch.policy import FEWEST_RUNNING, BatchPolicies
 from mlx_spec.batch.scheduler import Batch
-from mlx_spec.batch.target import SharedTarget, batch_obstacle
+from mlx_spec.batch.target import SharedTarget, Sharing, sharing
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
@@ -205,18 +205,18 @@ class Pair:
         policies = self.policies if isinstance(self.policies, BatchPolicies) else None
         if max_running is None:
             max_running = FEWEST_RUNNING if policies is None else policies.most_running()
-        share = None if self.batch_obstacle else self._share
+        share = None if self.sharing.obstacle else self._share
         group = None if policies is None else policies.group
         # A second pass would read the weights once more; padding is read, too, and takes memory.
         return Batch(share, max_running, group, self.info.target_bytes // MAX_PADDING_SHARE)
 
     @cached_property
-    def batch_obstacle(self) -> str | None:
-        """Return why sequences of this target decode in turns and not together; None if they can."""
+    def sharing(self) -> Sharing:
+        """Return how sequences of this target can share passes."""
         if self._ranks is None:
-            return batch_obstacle(self._model)
-        with self._ranks.announced("obstacle"):
-            return batch_obstacle(self._model)
+            return sharing(self._model)
+        with self._ranks.announced("sharing"):
+            return sharing(self._model)
 
     def _target(self) -> LMTarget:
         if self._ranks is None:
@@ -224,9 +224,10 @@ class Pair:
         return RankTarget(self._ranks, self._model, self._needs, kv_bits=self._kv_bits)
 
     def _share(self) -> SharedTarget:
+        takes_drafts = self.sharing.takes_drafts
         if self._ranks is None:
-            return SharedTarget(self._model, self._needs)
-        return RankSharedTarget(self._ranks, self._model, self._needs)
+            return SharedTarget(self._model, self._needs, takes_drafts=takes_drafts)
+        return RankSharedTarget(self._ranks, self._model, self._needs, takes_drafts=takes_drafts)
 
     def generate_batch(
         self,

@@ -21,7 +21,9 @@ OFF = {
     "verification costs more than it gains": "checking drafts costs more here than it gains",
     "too few draft tokens accepted": "too few draft tokens are accepted",
     "speculation has lost time so far": "it has lost time so far",
-    "plain beside other requests: this target is recurrent": "several requests run on a recurrent model",
+    "plain beside other requests: this recurrent target takes no padding": (
+        "several requests run on a recurrent model"
+    ),
 }
 
 

@@ -392,7 +392,7 @@ class EngineThread:
                 one.weights,
                 one.caches,
                 tuple(one.batch.group_sizes),
-                one.pair.batch_obstacle,
+                one.pair.sharing.obstacle,
                 one.expires_at,
             )
             for one in self._models.loaded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
@@ -10,27 +11,34 @@ import mlx.nn as nn
 
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import decoder_of, start_layers_early
-from mlx_spec.model.target import LMTarget, captures_of, features_of
+from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget, captures_of, features_of
 from mlx_spec.types import Features, FeatureSpec, KVRows
 
 PROBE_LENGTHS = (3, 6)  # prompt tokens of two sequences: unequal, so that rows need positions of their own
 PROBE_ROWS = 4  # of the probe's pass: neither 1 nor the number of sequences, so that no wrong shape fits
 MAX_PROBE_ERROR = 0.05  # of the largest logit: above the rounding of 16 bits, below that of a wrong position
 
+NO_TOKENS = mx.array([], dtype=mx.int32)
+
 
 class SharedTarget:
     """Targets of one model whose rows are written and verified in one pass.
 
-    A target joins with what it has committed, and is not used by itself until it leaves.
+    A target joins with what it has committed, and is not used by itself until it leaves. Recurrent states
+    lack accepted tokens of a rejected draft: those are put in front of the next block, as when alone.
+    `takes_drafts` is False if a pass may hold one token of each sequence only.
     """
 
-    def __init__(self, model: nn.Module, needs: FeatureSpec) -> None:
+    def __init__(self, model: nn.Module, needs: FeatureSpec, *, takes_drafts: bool = True) -> None:
+        self.takes_drafts = takes_drafts
         self._model = model
         self._needs = needs
         self._captures = captures_of(model, needs)
         self._eager = start_layers_early(decoder_of(model)["layers"])
         self._caches = Caches()
         self._homes: list[LMTarget] = []
+        self._replays: list[mx.array] = []  # by target: committed tokens that its caches lack
+        self._rows: list[mx.array] = []  # by target: tokens of the last pass, those replayed included
         self._captured: list[mx.array] = []  # by capture, [B, T, D]
 
     @property
@@ -38,74 +46,114 @@ class SharedTarget:
         """Return the bytes of the caches."""
         return sum(array.nbytes for array in self._caches.arrays())
 
-    @property
-    def takes_drafts(self) -> bool:
-        """Return False if the targets are recurrent: a state takes back no single tokens."""
-        return not any(home.is_recurrent for home in self._homes)
-
     def join(self, home: LMTarget) -> None:
         """Move a target with at least one committed token into the shared caches."""
         self._caches.join(home.lend(partial(self._shared_kv, home)))
         self._homes.append(home)
+        self._replays.append(NO_TOKENS)
 
     def leave(self, index: int, *, keep: bool) -> None:
         """Remove a target; the last one takes its index. With `keep` it can go on by itself."""
-        home, last = self._homes[index], self._homes.pop()
-        if home is not last:
-            self._homes[index] = last
-        self._caches.leave(index, home.reclaim() if keep else None)
+        home, replay = self._homes[index], self._replays[index]
+        self._homes[index], self._replays[index] = self._homes[-1], self._replays[-1]
+        self._homes.pop()
+        self._replays.pop()
+        if self._rows:
+            self._rows[index] = self._rows[-1]
+            self._rows.pop()
+        self._caches.leave(index, home.reclaim(replay) if keep else None)
 
     def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:
         """Write a block of uncommitted tokens [T_i] for each target. Return logits [T_i, V] of each."""
-        T = max(block.size for block in blocks)
         if self._caches.uncommitted:  # the last pass was interrupted
             self._caches.commit([0] * len(blocks))
-        self._caches.begin(T)
-        tokens = mx.stack([mx.pad(block.astype(mx.int32), (0, T - block.size)) for block in blocks])
+        if max(replay.size for replay in self._replays) > MAX_REPLAY_TOKENS:
+            self._write(self._replays)
+            self._caches.commit([replay.size for replay in self._replays])
+            self._replays = [NO_TOKENS] * len(blocks)
+        pairs = zip(self._replays, blocks, strict=True)
+        self._rows = [mx.concatenate([replay, block.astype(mx.int32)]) for replay, block in pairs]
+        logits = self._write(self._rows)
+        ends = [(replay.size, rows.size) for replay, rows in zip(self._replays, self._rows, strict=True)]
+        return [logits[i, low:high] for i, (low, high) in enumerate(ends)]
+
+    def _write(self, rows: Sequence[mx.array]) -> mx.array:
+        """Write rows [T_i] for each target in one pass, which is padded. Return its logits [B, T, V]."""
+        sizes = [each.size for each in rows]
+        T = max(sizes)
+        self._caches.begin(T, sizes)
+        tokens = mx.stack([mx.pad(each, (0, T - each.size)) for each in rows])
         with self._eager.on():
             logits: mx.array = self._model(tokens, cache=self._caches.layers)
         self._captured = [each.outputs.pop() for each in self._captures]
-        return [logits[i, : block.size] for i, block in enumerate(blocks)]
+        return logits
 
     def commit(self, keep: Sequence[int]) -> list[Features]:
         """Keep the first uncommitted rows of each target. Return the features of those kept."""
-        self._caches.commit(keep)
-        captured, self._captured = self._captured, []
-        for home, rows in zip(self._homes, keep, strict=True):
-            home.record(rows)
-        return [
-            features_of(self._needs, [hidden[i, :rows] for hidden in captured], home.shared_kv)
-            for i, (home, rows) in enumerate(zip(self._homes, keep, strict=True))
-        ]
+        recurrent, replays, written = bool(self._caches.recurrent), list(self._replays), list(keep)
+        for i, rows in enumerate(self._rows if recurrent else ()):
+            size = replays[i].size + keep[i]
+            is_whole = keep[i] > 0 and size == rows.size
+            written[i] = size if is_whole else 0
+            self._replays[i] = NO_TOKENS if is_whole else rows[:size]
+        self._caches.commit(written)
+        captured, self._captured, self._rows = self._captured, [], []
+        features = []
+        for i, (home, replay, count) in enumerate(zip(self._homes, replays, keep, strict=True)):
+            home.record(count)
+            hidden = [each[i, replay.size : replay.size + count] for each in captured]
+            features.append(features_of(self._needs, hidden, home.shared_kv))
+        return features
 
     def _shared_kv(self, home: LMTarget) -> Mapping[str, KVRows]:
         lane = next(i for i, other in enumerate(self._homes) if other is home)
         return {cache.attention_type: cache.rows(lane, home.size) for cache in self._caches.unquantized}
 
 
-def batch_obstacle(model: nn.Module) -> str | None:
-    """Return why sequences of this model cannot share a pass exactly; None if they can.
+@dataclass(frozen=True)
+class Sharing:
+    """How sequences of one model can share passes."""
 
-    Two unequal sequences decode together and alone. A model that calculates with positions by itself raises,
-    or its logits differ.
+    obstacle: str | None  # why they cannot exactly; None if they can
+    takes_drafts: bool  # False if padding spoils a recurrent state
+
+
+def sharing(model: nn.Module) -> Sharing:
+    """Find out how sequences of a model can share passes: two unequal ones decode together and alone.
+
+    A model that calculates with positions by itself raises, or its logits differ. One that does not mask
+    padding in its recurrent state gets wrong logits after an unequal pass.
     """
-    prompts = [[7 * i % 11 for i in range(length)] for length in PROBE_LENGTHS]
-    targets = [LMTarget(model) for _ in prompts]
-    for target, prompt in zip(targets, prompts, strict=True):
-        target.prefill(prompt)
-    count = 1 if targets[0].is_recurrent else PROBE_ROWS
-    blocks = [mx.arange(count, dtype=mx.int32) + i for i in range(len(prompts))]
-    alone = [target.verify(block) for target, block in zip(targets, blocks, strict=True)]
-    for target in targets:
-        target.commit(0)
-    shared = SharedTarget(model, FeatureSpec())
+    is_recurrent = LMTarget(model).is_recurrent
     try:
-        for target in targets:
-            shared.join(target)
+        error = _probe(model, [[1, 1] if is_recurrent else [PROBE_ROWS, PROBE_ROWS]])
+    except (TypeError, ValueError) as reason:
+        return Sharing(f"its model calculates with positions ({reason})", False)
+    if error > MAX_PROBE_ERROR:
+        return Sharing("its logits for two sequences together are not those of each alone", False)
+    if not is_recurrent:
+        return Sharing(None, True)
+    try:
+        return Sharing(None, _probe(model, [[1, PROBE_ROWS], [1, 1]]) <= MAX_PROBE_ERROR)
+    except (TypeError, ValueError):
+        return Sharing(None, False)
+
+
+def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
+    """Return the largest error of two sequences together, over passes with so many rows of each."""
+    shared, alone = SharedTarget(model, FeatureSpec()), [LMTarget(model) for _ in PROBE_LENGTHS]
+    for target, length in zip(alone, PROBE_LENGTHS, strict=True):
+        home = LMTarget(model)
+        for each in (target, home):
+            each.prefill([7 * i % 11 for i in range(length)])
+        shared.join(home)
+    errors = []
+    for sizes in passes:
+        blocks = [mx.arange(size, dtype=mx.int32) + i for i, size in enumerate(sizes)]
         together = shared.verify(blocks)
-    except (TypeError, ValueError) as error:
-        return f"its model calculates with positions ({error})"
-    errors = [mx.abs(a - b).max() / mx.abs(b).max() for a, b in zip(together, alone, strict=True)]
-    if (mx.stack(errors) > MAX_PROBE_ERROR).any().item():
-        return "its logits for two sequences together are not those of each alone"
-    return None
+        shared.commit(sizes)
+        for target, block, ours in zip(alone, blocks, together, strict=True):
+            theirs = target.verify(block)
+            target.commit(block.size)
+            errors.append(mx.abs(ours - theirs).max() / mx.abs(theirs).max())
+    return float(mx.stack(errors).astype(mx.float32).max())

@@ -96,8 +96,11 @@ class Caches:
 
     # --- passes
 
-    def begin(self, T: int) -> None:
-        """Prepare all layers for a pass of T rows in each lane, after those not yet committed."""
+    def begin(self, T: int, rows: Sequence[int] | None = None) -> None:
+        """Prepare all layers for a pass of T rows in each lane, after those not yet committed.
+
+        Those after the first `rows` of a lane are padding; if it is None, there is none.
+        """
         self._make_room(T, len(self.sizes))
         ends = self._ends(len(self.sizes))
         self.uncommitted += T
@@ -106,13 +109,17 @@ class Caches:
             columns.begin(ends, T)
         for cache in self.attention:
             cache.offset = offset
+        for state in self.recurrent:
+            state.begin(rows or [T], T)
 
     def commit(self, keep: Sequence[int]) -> None:
-        """Keep the first `keep` uncommitted rows of each lane and drop the others."""
+        """Keep the first `keep` uncommitted rows of each lane and drop the others.
+
+        Recurrent layers keep all rows of a lane if any are kept: the caller keeps all that are no padding.
+        """
         assert all(0 <= k <= self.uncommitted for k in keep), f"commit of {keep} of {self.uncommitted} rows"
         for state in self.recurrent:
-            assert set(keep) in ({0}, {self.uncommitted}), "a recurrent state takes back all rows or none"
-            state.settle(keep[0] > 0)
+            state.settle([k > 0 for k in keep])
         self.sizes = [size + k for size, k in zip(self.sizes, keep, strict=True)]
         self.uncommitted = 0
 

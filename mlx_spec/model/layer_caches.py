@@ -238,9 +238,18 @@ class RecurrentCache(ArraysCache):
         self.cache = state
         self._committed = list(saved)
 
-    def settle(self, keep: bool) -> None:
-        """Commit the last pass, or return to the state before it."""
-        self.restore(self.cache if keep else self._committed)
+    def begin(self, rows: Sequence[int], T: int) -> None:
+        """Prepare a pass of T rows in each lane. Those after the first `rows` of a lane are padding."""
+        lengths: Any = None if min(rows) == T else mx.array(list(rows), dtype=mx.int32)
+        self.lengths = lengths
+
+    def settle(self, keep: Sequence[bool]) -> None:
+        """Commit the last pass of each lane, or return to the state before it."""
+        if all(keep) or not any(keep):
+            self.restore(self.cache if all(keep) else self._committed)
+            return
+        kept, committed = mx.array(list(keep)), [array for array in self._committed if array is not None]
+        self.restore([_by_lane(kept, *pair) for pair in zip(self.arrays(), committed, strict=True)])
 
     def join(self, lone: RecurrentCache) -> None:
         """Append a sequence."""
@@ -259,6 +268,11 @@ class RecurrentCache(ArraysCache):
 
 
 LayerCache = AttentionCache | RecurrentCache
+
+
+def _by_lane(chosen: mx.array, yes: mx.array, no: mx.array) -> mx.array:
+    """Return the lanes of one array where `chosen` [B] is True, else those of another."""
+    return mx.where(chosen.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
 def capacity_for(rows: int) -> int:

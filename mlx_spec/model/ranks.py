@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NoReturn, Protocol, cast, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.batch.target import SharedTarget, batch_obstacle
+from mlx_spec.batch.target import SharedTarget, sharing
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.hub.files import one_line
 from mlx_spec.model.hooks import parts_of
@@ -211,8 +211,8 @@ class Ranks:
                     case ["drop", id]:
                         targets.pop(id, None)
                         groups.pop(id, None)
-                    case ["obstacle"]:
-                        batch_obstacle(model)
+                    case ["sharing"]:
+                        sharing(model)
                     case ["prefill", id, tokens]:
                         targets[id].prefill(tokens)
                     case ["verify", id, rows, size]:
@@ -362,8 +362,10 @@ class RankTarget(LMTarget):
 class RankSharedTarget(SharedTarget):
     """Targets that decode in one pass, of which each rank has a part."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, needs: FeatureSpec) -> None:
-        super().__init__(model, needs)
+    def __init__(
+        self, ranks: Ranks, model: nn.Module, needs: FeatureSpec, *, takes_drafts: bool = True
+    ) -> None:
+        super().__init__(model, needs, takes_drafts=takes_drafts)
         self._ranks = ranks
         self._number = ranks.announce_new(self, "group", astuple(needs))
 

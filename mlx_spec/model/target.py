@@ -146,9 +146,9 @@ class LMTarget:
         self._lent_kv = shared_kv
         return self._caches
 
-    def reclaim(self) -> Caches:
-        """Return the caches that were lent, to be filled again."""
-        self._lent_kv = None
+    def reclaim(self, replay: mx.array) -> Caches:
+        """Return the caches that were lent, to be filled again with all tokens but those to replay."""
+        self._lent_kv, self._replay = None, replay
         return self._caches
 
     def record(self, tokens: int) -> None:

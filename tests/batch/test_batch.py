@@ -158,7 +158,7 @@ def assert_texts_alone(
     assert not len(batch)
     assert max(together) >= min(most, 4)
     own = sum(drafter.own for drafter in drafters)
-    assert own or source is None or source.name == "lookup" or kind.startswith("recurrent")
+    assert own or source is None or source.name == "lookup"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ from mlx_spec.batch.policy import FEWEST_RUNNING, MOST_RUNNING, BatchPolicies
 from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar.matcher import compile_grammar
+from mlx_spec.model.layer_caches import RecurrentCache
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
@@ -35,7 +36,7 @@ def pair() -> Pair:
     made._model.set_dtype(mx.float32)
     made._drafters[0].network.set_dtype(mx.float32)
     made.open()  # prepares the model for trees, as an answer alone does
-    assert made.batch_obstacle is None
+    assert made.sharing.obstacle is None
     return made
 
 
@@ -152,11 +153,33 @@ def test_generate_batch(pair: Pair) -> None:
         pair.batch(0)
 
 
-def test_recurrent_targets_say_that_they_are_plain() -> None:
-    pair = mlx_spec.load(GOLDEN / "trained" / "qwen", "lookup", num_draft_tokens=3)
+def recurrent_rounds() -> list[Round]:
+    """The rounds in company of two prompts to a recurrent target, whose texts are those alone."""
+    target = GOLDEN / "trained" / "qwen"
+    pair = mlx_spec.load(target, target, num_draft_tokens=3)
     prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 7, 5, 6, 7, 5, 6]]
-    rounds = [round for _, round in pair.generate_batch(prompts, max_tokens=6)]
-    assert Reason.RECURRENT in {round.reason for round in rounds}
+    texts, rounds = [list[int](), list[int]()], []
+    for index, round in pair.generate_batch(prompts, max_tokens=40):
+        texts[index] += round.tokens
+        rounds += [round] if round.company > 1 else []
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text == [token for round in pair.generate(prompt, max_tokens=40) for token in round.tokens]
+    return rounds
+
+
+def test_recurrent_targets_draft_in_company() -> None:
+    rounds = recurrent_rounds()
+    assert Reason.RECURRENT not in {round.reason for round in rounds}
+    assert sum(round.accepted for round in rounds) > 20
+
+
+def test_a_recurrent_target_that_takes_no_padding_is_plain_in_company(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RecurrentCache, "begin", lambda self, rows, T: None)
+    rounds = recurrent_rounds()
+    assert {round.reason for round in rounds} == {Reason.RECURRENT}
+    assert not any(round.drafted for round in rounds)
 
 
 def test_sequences_of_a_target_that_cannot_share_take_turns(pair: Pair) -> None:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 import tiny
 
-from mlx_spec.batch.target import SharedTarget, batch_obstacle
+from mlx_spec.batch.target import SharedTarget, sharing
 from mlx_spec.model.caches import FIRST_LANES, Caches
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK
 from mlx_spec.model.target import LMTarget
@@ -60,7 +60,7 @@ def assert_same_features(got: Features, expected: Features) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sequence_is_as_if_alone(kind: str) -> None:
     model, bits = model_of(kind)
-    draw, recurrent = random.Random(kind), kind.startswith("recurrent")
+    draw = random.Random(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     target, inside, outside = SharedTarget(model, spec), list[Sequence](), list[Sequence]()
     for step in range(50):
@@ -94,9 +94,9 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
                 assert_close(ours[name].keys, theirs[name].keys)
         if not inside:
             continue
-        sizes = [1 if recurrent else draw.choice([1, 1, 2, 5, 8]) for _ in inside]
+        sizes = [draw.choice([1, 1, 2, 5, 8]) for _ in inside]
         blocks = [mx.array([draw.randrange(256) for _ in range(size)]) for size in sizes]
-        cuts = [draw.randint(0, 1)] * len(inside) if recurrent else [draw.randint(0, s) for s in sizes]
+        cuts = [draw.randint(0, s) for s in sizes]
         expected = [each.alone.verify(block) for each, block in zip(inside, blocks, strict=True)]
         for got, want in zip(target.verify(blocks), expected, strict=True):
             assert_close(got, want)
@@ -224,7 +224,7 @@ def test_a_model_that_calculates_with_positions_is_found(
     position: Callable[[Any], Any], message: str
 ) -> None:
     model = tiny.full()
-    assert batch_obstacle(model) is None
+    assert sharing(model).obstacle is None
     for layer in model.layers:
         layer.self_attn.rope = HostRope(layer.self_attn.rope, position)
-    assert message in (batch_obstacle(model) or "")
+    assert message in (sharing(model).obstacle or "")

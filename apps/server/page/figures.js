@@ -23,7 +23,7 @@ const REASONS = {
   "too few draft tokens accepted": "Speculation is off: too few draft tokens were accepted in this text.",
   "speculation has lost time so far": "Speculation is off: it has lost time in this answer so far.",
   probing: "Probing: a few tokens are drafted to see whether it pays again.",
-  "plain beside other requests: this target is recurrent":
+  "plain beside other requests: this recurrent target takes no padding":
     "Speculation is off beside other answers: the state of this model takes back no tokens.",
 };
 
