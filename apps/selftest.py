@@ -234,7 +234,7 @@ class SelfTest:
 
 def long_text(text: Text, tokens: int) -> Question:
     """Return `tokens` tokens of built-in text, to be continued."""
-    from mlx_spec.convert.texts import TEXTS
+    from mlx_spec.convert.measure import TEXTS
 
     beginning = text.prompt_tokens("")
     once = text.encode("\n\n".join(TEXTS) + "\n\n")

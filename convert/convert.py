@@ -21,12 +21,18 @@ from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
-from .drafter import convert_drafter, embedded_family, family_or_model
 from .families import Family
 from .measure import PUBLISHED, UNQUANTIZED, Conversion, ConversionPlan, TestedConversion
+from .parts import (
+    ConvertedPart,
+    convert_drafter,
+    convert_model,
+    embedded_family,
+    explain_left_out,
+    family_or_model,
+)
 from .selftest import self_test
 from .source import Source, cast, check_hashes, open_source, parse_quantization
-from .target import ConvertedPart, convert_model, explain_left_out
 from .write import (
     DRAFTER,
     NOT_RUN,
@@ -66,9 +72,7 @@ def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
     plan = _make_plan(request, progress)
     with new_folder(request.out) as folder:
         target, drafter = _write(plan, folder, progress, allow_unknown=request.skip_test)
-        found: Mapping[str, Any] = NOT_RUN
-        if not request.skip_test:
-            found = _self_test(plan, folder, progress)
+        found = NOT_RUN if request.skip_test else _self_test(plan, folder, progress)
         progress.end()
         return write_manifest(folder, target, drafter, request.dtype, found)
 

@@ -25,10 +25,9 @@ from mlx_spec.text import Text, read_text
 from mlx_spec.text.chat_template import special_tokens
 
 from .families import Family
+from .parts import load_unread
 from .source import DTYPES, Quantization, Source
-from .target import load_unread
-from .texts import PROMPTS, QUESTIONS, TEXTS
-from .write import DRAFTER, TARGET
+from .write import DRAFTER
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
@@ -36,6 +35,42 @@ SAME_TYPE, NARROWED = 1e-4, 0.5  # tolerated differences of logits, in standard 
 ROWS = 4  # last rows of each text, whose logits are compared
 # Folders for the time of the test: the drafter in our form but not quantized, and as published but cast.
 UNQUANTIZED, PUBLISHED = ".unquantized", ".published"
+
+# --- the texts, built in so that the self-test needs no network
+
+TEXTS = (
+    "The harbour was quiet when the last ferry came in. Two fishermen sat on the wall and mended a net, and "
+    "above them the gulls waited for what the day had left over. In winter nobody took the path along the "
+    "cliff, but now, in the first warm week of the year, you could hear people talking up there until it was "
+    "dark, and sometimes somebody sang.",
+    "def mean(values):\n    total = 0.0\n    count = 0\n    for value in values:\n        total += value\n"
+    "        count += 1\n    if count == 0:\n        raise ValueError('mean of nothing')\n"
+    "    return total / count\n\n\ndef variance(values):\n    center = mean(values)\n"
+    "    return mean([(value - center) ** 2 for value in values])\n",
+    "Water boils at a lower temperature on a mountain than at the coast, because the air above presses on it "
+    "with less force. At sea level it takes 100 degrees Celsius; at a height of 3000 metres about 90 are "
+    "enough. That is why pasta needs more time in a hut in the Alps, although the water in the pot bubbles "
+    "just as much as at home.",
+    "Question: A train leaves at 9:40 and arrives at 11:05. How long is the journey?\nAnswer: From 9:40 to "
+    "10:40 it is one hour, and from 10:40 to 11:05 it is 25 minutes more, so the journey takes 1 hour and 25 "
+    "minutes.\nQuestion: And how far does it go at 80 kilometres an hour?\nAnswer: 1 hour and 25 minutes are "
+    "85 minutes, and 80 times 85 divided by 60 is about 113 kilometres.",
+)
+
+PROMPTS = (  # to be continued as they are
+    "The capital of",
+    "Once upon a time",
+    "def fib(n):\n    if n",
+    "one two three four five six",
+    "for i in range(10):\n",
+)
+
+QUESTIONS = (  # to be answered, where the target has a chat template
+    "Explain in three sentences why the sky is blue.",
+    "Write a short story about a lighthouse keeper and a storm.",
+)
+
+# --- what is tested
 
 
 class SelfTestFailed(SpecError):
@@ -94,16 +129,6 @@ class TestedConversion(ConversionPlan):
     folder: Path  # of the converted parts
 
     @property
-    def target_folder(self) -> Path:
-        """Return the folder of the converted target."""
-        return self.folder / TARGET
-
-    @property
-    def drafter_folder(self) -> Path:
-        """Return the folder of the converted drafter."""
-        return self.folder / DRAFTER
-
-    @property
     def unquantized_folder(self) -> Path:
         """Return the folder of the drafter in our form, not quantized."""
         return self.folder / (UNQUANTIZED if self.drafter_conversion.quantization else DRAFTER)
@@ -114,10 +139,13 @@ class TestedConversion(ConversionPlan):
         assert self.drafter is not None
         known = self.drafter.config.get("model_type") in drafters.FAMILIES
         # Where the conversion records conventions, the drafter does not run without them.
-        if self.family is not None and (not known or KEY in read_config(self.drafter_folder)):
+        if self.family is not None and (not known or KEY in read_config(self.folder / DRAFTER)):
             return self.unquantized_folder
         cast = self.folder / PUBLISHED
         return cast if cast.is_dir() else self.drafter.folder
+
+
+# --- the measurement
 
 
 @dataclass(frozen=True)

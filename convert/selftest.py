@@ -14,7 +14,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling
 from mlx_spec.text import read_text
 
-from .drafter import convert_drafter
 from .measure import (
     SelfTestFailed,
     TestedConversion,
@@ -46,7 +45,7 @@ from .measure import (
     prompts,
     texts,
 )
-from .target import convert_model
+from .parts import convert_drafter, convert_model
 from .write import DRAFTER, TARGET
 
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
@@ -66,15 +65,6 @@ LIKELY_CAUSES = "likely the drafter of another target or version of it, or weigh
 TIE_TOLERANCE = {mx.bfloat16: 2.0**-6, mx.float16: 2.0**-9, mx.float32: 1e-4}
 
 
-@dataclass(frozen=True)
-class RoundTrip:
-    """How the written files agree with the source."""
-
-    equal: int  # tensors that are the source's, bit by bit
-    quantized: int
-    error: float  # largest of a quantized tensor: root mean square of the error by that of the weights
-
-
 def self_test(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Run all checks that apply. Return the figures for pair.json. Raises SelfTestFailed."""
     found: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(subject, progress)}
@@ -87,11 +77,11 @@ def self_test(subject: TestedConversion, progress: StageProgress) -> dict[str, A
 def _check_tensors(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Compare the files with the source, tensor by tensor."""
     model = convert_model(subject.target, None, subject.target_conversion.dtype)
-    result = {TARGET: asdict(compare(subject.target_folder, model.tensors, progress))}
+    result = {TARGET: compare(subject.folder / TARGET, model.tensors, progress)}
     if subject.drafter is not None:
         dtype = subject.drafter_conversion.dtype
         drafter = convert_drafter(subject.drafter, subject.family, subject.target.config, None, dtype)
-        result[DRAFTER] = asdict(compare(subject.drafter_folder, drafter.tensors, progress))
+        result[DRAFTER] = compare(subject.folder / DRAFTER, drafter.tensors, progress)
     return result
 
 
@@ -103,7 +93,7 @@ def _check_target(subject: TestedConversion, progress: StageProgress) -> dict[st
     progress.stage("computing the original on built-in texts")
     original = measure(subject.target.folder, dtype, tokens)
     progress.stage("computing the converted target on the same texts")
-    converted = measure(subject.target_folder, None, tokens)
+    converted = measure(subject.folder / TARGET, None, tokens)
     distance = difference(converted.logits, original.logits)
     tolerance = check_logits(distance, subject.target, conversion)
     ratio = converted.perplexity / original.perplexity
@@ -119,10 +109,10 @@ def _check_target(subject: TestedConversion, progress: StageProgress) -> dict[st
     }
 
 
-def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress) -> RoundTrip:
-    """Compare the files in `folder` with unquantized tensors. Empties `expected`.
+def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress) -> dict[str, Any]:
+    """Compare the files in `folder` with unquantized tensors. Empties `expected`. Raises BadCheckpoint.
 
-    Raises BadCheckpoint, which names the tensors that are missing, left over, different or not finite.
+    Returns the tensors that are equal bit by bit, those that are quantized, and the largest error of one.
     """
     written, config = read_tensors(folder), read_config(folder)
     progress.stage(f"comparing {folder.name} with its source", tensors=len(expected))
@@ -152,7 +142,8 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
             f"{shortened(infinite)} in {folder.name} is not finite: the source is damaged, or --dtype holds "
             "less than its values need"
         )
-    return RoundTrip(count - len(errors), len(errors), max(errors.values(), default=0.0))
+    equal, error = count - len(errors), max(errors.values(), default=0.0)
+    return {"equal": equal, "quantized": len(errors), "error": error}
 
 
 def _is_same(a: mx.array, b: mx.array) -> bool:
@@ -169,7 +160,7 @@ def _is_finite(a: mx.array) -> bool:
 def _error(
     source: mx.array, weight: mx.array, found: Mapping[str, mx.array | None], settings: Mapping[str, Any]
 ) -> float:
-    """Return the relative error of a quantized tensor, computed by blocks of rows."""
+    """Return the root mean square of the error of a quantized tensor by that of its weights."""
     scales = found["scales"]
     assert scales is not None
     mx.eval(source)
@@ -223,8 +214,8 @@ class Walk:
 def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[str, Any]:
     """Check acceptance and losslessness; return figures. Raises SelfTestFailed."""
     config = subject.target.config
-    text = read_text(subject.target_folder, config)
-    built_in = prompts(subject.target_folder, text)
+    text = read_text(subject.folder / TARGET, config)
+    built_in = prompts(subject.folder / TARGET, text)
     vocab_size = text_config(config)["vocab_size"]
 
     def walk_with(model: nn.Module, folders: Sequence[Path]) -> Walk:
@@ -239,7 +230,7 @@ def check_drafter(subject: TestedConversion, progress: StageProgress) -> dict[st
         gc.collect()
     progress.stage("drafting with the converted pair")
     after = walk_with(
-        load_lazily(subject.target_folder, None), [subject.original_drafter, subject.drafter_folder]
+        load_lazily(subject.folder / TARGET, None), [subject.original_drafter, subject.folder / DRAFTER]
     )
     gc.collect()
     floor = min(MAX_FLOOR, max(MIN_ACCEPTANCE, CHANCE_FACTOR * after.chance))
@@ -293,14 +284,6 @@ def _figures(before: Walk | None, after: Walk) -> dict[str, Any]:
 # --- drafters along the target's text
 
 
-@dataclass(frozen=True)
-class _Path:
-    """One continuation."""
-
-    tokens: list[int]
-    drafts: list[list[list[int]]]  # by drafter and position: up to K tokens
-
-
 def walk(
     model: nn.Module,
     drafters: Sequence[DrafterSource],
@@ -315,33 +298,34 @@ def walk(
     """
     paths = [_walk_one(model, drafters, prompt, frozenset(eos), vocab_size) for prompt in prompts]
     return Walk(
-        [path.tokens for path in paths],
-        [count_accepted([(path.tokens, path.drafts[i]) for path in paths]) for i in range(len(drafters))],
+        [tokens for tokens, _ in paths],
+        [count_accepted([(tokens, drafts[i]) for tokens, drafts in paths]) for i in range(len(drafters))],
     )
 
 
 def _walk_one(
     model: nn.Module, sources: Sequence[DrafterSource], prompt: list[int], eos: frozenset[int], vocab: int
-) -> _Path:
-    target = LMTarget(model, sources[0].needs if sources else None)
+) -> tuple[list[int], list[list[list[int]]]]:
+    """Return a continuation and, by drafter and position, up to K draft tokens."""
+    target = LMTarget(model, sources[0].needs)
     drafters = [source.make(target.parts) for source in sources]
     sampler = Greedy(LogitsProcessor(GREEDY, len(prompt), vocab))
-    path = _Path([], [[] for _ in sources])
+    tokens, drafts = list[int](), [list[list[int]]() for _ in sources]
     history = list(prompt)
     if len(history) > 1:
         features = target.prefill(history[:-1])
         for drafter in drafters:
             drafter.observe(history, features)
-    while len(path.tokens) < GENERATED and not eos.intersection(path.tokens[-1:]):
-        for drafts, drafter in zip(path.drafts, drafters, strict=True):
-            drafts.append(read_tokens(drafter.draft(history, K, sampler).tokens))
+    while len(tokens) < GENERATED and not eos.intersection(tokens[-1:]):
+        for own, drafter in zip(drafts, drafters, strict=True):
+            own.append(read_tokens(drafter.draft(history, K, sampler).tokens))
         token = read_tokens(target.verify(mx.array(history[-1:])).argmax(axis=-1))
         features = target.commit(1)
         history += token
-        path.tokens.extend(token)
+        tokens += token
         for drafter in drafters:
             drafter.observe(history, features)
-    return path
+    return tokens, drafts
 
 
 def count_accepted(paths: Sequence[tuple[list[int], list[list[int]]]]) -> Acceptance:
@@ -379,7 +363,7 @@ def check_lossless(
     Raises SelfTestFailed.
     """
     progress.stage("comparing speculative with plain decoding")
-    pair = load(subject.target_folder, subject.drafter_folder, num_draft_tokens=K)
+    pair = load(subject.folder / TARGET, subject.folder / DRAFTER, num_draft_tokens=K)
     drafted = [
         [token for round in pair.generate(prompt, max_tokens=len(expected)) for token in round.tokens]
         for prompt, expected in zip(prompts, plain, strict=True)
@@ -402,6 +386,6 @@ def check_lossless(
 
 def _is_tie(subject: TestedConversion, history: list[int], tokens: tuple[int, int]) -> bool:
     """Return True if two tokens are equally likely within the logits' type."""
-    logits = load_lazily(subject.target_folder, None)(mx.array([history]))[0, -1]
+    logits = load_lazily(subject.folder / TARGET, None)(mx.array([history]))[0, -1]
     a, b = (float(value) for value in np.array(logits[mx.array(tokens)].astype(mx.float32)))
     return abs(a - b) <= TIE_TOLERANCE[logits.dtype] * max(abs(a), abs(b))

@@ -25,7 +25,7 @@ from mlx_spec.hub.progress import StageProgress
 
 FORMAT = 1  # of pair.json
 TARGET, DRAFTER = "target", "drafter"
-NOT_RUN = {"result": "not run", "why": "--no-self-test"}
+NOT_RUN: dict[str, Any] = {"result": "not run", "why": "--no-self-test"}
 MARGIN, SPARE_BYTES = 1.02, 1 << 26  # of the space needed: small files and those of the file system
 BLOCK = 1 << 24  # bytes written at a time
 MLX = {"format": "mlx"}  # the metadata of a file

@@ -52,12 +52,13 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     special = {**config, **(config.get("dflash_config") or {})}
     capture, note = captured(special)
     table.check_layers(TITLE, capture, target)
-    sizes = _sizes(layer, special, len(capture), target)
+    sizes = layers.captured_sizes(layer, special, len(capture), target, TITLE)
+    if "num_target_layers" in special:
+        table.check_fit(TITLE, {"num_hidden_layers": table.size(special, "num_target_layers", TITLE)}, target)
     source = table.spell(TITLE, tensors, config, (("model.", ""),))
     taken = table.take(_rows(layer, sizes), source, sizes)
     ours = dict(taken.tensors)
-    notes, reasons = table.resolve_map(source, ours, sizes["vocab"])
-    dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
+    notes, dropped = table.resolve_map(source, ours, sizes["vocab"])
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
     conventions = Conventions(hidden="layers", capture=capture, shift=shift, rope="own")
     written = table.config_of(
@@ -68,8 +69,8 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         draft_vocab_size=sizes["draft"],
         **_block(special, sizes),
     )
-    used = taken.used - dropped.keys()
-    return table.finished(source, Converted(written, ours, used, dropped, quantizable, (note, *notes)))
+    result = Converted(written, ours, taken.used, dropped, quantizable, (note, *notes))
+    return table.finished(source, result)
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:
@@ -84,22 +85,6 @@ def captured(special: Config) -> tuple[tuple[int, ...], str]:
         ids = tuple(special["aux_hidden_state_layer_ids"])
         return tuple(index - 1 for index in ids), f"aux_hidden_state_layer_ids {list(ids)} are layer inputs"
     raise BadCheckpoint(f"config.json of {TITLE} has no target_layer_ids: which layers it reads is not known")
-
-
-def _sizes(layer: Config, special: Config, count: int, target: Config) -> dict[str, int]:
-    hidden, vocab = table.size(layer, "hidden_size", TITLE), table.size(layer, "vocab_size", TITLE)
-    theirs = int(special.get("target_hidden_size") or hidden)
-    table.check_fit(TITLE, {"hidden_size": theirs, "vocab_size": vocab}, target)
-    if "num_target_layers" in special:
-        table.check_fit(TITLE, {"num_hidden_layers": table.size(special, "num_target_layers", TITLE)}, target)
-    return {
-        **layers.attention_sizes(layer, TITLE),
-        "hidden": hidden,
-        "inner": table.size(layer, "intermediate_size", TITLE),
-        "fused": count * theirs,
-        "vocab": vocab,
-        "draft": int(special.get("draft_vocab_size") or vocab),
-    }
 
 
 def _rows(layer: Config, sizes: Sizes) -> tuple[Row, ...]:

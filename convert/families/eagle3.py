@@ -71,22 +71,10 @@ def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converte
 def _read(title: str, config: Config, target: Config) -> DraftConfig:
     """Read `config` and `target`. Raises Mismatch if they contradict each other."""
     layer = table.layer_config(config)
-    hidden, vocab = table.size(layer, "hidden_size", title), table.size(layer, "vocab_size", title)
-    theirs = int(config.get("target_hidden_size") or hidden)
-    table.check_fit(title, {"hidden_size": theirs, "vocab_size": vocab}, target)
     capture, note = _captured(config, table.target_size(target, "num_hidden_layers"))
+    sizes = layers.captured_sizes(layer, config, len(capture), target, title)
     table.check_layers(title, capture, target)
-    sizes = {
-        **layers.attention_sizes(layer, title),
-        "hidden": hidden,
-        "2hidden": 2 * hidden,
-        "inner": table.size(layer, "intermediate_size", title),
-        "target": theirs,
-        "fused": len(capture) * theirs,
-        "vocab": vocab,
-        "draft": int(config.get("draft_vocab_size") or vocab),
-        "one": 1,
-    }
+    sizes |= {"2hidden": 2 * sizes["hidden"], "one": 1}
     return DraftConfig(title, layer, config, capture, note, sizes)
 
 
@@ -141,10 +129,9 @@ def _assemble(
     source = table.spell(drafter.title, tensors, drafter.top, SPELLINGS)
     taken = table.take((*_rows(drafter), *extra), source, drafter.sizes)
     ours = dict(taken.tensors)
-    notes, reasons = table.resolve_map(source, ours, drafter.sizes["vocab"])
-    if not drafter.top.get("norm_before_fc"):
-        reasons["input_norm.weight"] = "norm_before_fc is off in its config.json"
-    dropped = {source.names[name]: why for name, why in reasons.items() if name in source.names}
+    notes, dropped = table.resolve_map(source, ours, drafter.sizes["vocab"])
+    if "input_norm.weight" in source.names and not drafter.top.get("norm_before_fc"):
+        dropped[source.names["input_norm.weight"]] = "norm_before_fc is off in its config.json"
     conventions = Conventions(
         hidden="layers",
         capture=drafter.capture,
@@ -162,8 +149,8 @@ def _assemble(
         fc_norm=bool(drafter.top.get("fc_norm")),
         **fields,
     )
-    used = taken.used - dropped.keys()
-    return table.finished(source, Converted(config, ours, used, dropped, quantizable, (drafter.note, *notes)))
+    result = Converted(config, ours, taken.used, dropped, quantizable, (drafter.note, *notes))
+    return table.finished(source, result)
 
 
 EAGLE3 = Family("eagle3", convert_eagle3, catalog.EAGLE3)

@@ -16,7 +16,7 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import ASSISTANT
 from mlx_spec.hub.files import shortened
 
-from .table import Config, Converted, Family, Tensors, finished, spell
+from .table import Config, Converted, Family, Tensors, all_but, finished, spell
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"
@@ -45,7 +45,7 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     head = f"a head of {assistant.num_centroids} centroids" if assistant.num_centroids else "a dense head"
     if assistant.draft_vocab_size is not None:
         head = f"the target's head for {assistant.draft_vocab_size} tokens"
-    result = Converted(written, ours, frozenset(needed), dropped, _quantizable, (head,))
+    result = Converted(written, ours, frozenset(needed), dropped, all_but(), (head,))
     return finished(spell(TITLE, tensors, config), result)
 
 
@@ -56,10 +56,6 @@ def _integers(name: str, order: mx.array) -> mx.array:
             f"{name} holds {order.dtype} where token ids belong, a cast damaged it: download it again"
         )
     return order.astype(mx.int32)
-
-
-def _quantizable(name: str) -> bool:
-    return name.endswith(".weight") and "norm" not in name.rsplit(".", 2)[-2]
 
 
 GEMMA4 = Family(NAME, convert, ASSISTANT)

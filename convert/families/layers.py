@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .table import Config, PublishedTensors, Row, Sizes, same, size
+from .table import Config, PublishedTensors, Row, Sizes, check_fit, same, size
 
 NORMS = (same("input_layernorm.weight", "hidden"), same("post_attention_layernorm.weight", "hidden"))
 QK_NORMS = (same("self_attn.q_norm.weight", "head"), same("self_attn.k_norm.weight", "head"))
@@ -37,6 +37,22 @@ def attention_sizes(config: Config, title: str) -> dict[str, int]:
         head = size(config, "hidden_size", title) // heads
     groups = size(config, "num_key_value_heads", title) if "num_key_value_heads" in config else heads
     return {"q": heads * head, "kv": groups * head, "o": heads * head, "head": head}
+
+
+def captured_sizes(layer: Config, special: Config, count: int, target: Config, title: str) -> dict[str, int]:
+    """Return the axes of a drafter that reads `count` target layers. Raises Mismatch for another target."""
+    hidden, vocab = size(layer, "hidden_size", title), size(layer, "vocab_size", title)
+    theirs = int(special.get("target_hidden_size") or hidden)
+    check_fit(title, {"hidden_size": theirs, "vocab_size": vocab}, target)
+    return {
+        **attention_sizes(layer, title),
+        "hidden": hidden,
+        "inner": size(layer, "intermediate_size", title),
+        "target": theirs,
+        "fused": count * theirs,
+        "vocab": vocab,
+        "draft": int(special.get("draft_vocab_size") or vocab),
+    }
 
 
 def latent_attention(config: Config) -> tuple[Row, ...]:

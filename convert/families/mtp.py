@@ -149,9 +149,8 @@ def _converted(
         layer_type=layer.get("model_type", text_config(target).get("model_type")),
         text_config=layer,
     )
-    used = taken.used - dropped.keys()
-    kept: Mapping[str, str] = {**trunk, **dropped}
-    return table.finished(source, Converted(written, tensors, used, kept, quantizable, notes))
+    kept = {**trunk, **dropped}
+    return table.finished(source, Converted(written, tensors, taken.used, kept, quantizable, notes))
 
 
 # --- Qwen

@@ -143,7 +143,7 @@ def take(rows: Iterable[Row], source: PublishedTensors, sizes: Sizes) -> Taken:
 
 
 def finished(source: PublishedTensors, converted: Converted) -> Converted:
-    """Return `converted`. Raises BadCheckpoint for source tensors not accounted for."""
+    """Return it: what is dropped was not used. Raises BadCheckpoint for tensors not accounted for."""
     computed = {old: "computed from config.json" for new, old in source.names.items() if COMPUTED in new}
     dropped = {**computed, **converted.dropped}
     left = sorted(set(source.names.values()) - converted.used - dropped.keys())
@@ -153,7 +153,7 @@ def finished(source: PublishedTensors, converted: Converted) -> Converted:
             f"{len(left)} of {len(source.names)} ({shortened(left)}): it is of another kind, or newer than "
             "this version"
         )
-    return replace(converted, dropped=dropped)
+    return replace(converted, used=converted.used - converted.dropped.keys(), dropped=dropped)
 
 
 def all_but(*kept: str) -> Callable[[str], bool]:
@@ -324,11 +324,12 @@ def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) 
 def resolve_map(
     source: PublishedTensors, tensors: dict[str, mx.array], vocab_size: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Replace d2t and t2d in `tensors` by draft_ids. Return notes and drop reasons."""
+    """Replace d2t and t2d in `tensors` by draft_ids. Return notes, and why source tensors are dropped."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     notes = []
     if d2t is not None:
         tensors["draft_ids"], note = draft_ids(source.title, d2t, t2d, vocab_size)
         notes.append(note)
     reasons = dict.fromkeys(("verifier_norm.weight", "verifier_lm_head.weight"), "the target's own")
-    return notes, {**reasons, **({"t2d": INVERSE_MAP} if t2d is not None else {})}
+    reasons |= {"t2d": INVERSE_MAP} if t2d is not None else {}
+    return notes, {source.names[name]: why for name, why in reasons.items() if name in source.names}

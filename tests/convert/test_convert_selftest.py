@@ -15,11 +15,11 @@ from commands import run
 from test_convert import GOLDEN, converted, edit_config, edit_tensors
 
 import mlx_spec
-from mlx_spec.convert import measure, selftest, texts
+from mlx_spec.convert import measure, selftest
 from mlx_spec.convert.measure import Conversion, SelfTestFailed
+from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.selftest import check_lossless, compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
-from mlx_spec.convert.target import convert_model
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.progress import StageProgress
 
@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts, few and short continuations: enough to tell a trained drafter from a broken one."""
     monkeypatch.setattr(selftest, "GENERATED", 10)
     monkeypatch.setattr(measure, "TEXT_LENGTH", 16)
-    monkeypatch.setattr(measure, "PROMPTS", texts.PROMPTS[1:3])
+    monkeypatch.setattr(measure, "PROMPTS", measure.PROMPTS[1:3])
     monkeypatch.setattr(measure, "QUESTIONS", ())
 
 

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen2, qwen3
 from synthetic import Checkpoint, D, V, W
 
-from mlx_spec.convert.drafter import convert_drafter, family_or_model
 from mlx_spec.convert.families import FAMILIES, Converted, family_of
+from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, SpecError
 

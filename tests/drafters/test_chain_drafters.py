@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from one_pass_law import control_excess, drafted_excess, seeded_texts
 
+from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.source import open_source
-from mlx_spec.convert.target import convert_model
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.engine import generate

@@ -16,7 +16,7 @@ from fitted import Recorder
 from lossless import GREEDY, emitted
 
 import mlx_spec
-from mlx_spec.convert import measure, selftest, texts
+from mlx_spec.convert import measure, selftest
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.drafters import DrafterSource, open_drafter
@@ -114,7 +114,7 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "GENERATED", 12)
         patch.setattr(measure, "TEXT_LENGTH", 16)
-        patch.setattr(measure, "PROMPTS", texts.PROMPTS[:3])
+        patch.setattr(measure, "PROMPTS", measure.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
         asked = Request(str(target), drafter, out, "none", None, "none", "float32", False)
         return convert(asked, StageProgress(io.StringIO()))

@@ -18,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from synthetic import Checkpoint, layer_shapes
 
-from mlx_spec.convert.drafter import convert_drafter, family_or_model
+from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.target import LMTarget

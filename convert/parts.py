@@ -1,4 +1,4 @@
-"""Convert a target by mlx-lm, lazily, and account for each tensor."""
+"""Convert a target by mlx-lm or a drafter by its family, lazily, and account for each tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_config, load_model, quantize_model
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.catalog import repairs
+from mlx_spec.hub.catalog import mlx_lm_module, repairs
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.hub.weights import precision
 
-from .source import DTYPES, Quantization, Source
+from .families import Converted, Family, family_of
+from .source import DTYPES, Quantization, Source, cast
 
 # Tensors that mlx-lm leaves out and that a language model can do without. Anything else is an error.
 HEAD = "a multi-token head"
@@ -41,6 +42,7 @@ LEFT_OUT = (
 MAX_NAMED = 1000  # arrays that one call of MLX's export can name
 SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+DRAFT_MODEL = "draft model"  # the family of a drafter that is a language model
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,10 @@ def _cast_as_mlx_lm(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -
         model.cast_predicate if "cast_predicate" in dir(type(model)) else lambda name: True
     )
 
-    def cast(name: str, array: mx.array) -> mx.array:
-        floating = mx.issubdtype(array.dtype, mx.floating)
-        return array.astype(dtype) if floating and castable(name) else array
+    def changed(name: str, array: mx.array) -> mx.array:
+        return cast(array, dtype) if castable(name) else array
 
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(tree_map_with_path(changed, model.parameters()))
     name = str(dtype).removeprefix("mlx.core.")
     for part in (config, config.get("text_config") or {}):
         part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
@@ -201,3 +202,90 @@ def _reason(name: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> st
     if owner and int(owner[1]) >= layers - int(text.get("num_kv_shared_layers") or 0):
         return "a layer that reuses K and V of an earlier one"
     return None
+
+
+# --- drafters
+
+
+def family_or_model(source: Source) -> Family | None:
+    """Return the family of a drafter, None for a plain language model that mlx-lm knows.
+
+    Raises BadCheckpoint for anything else.
+    """
+    try:
+        return family_of(source.config, source.tensors().keys())
+    except BadCheckpoint:
+        if mlx_lm_module(str(source.config.get("model_type"))) is None:
+            raise
+        return None
+
+
+def embedded_family(source: Source) -> Family | None:
+    """Return the family of the draft heads inside a target, None if it has none."""
+    try:
+        return family_of(source.config, source.tensors().keys())
+    except BadCheckpoint:
+        return None
+
+
+def convert_drafter(
+    source: Source,
+    family: Family | None,
+    target_config: Mapping[str, Any],
+    quantization: Quantization | None,
+    dtype: str | None,
+) -> ConvertedPart:
+    """Convert the drafter in `source` for a target. `family` is None for a language model.
+
+    Raises BadCheckpoint if a tensor is missing, left over or of another shape than the configs say, Mismatch
+    if the drafter was made for another target.
+    """
+    tensors = source.tensors()
+    if family is None:
+        model = convert_model(source, quantization, dtype)
+        unused = explain_left_out(model.names - model.used, source.config)
+        return replace(model, family=DRAFT_MODEL, dropped=unused)
+    if any(name.endswith(".scales") for name in tensors):
+        raise InvalidValue(
+            f"{source.name} is quantized already: it is loaded as it is, or give the original to convert"
+        )
+    if dtype == "float32":  # before anything is computed of the weights, such as folded norms
+        tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
+    converted = family.convert(tensors, source.config, target_config)
+    ours, config = dict(converted.tensors), dict(converted.config)
+    unquantized: tuple[str, ...] = ()
+    if dtype is not None:
+        ours = {name: cast(array, DTYPES[dtype]) for name, array in ours.items()}
+    if quantization is not None:
+        ours, unquantized = _quantize_tensors(ours, converted, quantization)
+        config["quantization"] = quantization.settings()
+    return ConvertedPart(
+        family.name,
+        config,
+        ours,
+        frozenset(tensors),
+        converted.used,
+        converted.dropped,
+        converted.notes,
+        unquantized,
+    )
+
+
+def _quantize_tensors(
+    tensors: Mapping[str, mx.array], converted: Converted, quantization: Quantization
+) -> tuple[dict[str, mx.array], tuple[str, ...]]:
+    """Quantize what can be quantized. Return the names of the other matrices, too."""
+    result: dict[str, mx.array] = {}
+    unquantized = []
+    for name, array in tensors.items():
+        fits = array.shape[-1] % quantization.group_size == 0 if array.ndim else False
+        if array.ndim < 2 or not mx.issubdtype(array.dtype, mx.floating):
+            result[name] = array
+        elif name.endswith(".weight") and converted.quantizable(name) and fits:
+            parts = mx.quantize(array, **quantization.settings())
+            names = (name, *(f"{name.removesuffix('weight')}{part}" for part in ("scales", "biases")))
+            result |= dict(zip(names, parts, strict=False))
+        else:
+            result[name] = array
+            unquantized.append(name)
+    return result, tuple(unquantized)
