@@ -31,7 +31,7 @@ PROGRAMS = {
     "chat": Program("mlx_spec.apps.chat:main", "mlx_spec.apps.chat.arguments:Options", ANSWERS),
     "serve": Program("mlx_spec.apps.server:main", "mlx_spec.apps.server.settings:Options", ANSWERS),
     "launch": Program("mlx_spec.apps.launch:main", "mlx_spec.apps.launch:Options", ANSWERS),
-    "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar.arguments:options", ANSWERS),
+    "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar:options", ANSWERS),
     "convert": Program("mlx_spec.convert.command:main", "mlx_spec.convert.command:Options", MODELS),
     "train": Program("mlx_spec.convert.train.command:main", "mlx_spec.convert.train.command:Options", MODELS),
     "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:Inspect", MODELS),

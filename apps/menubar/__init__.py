@@ -13,23 +13,74 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from platformdirs import user_state_path
+from typer import Context, Option
 
-from ..command import ERROR, guarded
+from .. import command
+from ..command import ERROR, BadOptions, flag, guarded
+from ..server.settings import parse as parse_server
 from . import macos
-from .app import QUIT, App, Folder
-from .arguments import MenuPlan, parse
-from .menu import View
+from .app import QUIT, App, Folder, MenuPlan
+from .menu import Selection
+from .server_process import Address, ServerOptions
+
+if TYPE_CHECKING:
+    from .cocoa import CocoaView
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
+
+
+# --- options
+
+
+def parse(arguments: Sequence[str] | None) -> MenuPlan:
+    """Return the options of a command line. Raises SystemExit with status 2 if one is wrong."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    passed = tuple(word for word in words if word not in (INSTALL, REMOVE))
+    choice, rest = command.parse(
+        options,
+        "menubar",
+        words,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        options_metavar="[OPTIONS] [OPTIONS of mlx-spec serve]",
+    )
+    settings = parse_server(passed)
+    is_named = any(word.split("=")[0] == "--model" for word in rest)
+    return MenuPlan(
+        ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
+        choice,
+        fixed=is_named and choice.target is None,
+        passed=passed,
+        installs=INSTALL in words,
+        removes=REMOVE in words,
+    )
+
+
+def options(
+    context: Context,
+    install_login_item: Annotated[bool, flag(INSTALL, "start it now and at every login")] = False,
+    remove_login_item: Annotated[bool, flag(REMOVE, "start it at login no longer")] = False,
+    target: Annotated[str | None, Option(hidden=True)] = None,
+    drafter: Annotated[str | None, Option(hidden=True)] = None,
+    port: Annotated[str | None, Option(hidden=True)] = None,
+) -> tuple[Selection, tuple[str, ...]]:
+    """Keep the local endpoint running, with a menu that shows its state.
+
+    Options of `mlx-spec serve` are passed on.
+    """
+    if install_login_item and remove_login_item:
+        raise BadOptions(f"{INSTALL} and {REMOVE}: give one of them")
+    return Selection(target, drafter), tuple(context.args)
+
+
+# --- the program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mlx-spec menubar`. Returns its exit status: 0 when it was quit, 1 on an error of ours.
-
-    A command line that makes no sense raises SystemExit with status 2.
-    """
+    """Run `mlx-spec menubar`. Returns its exit status. A bad command line raises SystemExit with status 2."""
     plan = parse(arguments)
     if sys.platform != "darwin":
         print("mlx-spec: the menu bar is for macOS: use `mlx-spec serve` and its page", file=sys.stderr)
@@ -72,7 +123,7 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
     return ERROR if app.failed else 0
 
 
-def _view() -> View:
+def _view() -> CocoaView:
     """Return the menu bar of macOS. Raises NotFound with what has to be installed."""
     framework = sysconfig.get_config_var("PYTHONFRAMEWORK") or ""
     problem = macos.framework_problem(platform.mac_ver()[0], framework)

@@ -10,18 +10,16 @@ import threading
 import traceback
 import webbrowser
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.files import write_atomically
+from mlx_spec.hub.catalog import LOOKUP, NONE
+from mlx_spec.hub.files import read_pair, write_atomically
 
 from . import macos
-from .arguments import MenuPlan
 from .menu import (
-    LOOKUP,
-    NONE,
     Action,
     Click,
     ListedModel,
@@ -29,14 +27,28 @@ from .menu import (
     Phase,
     Selection,
     State,
-    View,
     environment_example,
     menu,
 )
-from .server_process import ServerProcess
+from .server_process import ServerOptions, ServerProcess
+
+if TYPE_CHECKING:
+    from .cocoa import CocoaView
 
 IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
 QUIT = Click(Action.QUIT)
+
+
+@dataclass(frozen=True)
+class MenuPlan:
+    """The parsed command line."""
+
+    server: ServerOptions
+    selection: Selection  # empty if the pair selected last is to be served
+    fixed: bool  # the models are named by --model
+    passed: tuple[str, ...]  # options of the server, for the next login
+    installs: bool = False
+    removes: bool = False
 
 
 class Folder:
@@ -66,12 +78,14 @@ class Folder:
 class App:
     """Owns the state of the menu."""
 
-    def __init__(self, plan: MenuPlan, folder: Folder, view: View, agent: Path) -> None:
+    def __init__(self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path) -> None:
         """Take `agent` as the file that starts the menu at login."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
         self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
         self._server = ServerProcess(plan.server, folder.log, self._update)
-        selection = plan.selection if plan.fixed else _remembered(plan.selection, folder.selection)
+        selection = plan.selection
+        if not plan.fixed and selection == Selection():
+            selection = Selection(*(read_pair(folder.selection) or ()))
         self._state = State(selection=selection, fixed=plan.fixed)
         self._shown: Menu | None = None
         self.failed = False
@@ -201,17 +215,3 @@ def listed_models(listing: str) -> tuple[ListedModel, ...]:
         )
     except (ValueError, TypeError, KeyError):
         return ()
-
-
-def _remembered(given: Selection, file: Path) -> Selection:
-    """Return the selection of the command line, or the last one if the command line has none."""
-    if given != Selection():
-        return given
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return given
-    match found:
-        case {"target": str() | None as target, "drafter": str() | None as drafter}:
-            return Selection(target, drafter)
-    return given

@@ -36,7 +36,7 @@ class Clicks(AppKit.NSObject):
 
 
 class CocoaView:
-    """A status item."""
+    """Draws a menu. `run` belongs to the main thread; the other methods may be called from any."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -48,6 +48,7 @@ class CocoaView:
         self._item_clicks: list[Click | None] = []
 
     def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
+        """Show the menu until it is closed. Call `on_start` once on the main thread when the loop runs."""
         self._on_click = on_click
         self._app = AppKit.NSApplication.sharedApplication()
         self._app.setActivationPolicy_(POLICY)
@@ -70,12 +71,15 @@ class CocoaView:
         self._app.run()
 
     def show(self, menu: Menu) -> None:
+        """Replace the entries."""
         AppHelper.callAfter(self._draw, menu)
 
     def copy(self, text: str) -> None:
+        """Put a text on the clipboard."""
         AppHelper.callAfter(_copy, text)
 
     def close(self) -> None:
+        """Make `run` return."""
         AppHelper.callAfter(self._stop)
 
     def clicked(self, tag: int) -> None:

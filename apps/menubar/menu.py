@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import enum
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE
 from mlx_spec.hub.files import human_bytes
 
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
-NONE, LOOKUP, DEMO = "none", "lookup", "demo"
 DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
 # The server's reasons for plain decoding, as `mlx_spec.types.Reason` words them, and what the menu says.
 OFF = {
@@ -85,22 +84,6 @@ class Menu:
 
     title: str
     entries: tuple[Entry, ...]
-
-
-class View(Protocol):
-    """Draws a menu. `run` belongs to the main thread; the other methods may be called from any."""
-
-    def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
-        """Show the menu until it is closed. Call `on_start` once on the main thread when the loop runs."""
-
-    def show(self, menu: Menu) -> None:
-        """Replace the entries."""
-
-    def copy(self, text: str) -> None:
-        """Put a text on the clipboard."""
-
-    def close(self) -> None:
-        """Make `run` return."""
 
 
 # --- what is known

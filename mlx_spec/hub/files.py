@@ -28,6 +28,18 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_pair(file: Path) -> tuple[str | None, str | None] | None:
+    """Return the target and the drafter that a program wrote down, None without a readable file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    match found:
+        case {"target": str() | None as target, "drafter": str() | None as drafter}:
+            return target, drafter
+    return None
+
+
 def write_atomically(file: Path, text: str) -> None:
     """Replace `file` by `text` at once, readable by its owner only. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")

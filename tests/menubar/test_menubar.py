@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlx_spec.apps import menubar
-from mlx_spec.apps.menubar import macos
+from mlx_spec.apps.menubar import macos, parse
 from mlx_spec.apps.menubar.app import Folder
-from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.menu import Selection
 from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.errors import InvalidValue
@@ -39,10 +38,10 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 PROGRAM = """
 import sys
-from mlx_spec.apps.menubar import app, arguments, macos, main, server_process
+from mlx_spec.apps.menubar import app, macos, main, parse, server_process
 from mlx_spec.apps.menubar.menu import State, menu
 assert menu(State()).entries
-arguments.parse(["--target", "demo"])
+parse(["--target", "demo"])
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 

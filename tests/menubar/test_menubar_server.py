@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 
-from mlx_spec.apps.menubar import macos, server_process
+from mlx_spec.apps.menubar import macos, parse, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
-from mlx_spec.apps.menubar.arguments import parse
 from mlx_spec.apps.menubar.menu import (
     Action,
     Click,
