@@ -20,17 +20,13 @@ STDIN_POLL_S, STDIN_BYTES = 0.5, 65536  # of one wait, and of one read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns its exit status; an error of ours is one line on stderr and status 1.
-
-    If the reader of the answer goes away, the program ends in silence with status 0. A bad command line
-    raises SystemExit with status 2.
-    """
+    """Run the program. Returns its exit status. A bad command line raises SystemExit with status 2."""
     with Interrupts() as interrupts:
         options = parse(Options, "chat", argv)
         terminal = Terminal()
         try:
             return _run(options, terminal, interrupts)
-        except ReaderLeft:
+        except ReaderLeft:  # it has seen enough
             terminal.drop()
             return 0
         except SpecError as error:

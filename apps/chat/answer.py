@@ -1,20 +1,28 @@
-"""Answers on a terminal: stream one, then report how it went."""
+"""Answers on a terminal: stream one, then report how it went: a line, `/stats`, JSON, a trace."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import mlx.core as mx
 
+from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.pair import PairInfo
 from mlx_spec.session import Piece, Statistics
 
 from .conversation import Conversation
 from .input import hidden_typing
 from .interrupts import Interrupts
-from .report import Trace, details, status_line
-from .terminal import BORDER, DIM, Terminal, origin_style
+from .terminal import BORDER, DIM, Terminal, origin_name, origin_style
+
+BAR_CELLS = 20  # of a full bar
 
 
 @dataclass(frozen=True)
@@ -111,3 +119,187 @@ class ChatState:
             self.terminal.piece(span.text, piece.kind, origin_style(span, drafters))
         if piece.round is not None and piece.text:
             self.terminal.piece(BORDER, piece.kind, DIM)
+
+
+# --- reports
+
+
+def status_line(statistics: Statistics, drafters: Sequence[str], max_tokens: int) -> str:
+    """Return one line: speed, gain, drafter, reason, tokens, and what cut the answer."""
+    speed, gain = f"{statistics.tokens_per_second:.1f} tokens/s", statistics.gain
+    parts = [speed if gain is None else f"{speed}, {gain:.2f} x plain"]
+    if statistics.drafted:
+        rate = statistics.accepted / statistics.drafted
+        parts.append(f"{_names(statistics, drafters)} K={statistics.draft_length}, {rate:.0%} accepted")
+    if statistics.rounds:
+        reason = statistics.reason
+        parts.append(reason.value if reason.is_on else f"speculation off: {reason.value}")
+    count = statistics.generated_tokens
+    tokens = f"{count} token{'' if count == 1 else 's'}"
+    if statistics.reused_tokens:
+        tokens += f", {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens reused"
+    parts.append(tokens)
+    if statistics.finish_reason is None:
+        parts.append("interrupted")
+    elif statistics.finish_reason == "length":
+        is_full = count < max_tokens
+        parts.append("cut: the context is full" if is_full else f"cut at --max-tokens {max_tokens}")
+    return " · ".join(parts)
+
+
+def details(
+    statistics: Statistics, first_seconds: float | None, peak_bytes: int, drafters: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines that `--stats` and `/stats` add to the status line."""
+    read, wrote = statistics.prompt_tokens - statistics.reused_tokens, statistics.generated_tokens
+    lines = [
+        f"prompt: {statistics.prompt_tokens} tokens, {statistics.reused_tokens} reused, "
+        f"the rest read in {statistics.prefill_seconds:.2f} s{_rate(read, statistics.prefill_seconds)}",
+        f"answer: {wrote} tokens in {statistics.rounds} rounds "
+        f"and {statistics.decode_seconds:.2f} s{_rate(wrote, statistics.decode_seconds)}",
+    ]
+    if statistics.drafter_cold:
+        lines.append(f"drafter: {statistics.drafter_cold} of the reused tokens are new to it")
+    if first_seconds is not None:
+        lines.append(f"first token after {first_seconds:.2f} s")
+    if statistics.drafted:
+        lines += [
+            f"drafts: by {_names(statistics, drafters)}, mostly K={statistics.draft_length}, "
+            f"{statistics.accepted} of {statistics.drafted} tokens accepted, "
+            f"{statistics.acceptance_length:.1f} tokens a round",
+            "accepted by position:",
+            *_bars(statistics),
+        ]
+    if tried := statistics.ahead_hits + statistics.ahead_misses:
+        lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")
+    if statistics.gain is not None:
+        lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
+    reason = statistics.reason.value.removeprefix("speculation ")
+    state = "on" if statistics.reason.is_on else "off"
+    return [*lines, f"speculation {state}: {reason}", f"peak memory: {human_bytes(peak_bytes)}"]
+
+
+def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
+    """Return an answer and its figures in seconds, bytes and tokens."""
+    statistics = outcome.statistics
+    read, prefill = statistics.prompt_tokens - statistics.reused_tokens, statistics.prefill_seconds
+    return {
+        "text": outcome.answer,
+        "thoughts": outcome.thinking or None,
+        "target": info.target,
+        "drafter": info.drafter,
+        "finish_reason": statistics.finish_reason or "interrupted",
+        "usage": {
+            "prompt_tokens": statistics.prompt_tokens,
+            "reused_tokens": statistics.reused_tokens,
+            "completion_tokens": statistics.generated_tokens,
+        },
+        "timings": {
+            "first_token_seconds": outcome.first_seconds,
+            "prompt_seconds": prefill,
+            "prompt_tokens_per_second": read / prefill if prefill > 0 else None,
+            "decode_seconds": statistics.decode_seconds,
+            "tokens_per_second": statistics.tokens_per_second,
+            "gain": statistics.gain,
+        },
+        "speculation": {
+            "on": statistics.reason.is_on,
+            "reason": statistics.reason.value,
+            "rounds": statistics.rounds,
+            "speculative_rounds": statistics.speculative_rounds,
+            "draft_length": statistics.draft_length,
+            "acceptance_length": statistics.acceptance_length,
+            "drafted": statistics.drafted,
+            "accepted": statistics.accepted,
+            "drafted_at": list(statistics.drafted_at),
+            "accepted_at": list(statistics.accepted_at),
+            "ahead_hits": statistics.ahead_hits,
+            "ahead_misses": statistics.ahead_misses,
+        },
+        "peak_memory_bytes": outcome.peak_bytes,
+    }
+
+
+class Trace:
+    """A file with one line of JSON for each round, as a context manager. Raises InvalidValue."""
+
+    def __init__(self, file: Path) -> None:
+        self._name = file
+        self._turn, self._round = 0, 0
+        self._drafters: Sequence[str] = ()
+        self._spans: list[dict[str, Any]] = []
+        try:
+            self._file = file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # a failed write was reported when it failed
+            self._file.close()
+
+    def begin(self, drafters: Sequence[str]) -> None:
+        """Begin an answer of a pair with these drafters."""
+        self._turn, self._round, self._drafters, self._spans = self._turn + 1, 0, drafters, []
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece; the last one of a round writes its line. Raises InvalidValue."""
+        self._spans += [
+            {
+                "text": span.text,
+                "kind": piece.kind,
+                "drafter": origin_name(self._drafters, span.drafter),
+                "position": span.position,
+            }
+            for span in piece.spans
+        ]
+        round = piece.round
+        if round is None:
+            return
+        self._round += 1
+        line = {
+            "turn": self._turn,
+            "round": self._round,
+            "time": time.time(),
+            "kind": round.kind,
+            "tokens": round.tokens,
+            "spans": self._spans,
+            "drafter": origin_name(self._drafters, round.drafter),
+            "drafted": round.drafted,
+            "accepted": round.accepted,
+            "reason": round.reason.value,
+            "seconds": round.seconds,
+            "plain_seconds": round.plain_seconds,
+            "finish_reason": round.finish_reason,
+        }
+        self._spans = []
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> InvalidValue:
+        return InvalidValue(f"--trace {self._name} cannot be written ({error.strerror}): take another file")
+
+
+def _names(statistics: Statistics, drafters: Sequence[str]) -> str:
+    used = sorted(index for index, positions in statistics.by_drafter.items() if positions.drafted)
+    return " + ".join(origin_name(drafters, index) or "" for index in used)
+
+
+def _bars(statistics: Statistics) -> list[str]:
+    """Return a bar for each position: the accepted share of the tokens drafted there."""
+    accepted = (*statistics.accepted_at, *[0] * len(statistics.drafted_at))
+    lines = []
+    for position, drafted in enumerate(statistics.drafted_at, 1):
+        share = accepted[position - 1] / drafted
+        cells = round(share * BAR_CELLS)
+        lines.append(f"{position:4} {'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}")
+    return lines
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f" ({tokens / seconds:.1f} tokens/s)" if seconds > 0 else ""

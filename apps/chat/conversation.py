@@ -180,10 +180,7 @@ def write(file: Path, saved: SavedConversation) -> None:
 
 
 def read(file: Path) -> SavedConversation:
-    """Return what `write` wrote, in this release or an earlier one. Raises NotFound or BadCheckpoint.
-
-    Unknown fields are ignored, so that files go from one release to the next.
-    """
+    """Return what any release wrote; unknown fields are ignored. Raises NotFound and BadCheckpoint."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -24,10 +24,7 @@ class _Action(enum.Enum):
 
 
 class Interrupts:
-    """The handler of SIGINT while the program runs, as a context manager.
-
-    Ctrl-C ends the process, except within one of the contexts below.
-    """
+    """The handler of SIGINT, as a context manager. Ctrl-C ends the process, except in the contexts below."""
 
     def __init__(self) -> None:
         self.pressed = False  # since `clear`; the line editor sets it, too, where it reads Ctrl-C as a key

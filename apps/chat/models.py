@@ -17,7 +17,7 @@ from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, made_for, resolve
 from mlx_spec.hub.disk import default_folder
-from mlx_spec.hub.files import human_bytes, write_atomically
+from mlx_spec.hub.files import human_bytes, read_pair, write_atomically
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners
 from mlx_spec.model.ranks import Ranks
@@ -64,14 +64,7 @@ def choose(options: Options) -> PairChoice:
 
 def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> LoadedPair:
     """Load a pair and remember it. Raises SpecError; InvalidValue if it has to think and cannot."""
-    pair = load(
-        choice.target,
-        choice.drafter,
-        num_draft_tokens=choice.num_draft_tokens,
-        kv_bits=choice.kv_bits,
-        ranks=ranks,
-        ahead=choice.ahead,
-    )
+    pair = load(**vars(choice), ranks=ranks)
     if think:
         check_thinking(pair)
     _remember(choice)
@@ -193,9 +186,9 @@ def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str
 
 def used_last() -> PairChoice | None:
     """Return the pair that this program used last, or the cached one that was; None without any."""
-    remembered = _remembered()
-    if remembered is not None and _is_complete(remembered):
-        return remembered
+    target, drafter = read_pair(_last_used_file()) or (None, None)
+    if target is not None and _is_complete(target, drafter):
+        return PairChoice(target, drafter)
     models = [model for model in local_models() if model.problem is None and model.origin != "bundled"]
     for model in sorted(models, key=lambda model: model.last_used, reverse=True):
         found = model.found
@@ -219,17 +212,6 @@ def _remember(choice: PairChoice) -> None:
         write_atomically(file, json.dumps({"version": 1, **names}) + "\n")
 
 
-def _remembered() -> PairChoice | None:
-    try:
-        found = json.loads(_last_used_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    match found:
-        case {"target": str(target), "drafter": str() | None as drafter}:
-            return PairChoice(target, drafter)
-    return None
-
-
 def _last_used_file() -> Path:
     return user_cache_path("mlx_spec") / "last_chat.json"
 
@@ -239,9 +221,9 @@ def _absolute(name: str) -> str:
     return str(folder.resolve()) if folder.exists() else name
 
 
-def _is_complete(choice: PairChoice) -> bool:
-    drafter = choice.drafter or made_for(choice.target)
-    return all(map(_is_local, [choice.target, *([drafter] if drafter else [])]))
+def _is_complete(target: str, drafter: str | None) -> bool:
+    drafter = drafter or made_for(target)
+    return _is_local(target) and (drafter is None or _is_local(drafter))
 
 
 def _is_local(name: str) -> bool:

@@ -12,14 +12,13 @@ from mlx_spec.load import follow
 from mlx_spec.model.ranks import Ranks
 
 from ..command import INTERRUPTED, refuse
-from .answer import ChatState, Outcome
+from .answer import ChatState, Outcome, Trace, as_json
 from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
 from .input import UserInput, open_input, unquoted
 from .interrupts import Interrupts
 from .models import choose, open_pair
-from .report import Trace, as_json
 from .settings import from_options
 from .terminal import OutputClosed, Terminal
 
@@ -111,14 +110,8 @@ def _take_line(chat: ChatState, commands: Commands, reader: UserInput) -> None:
 
 
 def _answer_as_json(chat: ChatState, prompt: str) -> int:
-    outcome, info = chat.answer(prompt), chat.conversation.pair.info
-    found = {
-        "text": outcome.answer,
-        "thoughts": outcome.thinking or None,
-        "target": info.target,
-        "drafter": info.drafter,
-        **as_json(outcome.statistics, outcome.first_seconds, outcome.peak_bytes),
-    }
+    outcome = chat.answer(prompt)
+    found = as_json(outcome, chat.conversation.pair.info)
     chat.terminal.piece(json.dumps(found, ensure_ascii=False) + "\n", "answer")
     return _status(outcome)
 

@@ -17,14 +17,13 @@ import pytest
 from screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
+from mlx_spec.apps.chat.answer import details, status_line
 from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
-from mlx_spec.apps.chat.report import details, status_line
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
-from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.apps.chat.wrapping import Wrapping
+from mlx_spec.apps.chat.terminal import Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.session import Positions, Session, Statistics
 from mlx_spec.types import Reason
