@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | No
     return values | {"speculative_heads": None if found.kind else found.speculative_heads}
 
 
-def summary(model: LocalModel, partners: list[str]) -> str:
+def summary(model: LocalModel, models: Sequence[LocalModel]) -> str:
     """Return one line about a model of the list."""
     found = model.found
     if found is None:
@@ -109,8 +109,8 @@ def summary(model: LocalModel, partners: list[str]) -> str:
         parts += [f"self-test: {_self_test(found.self_test)}"] if model.origin == "converted" else []
     else:
         parts = [_short(found)]
-        if partners:
-            parts.append(("for " if found.kind else "goes with ") + ", ".join(partners))
+        if here := partners(model, models):
+            parts.append(("for " if found.kind else "goes with ") + ", ".join(here))
         elif not found.kind and found.goes_with:
             parts.append(f"goes with {found.goes_with[0]}, which is not here")
     return " · ".join([*parts, *([model.problem] if model.problem else [])])
@@ -209,7 +209,7 @@ def _list(options: ListOptions) -> int:
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
     models = local_models(folders)
     if not options.json:
-        rows = [(m.name, m.origin, human_bytes(m.size), summary(m, partners(m, models))) for m in models]
+        rows = [(m.name, m.origin, human_bytes(m.size), summary(m, models)) for m in models]
         show(*table(rows))
         return 0
     entries = [

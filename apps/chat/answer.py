@@ -107,8 +107,7 @@ class ChatState:
         statistics, drafters = outcome.statistics, self.conversation.pair.drafter_names
         self.terminal.note(status_line(statistics, drafters, self.conversation.settings.max_tokens))
         if full:
-            for line in details(statistics, outcome.first_seconds, outcome.peak_bytes, drafters):
-                self.terminal.note(line)
+            self.terminal.note(*details(statistics, outcome.first_seconds, outcome.peak_bytes, drafters))
 
     def _show(self, piece: Piece) -> None:
         if not (self.highlight and self.terminal.has_styles):

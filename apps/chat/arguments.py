@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Argument
 
@@ -76,9 +75,3 @@ class Options:
     def __post_init__(self) -> None:
         if self.model is not None and self.target is not None:
             raise BadOptions("a model as an argument and --target: give one of them")
-
-    @property
-    def sampling(self) -> Mapping[str, Any]:
-        """Return the fields of `Sampling` that were given."""
-        names = ("temperature", "top_p", "top_k", "min_p", "seed")
-        return {name: value for name in names if (value := vars(self)[name]) is not None}

@@ -96,13 +96,11 @@ class Commands:
     def _model(self, name: str) -> None:
         present = self._conversation.loaded.choice
         if not name:
-            for line in models.listing(present.target):
-                self._terminal.note(line)
+            self._terminal.note(*models.listing(present.target))
             return
         choice, missing = models.find_model(name, present.kv_bits)
         if missing:
-            for line in models.describe_download(missing):
-                self._terminal.note(line)
+            self._terminal.note(*models.describe_download(missing))
             if not self._confirms("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
                 return
@@ -152,8 +150,7 @@ class Commands:
         tokens = used.prompt_tokens + used.generated_tokens if conversation.turns else 0
         context = f" of {info.context_length}" if info.context_length else ""
         lines.append(f"turns: {len(conversation.turns) // 2}, at the last answer {tokens}{context} tokens")
-        for line in lines:
-            self._terminal.note(line)
+        self._terminal.note(*lines)
 
     def _stats(self, _: str) -> None:
         if self._chat.last is None:

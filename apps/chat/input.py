@@ -7,8 +7,9 @@ import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -35,24 +36,17 @@ OWNER_ONLY = 0o600  # mode of the history
 LOCAL_MODES = 3  # index in what tcgetattr returns
 
 
-class PlainInput:
-    """Reads messages line by line, as Python's own input() does."""
-
-    def __init__(self, terminal: Terminal, interrupts: Interrupts) -> None:
-        self._terminal = terminal
-        self._interrupts = interrupts
-
-    def read(self) -> str:
-        """Return a message. Raises EOFError, KeyboardInterrupt, and InvalidValue if it is not text."""
-        try:
-            with self._interrupts.raising():
-                text = self._terminal.ask(PROMPT)
-                while is_open(text):
-                    text += "\n" + self._terminal.ask(CONTINUATION)
-        except (EOFError, KeyboardInterrupt):
-            self._terminal.newline()
-            raise
-        return text
+def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
+    """Return a message, read line by line, as Python's own input() does. Raises as `LineEditor.read`."""
+    try:
+        with interrupts.raising():
+            text = terminal.ask(PROMPT)
+            while is_open(text):
+                text += "\n" + terminal.ask(CONTINUATION)
+    except (EOFError, KeyboardInterrupt):
+        terminal.newline()
+        raise
+    return text
 
 
 class LineEditor:
@@ -117,24 +111,13 @@ class LineEditor:
         return keys
 
 
-UserInput: TypeAlias = LineEditor | PlainInput
-
-
+@dataclass(frozen=True)
 class CommandCompleter(Completer):
-    """Completes a line that begins with a command.
+    """Completes a line that begins with a command."""
 
-    `arguments` returns the words that a command takes, by its name; a command in `files` takes a file.
-    """
-
-    def __init__(
-        self,
-        commands: Sequence[str],
-        arguments: Mapping[str, Callable[[], Sequence[str]]],
-        files: Sequence[str] = (),
-    ) -> None:
-        self._commands = tuple(commands)
-        self._arguments = arguments
-        self._files = frozenset(files)
+    commands: Sequence[str]
+    arguments: Mapping[str, Callable[[], Sequence[str]]]  # the words that a command takes, by its name
+    files: Sequence[str]  # the commands that take a file
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         """Return what may stand at the end of the text before the cursor."""
@@ -144,21 +127,21 @@ class CommandCompleter(Completer):
         if not line.startswith("/") or "\n" in line:
             return []
         if not space:
-            return _starting(line, [f"/{name}" for name in self._commands])
-        if command in self._files:
+            return _starting(line, [f"/{name}" for name in self.commands])
+        if command in self.files:
             return _starting(typed, _paths(typed))
-        if command in self._arguments and " " not in argument.strip():
-            return _starting(typed, self._arguments[command]())
+        if command in self.arguments and " " not in argument.strip():
+            return _starting(typed, self.arguments[command]())
         return []
 
 
 def open_input(
     terminal: Terminal, interrupts: Interrupts, completer: Completer, *, history: bool
-) -> UserInput:
-    """Return a line editor, or plain input if the terminal cannot move its cursor."""
+) -> Callable[[], str]:
+    """Return what reads a message: a line editor, or plain input if the terminal cannot move its cursor."""
     if not (sys.stdin and sys.stdin.isatty() and terminal.has_screen) or is_dumb_terminal():
-        return PlainInput(terminal, interrupts)
-    return LineEditor(interrupts, completer, _open_history(terminal) if history else None)
+        return partial(read_plain, terminal, interrupts)
+    return LineEditor(interrupts, completer, _open_history(terminal) if history else None).read
 
 
 def is_open(text: str) -> bool:

@@ -19,7 +19,7 @@ from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, 
 from mlx_spec.hub.disk import default_folder
 from mlx_spec.hub.files import human_bytes, read_pair, write_atomically
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
-from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners
+from mlx_spec.hub.local import cache_folder, local_models, partners
 from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -141,7 +141,9 @@ def listing(present: str) -> list[str]:
     models = local_models()
     lines = []
     if targets := [model for model in models if not model.is_drafter]:
-        lines += ["on this disk:", *table([_row(model, models, present) for model in targets])]
+        marked = [("*" if model.name == present else " ", model) for model in targets]
+        rows = [(mark, m.name, human_bytes(m.size), fit(m.size), summary(m, models)) for mark, m in marked]
+        lines += ["on this disk:", *table(rows)]
     here = {model.name for model in models if model.problem is None}
     if absent := [alias for alias in ALIASES if resolve(alias).target not in here]:
         lines += ["to be fetched:", *table([(f"  {alias}", resolve(alias).target) for alias in absent])]
@@ -173,12 +175,6 @@ def fit(size: int) -> str:
     if needed <= available:
         return f"fits, about {human_bytes(needed)} of {human_bytes(available)}"
     return f"does not fit, about {human_bytes(needed)} and there are {human_bytes(available)}"
-
-
-def _row(model: LocalModel, models: list[LocalModel], present: str) -> tuple[str, ...]:
-    mark = "*" if model.name == present else " "
-    about = summary(model, partners(model, models))
-    return mark, model.name, human_bytes(model.size), fit(model.size), about
 
 
 # --- the pair used last

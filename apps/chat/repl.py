@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from mlx_spec.errors import InvalidValue, SpecError
@@ -16,7 +17,7 @@ from .answer import ChatState, Outcome, Trace, as_json
 from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
-from .input import UserInput, open_input, unquoted
+from .input import open_input, unquoted
 from .interrupts import Interrupts
 from .models import choose, open_pair
 from .settings import from_options
@@ -77,12 +78,12 @@ def run(
 
 def _converse(chat: ChatState, *, history: bool) -> None:
     commands = Commands(chat)
-    reader = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
+    read = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
     chat.terminal.note(GREETING)
     with chat.interrupts.noting():
         while True:
             try:
-                _take_line(chat, commands, reader)
+                _take_line(chat, commands, read)
             except EOFError:
                 return
             except (OutputClosed, NoModelLeft):
@@ -91,11 +92,11 @@ def _converse(chat: ChatState, *, history: bool) -> None:
                 chat.terminal.error(error)
 
 
-def _take_line(chat: ChatState, commands: Commands, reader: UserInput) -> None:
+def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> None:
     """Read a message or a command and act on it. Raises SpecError, and EOFError to leave."""
     chat.interrupts.clear()
     try:
-        text = reader.read()
+        text = read()
     except KeyboardInterrupt:
         return
     if command := COMMAND.fullmatch(text.strip()):

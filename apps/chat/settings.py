@@ -27,21 +27,15 @@ class AnswerSettings:
 
 NOT_SAMPLING = ("max_tokens", "think")
 NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
+    *"temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed".split(),
     *NOT_SAMPLING,
 )
 
 
 def from_options(options: Options) -> AnswerSettings:
     """Return the settings of a command line. Raises InvalidValue."""
-    return AnswerSettings(replace(Sampling(), **options.sampling), options.max_tokens, options.think)
+    given = {name: value for name, value in vars(options).items() if name in NAMES and value is not None}
+    return _replace(AnswerSettings(), given)
 
 
 def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:

@@ -102,9 +102,10 @@ class Terminal:
         if (text := rendered(self._shown, size.columns)) is not None:
             self._put(f"\x1b[{height}A\x1b[J{text}")
 
-    def note(self, text: str) -> None:
-        """Show a line that is not part of the answer."""
-        self.styled([(self._folded(text), DIM)])
+    def note(self, *lines: str) -> None:
+        """Show lines that are not part of the answer."""
+        for line in lines:
+            self.styled([(self._folded(line), DIM)])
 
     def styled(self, parts: Sequence[tuple[str, str]]) -> None:
         """Show a line of texts that have an SGR style each."""
