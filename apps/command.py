@@ -70,9 +70,7 @@ Target = Annotated[
 Drafter = Annotated[
     str | None,
     option(
-        value=MODEL,
-        help='model that drafts, or "lookup" or "none"',
-        default="the one made for the target",
+        value=MODEL, help='model that drafts, or "lookup" or "none"', default="the one made for the target"
     ),
 ]
 

@@ -18,15 +18,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from mlx_spec import __version__
+from mlx_spec import __version__, hub, load
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.catalog import LOOKUP
+from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
+from mlx_spec.hub.local import cache_folder, local_models
 
 from .command import ERROR, Drafter, Json, Target, flag, program, show
+from .models import shown_number
 
 if TYPE_CHECKING:
-    from mlx_spec.hub.inspect import CheckpointInfo
-
     from .selftest import Comparison, Gap, SelfTest
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "sentencepiece", "huggingface_hub", "transformers")
@@ -96,7 +99,6 @@ def _run(options: Options) -> int:
 
 def _test(options: Options) -> tuple[dict[str, str], SelfTest]:
     """Return target and drafter in words, and the result of the self-test."""
-    from mlx_spec import load
     from mlx_spec.hub.progress import StageProgress
 
     from . import selftest
@@ -106,15 +108,12 @@ def _test(options: Options) -> tuple[dict[str, str], SelfTest]:
     effort = selftest.QUICK if options.quick else selftest.LONG
     window = None if target is None else target.window
     found = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
-    names = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)
-    return dict(zip(("target", "drafter"), names, strict=True)), found
+    words = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)
+    return {"target": words[0], "drafter": words[1]}, found
 
 
 def _inspected(name: str | None, role: Literal["target", "drafter"]) -> CheckpointInfo | None:
     """Return what the headers of a checkpoint say, or of one half of a pair; None if there are none."""
-    from mlx_spec.hub.catalog import LOOKUP
-    from mlx_spec.hub.inspect import ConvertedPair, inspect
-
     try:
         found = None if name is None or name == LOOKUP else inspect(name)
     except SpecError:
@@ -126,10 +125,6 @@ def _inspected(name: str | None, role: Literal["target", "drafter"]) -> Checkpoi
 
 def part_in_words(name: str | None, found: CheckpointInfo | None) -> str:
     """Return a checkpoint without its place."""
-    from mlx_spec.hub.files import human_bytes
-
-    from .models import shown_number
-
     path = Path(name or "none").expanduser()
     shown = path.name if path.exists() else name or "none"
     if found is None:
@@ -194,17 +189,12 @@ def _backend() -> Check:
 
 
 def _disk() -> Check:
-    from mlx_spec import hub
-    from mlx_spec.hub.local import cache_folder
-
     free = hub.free_bytes(cache_folder())
     state: Literal["ok", "note"] = "ok" if free >= MIN_FREE_BYTES else "note"
     return Check("disk", state, f"{free / 1e9:.1f} GB free where models are kept")
 
 
 def _models() -> Check:
-    from mlx_spec.hub.local import local_models
-
     whole, broken = list[str](), list[str]()
     for model in local_models():
         name = Path(model.name).name if model.origin == "converted" else model.name

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typer import Argument
 
 from mlx_spec.errors import InvalidValue, NotFound
 
-from .command import MODEL, BadOptions, flag, guarded, option, parse, show
+from .command import MODEL, BadOptions, flag, option, program, show
 from .menubar.server_process import Address, candidates, end, get_json, health, last_words
 from .server.settings import Settings
 
@@ -173,31 +173,26 @@ AGENTS: dict[str, Agent] = {
 # --- the program
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the status of the agent, or 1 and one line on stderr."""
-    options = parse(Options, "launch", arguments)
-    return guarded(lambda: _run(options))
-
-
 def _run(options: Options) -> int:
+    """Return the status of the agent."""
     agent = AGENTS[options.agent]
-    program = shutil.which(options.agent)
-    if program is None and not options.print:
+    place = shutil.which(options.agent)
+    if place is None and not options.print:
         raise NotFound(f"{options.agent} is not on PATH: install it with `{agent.install}`")
     with _server(options) as (address, own):
         endpoint = _endpoint(address, options, agent)
         variables, words = agent.settings(endpoint)
         words += options.arguments or []
-        if program is None or options.print:
+        if place is None or options.print:
             pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
             show(" ".join(["env", *pairs, options.agent, shlex.join(words)]).rstrip())
             return 0
         environment = os.environ | variables
         if not own:
-            os.execve(program, [program, *words], environment)
+            os.execve(place, [place, *words], environment)
         # A Ctrl-C is for the agent, which may want to go on. Unlike SIG_IGN, a handler is not inherited.
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
-        status = subprocess.Popen([program, *words], env=environment).wait()
+        status = subprocess.Popen([place, *words], env=environment).wait()
         return status if status >= 0 else 128 - status
 
 
@@ -285,3 +280,6 @@ def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: 
             words = last_words(log, 0) if log is not None else None
             raise NotFound(words or f"the server at {address.url} could not load its model: its log says why")
         time.sleep(POLL_S)
+
+
+main = program("launch", Options, _run)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -125,9 +123,7 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
 
 def _view() -> CocoaView:
     """Return the menu bar of macOS. Raises NotFound with what has to be installed."""
-    framework = sysconfig.get_config_var("PYTHONFRAMEWORK") or ""
-    problem = macos.framework_problem(platform.mac_ver()[0], framework)
-    if problem is not None:
+    if (problem := macos.framework_problem()) is not None:
         macos.notify(problem)
     from .cocoa import CocoaView
 

@@ -19,17 +19,7 @@ from mlx_spec.hub.catalog import LOOKUP, NONE
 from mlx_spec.hub.files import read_pair, write_atomically
 
 from . import macos
-from .menu import (
-    Action,
-    Click,
-    ListedModel,
-    Menu,
-    Phase,
-    Selection,
-    State,
-    environment_example,
-    menu,
-)
+from .menu import Action, Click, ListedModel, Menu, Phase, Selection, State, environment_example, menu
 from .server_process import ServerOptions, ServerProcess
 
 if TYPE_CHECKING:

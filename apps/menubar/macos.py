@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import plistlib
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,14 +34,12 @@ def notify(text: str) -> None:
     _spawn((*NOTIFY, text))
 
 
-def framework_problem(version: str, framework: str) -> str | None:
-    """Return why no item will be seen; None if nothing is known against it.
-
-    `version` is that of macOS, such as "26.1"; `framework` is sysconfig's PYTHONFRAMEWORK, "" for other
-    builds. Reported in realiti4/claude-swap#310.
-    """
+def framework_problem() -> str | None:
+    """Return why no item will be seen (realiti4/claude-swap#310), None if nothing is known against it."""
+    version = platform.mac_ver()[0]  # such as "26.1"
     major = version.split(".")[0]
-    if not framework or not major.isdecimal() or int(major) < HIDING_MACOS:
+    is_framework = bool(sysconfig.get_config_var("PYTHONFRAMEWORK"))
+    if not is_framework or not major.isdecimal() or int(major) < HIDING_MACOS:
         return None
     return (
         f"macOS {version} draws no menu-bar item for framework builds of Python such as this one: install "
