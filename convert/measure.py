@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -167,8 +166,7 @@ def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
     It is dense and in float32 where `load` makes it so.
     """
     seen: dict[str, mx.array] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        model, _ = load_unread(folder, seen)
+    model, _ = load_unread(folder, seen)
     seen.clear()
     if dtype is not None:
         model.set_dtype(dtype)

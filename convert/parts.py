@@ -67,8 +67,7 @@ def convert_model(source: Source, quantization: Quantization | None, dtype: str 
     """
     seen: dict[str, mx.array] = {}
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            model, config = load_unread(source.folder, seen)
+        model, config = load_unread(source.folder, seen)
     except LOADING_ERRORS as error:
         kind = source.config["model_type"]
         raise BadCheckpoint(f"{source.name} cannot be converted as {kind}: {one_line(error)}") from error
@@ -114,7 +113,8 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
         return type(model_class.__name__, (model_class,), own), args_class
 
     changed = repairs(load_config(folder))
-    model, config = load_model(folder, lazy=True, model_config=changed, get_model_classes=classes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        model, config = load_model(folder, lazy=True, model_config=changed, get_model_classes=classes)
     return model, config
 
 

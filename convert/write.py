@@ -50,11 +50,7 @@ Part = dict[str, Any]  # an entry of pair.json
 
 
 def write_manifest(
-    folder: Path,
-    target: Part,
-    drafter: Part | None,
-    dtype: str | None,
-    self_test: Mapping[str, Any],
+    folder: Path, target: Part, drafter: Part | None, dtype: str | None, self_test: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write pair.json into `folder` and return it."""
     manifest = {

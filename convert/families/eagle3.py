@@ -29,10 +29,7 @@ EAGLE3_TITLE, PEAGLE_TITLE = "the EAGLE-3 drafter", "the P-EAGLE drafter"
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 SPELLINGS = (("model.", ""), ("midlayer.", "layers.0."))
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-HEAD = (
-    table.same("fc.weight", "hidden fused"),
-    table.same("norm.weight", "hidden"),
-)
+HEAD = (table.same("fc.weight", "hidden fused"), table.same("norm.weight", "hidden"))
 quantizable = table.all_but("fc.weight")
 
 

@@ -15,7 +15,7 @@ decoder layer after the last of L, `model.layers.{L}.*`, with copies of the targ
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -221,25 +221,18 @@ def _fold_norms(tensors: Mapping[str, mx.array]) -> tuple[dict[str, mx.array], t
 # --- DeepSeek and GLM
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The differences between families that keep their head as a further layer."""
-
-    name: str
-    title: str
-    origin: str  # of complete checkpoints
-    model_types: tuple[str, ...]
-
-
-def _recognizes_nextn(layout: _Layout, config: Config, names: Collection[str]) -> bool:
+def _recognizes_nextn(model_types: Collection[str], config: Config, names: Collection[str]) -> bool:
     text = text_config(config)
     kinds = {config.get("model_type"), text.get("model_type")}
     promised = bool(text.get(NEXTN_KEY)) or any(name.endswith("eh_proj.weight") for name in names)
-    return promised and bool(kinds & set(layout.model_types))
+    return promised and bool(kinds & set(model_types))
 
 
-def _convert_nextn(layout: _Layout, tensors: Tensors, config: Config, target: Config) -> Converted:
-    text, title = text_config(config), layout.title
+def _convert_nextn(
+    name: str, title: str, origin: str, tensors: Tensors, config: Config, target: Config
+) -> Converted:
+    """Convert a head that is kept as a further layer. `origin` has complete checkpoints."""
+    text = text_config(config)
     if text.get("index_n_heads"):
         raise BadCheckpoint(
             f"{title} of a {text.get('model_type') or config.get('model_type')} attends through an indexer "
@@ -249,14 +242,14 @@ def _convert_nextn(layout: _Layout, tensors: Tensors, config: Config, target: Co
     source = table.spell(title, tensors, config, SPELLINGS)
     depth = table.size(text, "num_hidden_layers", title)
     prefix = f"model.layers.{depth}."
-    head = [name for name in source.tensors if _layer_index(name) >= depth]
+    head = [tensor for tensor in source.tensors if _layer_index(tensor) >= depth]
     if not head:
-        raise _stripped(title, text, NEXTN_KEY, prefix, layout.origin)
+        raise _stripped(title, text, NEXTN_KEY, prefix, origin)
     _check_depth(title, head, "model.layers.")
     rows, sizes = _nextn_layer(text, title, source, prefix)
     named = (*table.under(prefix, "", NEXTN_HEAD), *table.under(prefix, "layers.0.", rows))
     taken = table.take(named, source, {**_head_sizes(text, title, target), **sizes})
-    return _converted(layout.name, taken, source, prefix, config=config, target=target)
+    return _converted(name, taken, source, prefix, config=config, target=target)
 
 
 def _nextn_layer(
@@ -284,19 +277,18 @@ def _layer_index(name: str) -> int:
     return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdigit() else -1
 
 
-def _nextn_family(layout: _Layout) -> Family:
-    return Family(layout.name, partial(_convert_nextn, layout), recognizes=partial(_recognizes_nextn, layout))
+def _nextn_family(name: str, title: str, origin: str, model_types: Collection[str]) -> Family:
+    convert = partial(_convert_nextn, name, title, origin)
+    return Family(name, convert, recognizes=partial(_recognizes_nextn, model_types))
 
 
 QWEN_MTP = Family("qwen_mtp", _convert_qwen, recognizes=_recognizes_qwen)
 DEEPSEEK_MTP = _nextn_family(
-    _Layout("deepseek_mtp", "the DeepSeek MTP head", "deepseek-ai/...", ("deepseek_v3", "deepseek_v32"))
+    "deepseek_mtp", "the DeepSeek MTP head", "deepseek-ai/...", ("deepseek_v3", "deepseek_v32")
 )
 GLM_MTP = _nextn_family(
-    _Layout(
-        "glm_mtp",
-        "the GLM MTP head",
-        "zai-org/...",
-        ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text"),
-    )
+    "glm_mtp",
+    "the GLM MTP head",
+    "zai-org/...",
+    ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text"),
 )

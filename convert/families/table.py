@@ -230,12 +230,7 @@ def config_of(model_type: str, conventions: Conventions, target: Config, **field
     if "model_type" in target:
         fits["model_type"] = target["model_type"]
     rope = {key: text[key] for key in ROPE_KEYS if text.get(key) is not None}
-    return {
-        "model_type": model_type,
-        KEY: asdict(conventions),
-        "target": {**fits, "rope": rope},
-        **fields,
-    }
+    return {"model_type": model_type, KEY: asdict(conventions), "target": {**fits, "rope": rope}, **fields}
 
 
 def own_config(config: Config) -> dict[str, Any]:

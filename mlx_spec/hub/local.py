@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -54,14 +55,7 @@ class Removal:
     name: str
     folder: Path
     size: int  # bytes that it frees
-    parts: tuple[Path, ...] | None  # the halves of a pair, None for a repository in the cache
-
-    def carry_out(self) -> None:
-        """Remove it. Raises NotOurs if the disk does not allow it."""
-        if self.parts is None:
-            _remove_repository(self.name, self.folder)
-        else:
-            _remove_pair(self.folder, self.parts)
+    carry_out: Callable[[], None]  # raises NotOurs if the disk does not allow it
 
 
 def cache_folder() -> Path:
@@ -76,7 +70,8 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     places = dict.fromkeys([*folders, default_folder()])
     pairs = [pair for place in places for pair in _pairs_in(place)]
     repositories = [model for folder in _folders_in(cache_folder()) if (model := _repository(folder))]
-    return [_bundled(), *pairs, *repositories]
+    bundled = _described(DEMO, "bundled", demo.TARGET.parent, demo.TARGET)
+    return [bundled, *pairs, *repositories]
 
 
 def partners(model: LocalModel, models: Iterable[LocalModel]) -> list[str]:
@@ -108,10 +103,6 @@ def plan_removal(name: str) -> Removal:
 
 
 # --- listing
-
-
-def _bundled() -> LocalModel:
-    return _described(DEMO, "bundled", demo.TARGET.parent, demo.TARGET)
 
 
 def _described(name: str, origin: Literal["bundled", "converted"], folder: Path, used: Path) -> LocalModel:
@@ -223,7 +214,7 @@ def _plan_pair(name: str, folder: Path) -> Removal:
     if not (place / MANIFEST).is_file():
         raise NotOurs(f"{folder} holds no {MANIFEST}, so it is no converted pair: remove it by hand")
     parts = _parts(place)
-    return Removal(name, place, sum(map(_size, parts)), tuple(parts))
+    return Removal(name, place, sum(map(_size, parts)), partial(_remove_pair, place, parts))
 
 
 def _parts(folder: Path) -> list[Path]:
@@ -262,7 +253,7 @@ def _plan_repository(name: str) -> Removal:
         raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
     if not folder.is_dir():
         raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
-    return Removal(name, folder, _size(folder), None)
+    return Removal(name, folder, _size(folder), partial(_remove_repository, name, folder))
 
 
 def _remove_repository(name: str, folder: Path) -> None:
