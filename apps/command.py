@@ -140,7 +140,7 @@ def guarded(run: Callable[[], int]) -> int:
         return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # a reader such as `head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

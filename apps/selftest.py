@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlx_spec.convert.measure import TEXTS
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.engine import RunningSequence, decode
 from mlx_spec.hub.files import one_line
@@ -29,7 +30,7 @@ from mlx_spec.session import Statistics
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
-from .bench import Question, chat_questions
+from .bench import Question, arm, chat_questions
 
 SEEDED = Sampling(temperature=0.8, seed=11)
 K, SCRIPTED_K = 4, 7  # draft tokens
@@ -234,8 +235,6 @@ class SelfTest:
 
 def long_text(text: Text, tokens: int) -> Question:
     """Return `tokens` tokens of built-in text, to be continued."""
-    from mlx_spec.convert.measure import TEXTS
-
     beginning = text.prompt_tokens("")
     once = text.encode("\n\n".join(TEXTS) + "\n\n")
     wanted = max(tokens - len(beginning), 1)
@@ -295,7 +294,7 @@ class _Tester:
         yield from ((question, SEEDED) for question in others[:1])
 
     def _plain(self) -> SequenceParts:
-        return SequenceParts(self._pair.open().target, (), FixedPolicy(0))
+        return arm(self._pair, "plain", 0).decoding
 
     def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> SequenceParts:
         drafter = ScriptedDrafter(truth, spoil_vocab_size)
@@ -304,15 +303,13 @@ class _Tester:
     def _decoders(self, truth: Sequence[int]) -> dict[str, Callable[[], SequenceParts]]:
         """Return ways to decode with drafts: those of the pair, and drafts that are partly wrong."""
 
-        def own() -> SequenceParts:
-            parts = self._pair.open()
-            return SequenceParts(parts.target, parts.drafters[:1], FixedPolicy(K))
-
         def spoiled() -> SequenceParts:
             return self._scripted(truth, self._pair.info.vocab_size)
 
         found: dict[str, Callable[[], SequenceParts]] = {SPOILED: spoiled, COMPANY: spoiled}
-        return found | ({OWN: own, ADAPTIVE: self._pair.open} if self._pair.drafter_names else {})
+        if self._pair.drafter_names:
+            found |= {OWN: lambda: arm(self._pair, OWN, K).decoding, ADAPTIVE: self._pair.open}
+        return found
 
     def _beside_others(self, running: RunningSequence, count: int) -> Iterator[Round]:
         """Yield the rounds of a sequence that decodes in one batch with the questions, without drafts."""

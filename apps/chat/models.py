@@ -139,11 +139,9 @@ def find_model(name: str, kv_bits: int | None) -> tuple[PairChoice, list[str]]:
 def listing(present: str) -> list[str]:
     """Return lines about the models on this disk, the present one marked, and those to download."""
     models = local_models()
-    lines = []
-    if targets := [model for model in models if not model.is_drafter]:
-        marked = [("*" if model.name == present else " ", model) for model in targets]
-        rows = [(mark, m.name, human_bytes(m.size), fit(m.size), summary(m, models)) for mark, m in marked]
-        lines += ["on this disk:", *table(rows)]
+    marked = [("*" if m.name == present else " ", m) for m in models if not m.is_drafter]  # also the demo
+    rows = [(mark, m.name, human_bytes(m.size), fit(m.size), summary(m, models)) for mark, m in marked]
+    lines = ["on this disk:", *table(rows)]
     here = {model.name for model in models if model.problem is None}
     if absent := [alias for alias in ALIASES if resolve(alias).target not in here]:
         lines += ["to be fetched:", *table([(f"  {alias}", resolve(alias).target) for alias in absent])]
