@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.load import follow
 
 from ..command import ERROR, parse, refuse
 from .arguments import Options
@@ -47,11 +48,14 @@ def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
         refuse("mlx-spec chat", "--json is for one answer: give -p TEXT, or pipe text to stdin")
     if options.system is not None:
         checked(options.system, "--system")
-    from .repl import run, run_over_ranks  # need MLX
+    from .models import choose  # these need MLX
+    from .repl import run
 
-    if ranks is not None:
-        return run_over_ranks(options, prompt, terminal, interrupts, ranks)
-    return run(options, prompt, terminal, interrupts)
+    if ranks is None:
+        return run(options, prompt, terminal, interrupts)
+    if ranks.rank:
+        follow(choose(options).target, ranks)
+    return ranks.lead(lambda: run(options, prompt, terminal, interrupts, ranks))
 
 
 def _read_prompt(given: str | None, piped: str | None) -> str | None:

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO
-from mlx_spec.load import follow
 from mlx_spec.model.ranks import Ranks
 
 from ..command import INTERRUPTED, refuse
@@ -29,15 +28,6 @@ ABOUT_DEMO = (
     "a small demo model that explains the Python standard library; for a real one: /model, "
     "or --target REPO_OR_FOLDER"
 )
-
-
-def run_over_ranks(
-    options: Options, prompt: str | None, terminal: Terminal, interrupts: Interrupts, ranks: Ranks
-) -> int:
-    """Answer the prompt with a target over several machines. Returns the exit status. Raises SpecError."""
-    if ranks.rank:
-        follow(choose(options).target, ranks)
-    return ranks.lead(lambda: run(options, prompt, terminal, interrupts, ranks))
 
 
 def run(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlx_spec.errors import BadCheckpoint, SpecError
-from mlx_spec.hub.catalog import MANIFEST
+from mlx_spec.hub.catalog import MANIFEST, Config
 from mlx_spec.hub.disk import NoSpace, check_space, default_folder, new_folder
 from mlx_spec.hub.files import AGAIN, human_bytes, one_line, shortened
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 FORMAT = 1  # of the folders written here; raised when older ones must be written again
-Config = Mapping[str, Any]
 SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 

@@ -21,6 +21,7 @@ from mlx_spec.hub.catalog import (
     MANIFEST,
     MEDUSA_TENSOR,
     SHAPES,
+    Config,
     TargetShape,
     drafter_kind,
     is_mtp,
@@ -41,7 +42,7 @@ from mlx_spec.hub.checkpoint import (
 )
 from mlx_spec.hub.download import cached, explain, local_folder, plan
 from mlx_spec.hub.files import AGAIN, read_object, shortened
-from mlx_spec.hub.weights import BITS, Config, Tensors, count_parameters, precision, target_shape
+from mlx_spec.hub.weights import BITS, Tensors, count_parameters, precision, target_shape
 
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
 # Keys under which configs promise prediction layers.

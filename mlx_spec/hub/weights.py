@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import TargetShape
+from mlx_spec.hub.catalog import Config, TargetShape
 from mlx_spec.hub.checkpoint import TensorInfo, integer, read_config, read_headers, text_config
 
-Config = Mapping[str, Any]
 Tensors = Mapping[str, TensorInfo]
 
 # --- formats of safetensors and of quantizers
