@@ -58,16 +58,17 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
     """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
     changes: dict[str, Any] = {}
     rows = get_json(address, "/v1/models", (200,), key).get("data")
-    if rows is not None:
-        rows = sorted(rows, key=lambda row: not row.get("loaded"))
-        changes["names"] = tuple(row["id"] for row in rows if row["id"] == row.get("model"))  # no aliases
+    if isinstance(rows, list):
+        models = [row for row in rows if isinstance(row, dict) and row.get("id") == row.get("model")]
+        models.sort(key=lambda row: not row.get("loaded"))
+        changes["names"] = tuple(str(row["id"]) for row in models)  # without their aliases
     if found := get_json(address, "/metrics.json", (200,), key):
-        last = found.get("last") or {}
+        last, memory = found.get("last") or {}, found.get("memory_bytes")
         changes["figures"] = Figures(
-            last.get("predicted_per_second"),
-            last.get("gain"),
-            last.get("acceptance_length") or None,
-            found.get("memory_bytes"),
+            _number(last.get("predicted_per_second")),
+            _number(last.get("gain")),
+            _number(last.get("acceptance_length")) or None,
+            memory if isinstance(memory, int) else None,
             last.get("reason"),
         )
     return changes
@@ -90,6 +91,10 @@ def get_json(
     finally:
         connection.close()
     return found if isinstance(found, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def is_free(address: Address) -> bool:
