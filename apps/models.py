@@ -20,8 +20,7 @@ from typer import Argument
 from mlx_spec import hub
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.catalog import DEMO, TargetShape, find_alias, made_for, resolve
-from mlx_spec.hub.disk import default_folder
-from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.files import default_folder, human_bytes
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners, plan_removal
 

@@ -16,8 +16,7 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.disk import new_folder, refuse_existing
-from mlx_spec.hub.files import sha256
+from mlx_spec.hub.files import new_folder, refuse_existing, sha256
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 

@@ -24,17 +24,24 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import NONE, repair_config
 from mlx_spec.hub.checkpoint import read_config, text_config
-from mlx_spec.hub.disk import check_space, locked, new_folder, refuse_existing
-from mlx_spec.hub.files import human_bytes, read_object, sha256, write_atomically
+from mlx_spec.hub.files import (
+    check_space,
+    human_bytes,
+    locked,
+    new_folder,
+    read_object,
+    refuse_existing,
+    sha256,
+    write_atomically,
+)
 from mlx_spec.load import folders, load
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
 from .answers import RecordedAnswer, read_answer
-from .data import AnswerPlan
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
-from .prompts import own_prompts
+from .prompts import AnswerPlan, own_prompts
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
 SETTINGS, REPORT = "run.json", "training.json"

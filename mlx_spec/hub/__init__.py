@@ -3,7 +3,7 @@
 Only reading a GGUF file needs MLX.
 """
 
-from mlx_spec.hub.disk import NoSpace, check_space, free_bytes
 from mlx_spec.hub.download import cached, fetch, find, on_disk, plan
+from mlx_spec.hub.files import NoSpace, check_space, free_bytes
 
 __all__ = ["NoSpace", "cached", "check_space", "fetch", "find", "free_bytes", "on_disk", "plan"]

@@ -19,8 +19,7 @@ from typing import Any
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
 from mlx_spec.hub.checkpoint import WEIGHTS, has_weights, other_format
-from mlx_spec.hub.disk import NoSpace, check_space
-from mlx_spec.hub.files import human_bytes, one_line, sha256
+from mlx_spec.hub.files import NoSpace, check_space, human_bytes, one_line, sha256
 
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.

@@ -22,8 +22,16 @@ import numpy as np
 
 from mlx_spec.errors import BadCheckpoint, SpecError
 from mlx_spec.hub.catalog import MANIFEST, Config
-from mlx_spec.hub.disk import NoSpace, check_space, default_folder, new_folder
-from mlx_spec.hub.files import AGAIN, human_bytes, one_line, shortened
+from mlx_spec.hub.files import (
+    AGAIN,
+    NoSpace,
+    check_space,
+    default_folder,
+    human_bytes,
+    new_folder,
+    one_line,
+    shortened,
+)
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
 from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
 

@@ -18,7 +18,7 @@ from mlx_spec.convert import write
 from mlx_spec.convert.write import check_space
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub import NoSpace
-from mlx_spec.hub.disk import new_folder
+from mlx_spec.hub.files import new_folder
 
 ROOT = Path(__file__).parents[2]
 PAIR = GOLDEN / "e2b"
