@@ -71,8 +71,10 @@ class SharedTarget:
             self._write(self._replays)
             self._caches.commit([replay.size for replay in self._replays])
             self._replays = [NO_TOKENS] * len(blocks)
-        pairs = zip(self._replays, blocks, strict=True)
-        self._rows = [mx.concatenate([replay, block.astype(mx.int32)]) for replay, block in pairs]
+        self._rows = [
+            mx.concatenate([replay, block]) if replay.size else block
+            for replay, block in zip(self._replays, blocks, strict=True)
+        ]
         logits = self._write(self._rows)
         ends = [(replay.size, rows.size) for replay, rows in zip(self._replays, self._rows, strict=True)]
         return [logits[i, low:high] for i, (low, high) in enumerate(ends)]
@@ -82,7 +84,7 @@ class SharedTarget:
         sizes = [each.size for each in rows]
         T = max(sizes)
         self._caches.begin(T, sizes)
-        tokens = mx.stack([mx.pad(each, (0, T - each.size)) for each in rows])
+        tokens = mx.stack([mx.pad(each.astype(mx.int32), (0, T - each.size)) for each in rows])
         with self._eager.on():
             logits: mx.array = self._model(tokens, cache=self._caches.layers)
         self._captured = [each.outputs.pop() for each in self._captures]
