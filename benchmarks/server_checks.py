@@ -74,6 +74,9 @@ ERROR = {
 }
 
 
+ERROR_WORDS = ("Traceback", "ERROR", "failed", "Error at ", "did not end well")  # in lines of a server's log
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("check", choices=["on_off", "soak", "conformance"])
@@ -135,8 +138,11 @@ def draft_tokens(reply: Reply) -> int:
 
 
 def logged_errors(server: Serving) -> int:
-    """Return the number of errors in a server's log."""
-    return sum("Traceback" in line or "ERROR" in line for line in server.log)
+    """Return the number of errors in a server's log, and print them."""
+    found = [line for line in server.log if any(word in line for word in ERROR_WORDS)]
+    for line in found:
+        print("logged:", line.strip())
+    return len(found)
 
 
 def _without(value: Any, keys: set[str]) -> Any:

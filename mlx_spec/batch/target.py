@@ -58,9 +58,12 @@ class SharedTarget:
         self._homes[index], self._replays[index] = self._homes[-1], self._replays[-1]
         self._homes.pop()
         self._replays.pop()
-        if self._rows:
+        if self._rows:  # of a pass that is not committed
             self._rows[index] = self._rows[-1]
             self._rows.pop()
+            lanes = [*range(index), *[len(self._rows)], *range(index + 1, len(self._rows))]
+            order = mx.array(lanes[: len(self._rows)], dtype=mx.int32)
+            self._captured = [hidden[order] for hidden in self._captured]
         self._caches.leave(index, home.reclaim(replay) if keep else None)
 
     def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:

@@ -185,7 +185,8 @@ class Caches:
         layers, places = [], dict[int | None, tuple[int, int, int]]()
         for i, layer in enumerate(self.layers):
             arrays = state.part(str(i)).arrays
-            found: Arrays = [arrays[str(j)] for j in range(len(arrays))]
+            # Slices: each sequence that begins with this state writes into arrays of its own.
+            found: Arrays = [arrays[str(j)][:] for j in range(len(arrays))]
             if isinstance(layer, AttentionCache):
                 window = layer.columns.window
                 first, oldest = state.numbers.get(str(window), [0, 0])

@@ -133,8 +133,8 @@ def test_a_window_moves_again_and_again() -> None:
 def test_an_uncommitted_pass_survives_a_leave() -> None:
     for kind in ("full", "sliding", "recurrent"):
         model = model_of(kind)[0]
-        target = SharedTarget(model, FeatureSpec())
-        pairs = [Sequence(LMTarget(model), LMTarget(model)) for _ in range(3)]
+        target = SharedTarget(model, SPEC)
+        pairs = [Sequence(LMTarget(model, SPEC), LMTarget(model, SPEC)) for _ in range(3)]
         for i, each in enumerate(pairs):
             each.extend(tiny.prompt(20 + 9 * i))
             target.join(each.shared)
@@ -149,9 +149,8 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
                 left = pairs.pop(0)
                 pairs.reverse()
                 assert_close(left.shared.verify(block), left.alone.verify(block))
-            target.commit([1] * len(pairs))
-            for each in pairs:
-                each.alone.commit(1)
+            for each, got in zip(pairs, target.commit([1] * len(pairs)), strict=True):
+                assert_same_features(got, each.alone.commit(1))
         again = mx.array([7])
         for got, each in zip(target.verify([again] * 2), pairs, strict=True):
             assert_close(got, each.alone.verify(again))

@@ -232,3 +232,22 @@ def test_a_target_rewinds_to_its_last_prefill_after_a_long_answer(kind: str, siz
     for each in (target, fresh):
         each.prefill((prompt + tiny.prompt(5))[kept:size] + other[:-1])
     assert_same_logits(target, fresh, other[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_of_one_state_do_not_write_into_each_other(kind: str) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(60)
+    first = LMTarget(model)
+    first.prefill(prompt)
+    state, targets = first.state(), []
+    for seed in (1, 2):
+        target = LMTarget(model)
+        target.restore(state)
+        kept = target.rewind(50)
+        text = prompt[:kept] + tiny.prompt(55 - kept, seed=seed)
+        target.prefill(text[kept:])
+        targets.append((target, text))
+    for target, text in targets:
+        fresh = LMTarget(model)
+        fresh.prefill(text)
+        assert_same_logits(target, fresh, 3)
