@@ -72,7 +72,7 @@ class Lookup(SequenceDrafter):
     def _forget(self) -> None:
         self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
         self._before = [0] * self._min_match  # place -> the place before it with the same tokens, or 0
-        self._tail: list[int] = []  # the last tokens indexed
+        self._tail: list[int] = []  # the last tokens indexed, as far as places can be taken back
 
     def _index(self, history: Sequence[int]) -> None:
         """Enter all places up to the last token: a continuation can be copied from them."""
@@ -80,11 +80,13 @@ class Lookup(SequenceDrafter):
         kept = common_prefix(self._tail, history[start : len(self._before)])
         if kept < len(self._tail):
             self._take_back(start, kept)
+        new = len(self._before) if self._tail else 0
         for place in range(len(self._before), len(history)):
             key = tuple(history[place - self._min_match : place])
             self._before.append(self._latest.get(key, 0))
             self._latest[key] = place
-        self._tail = list(history[max(len(self._before) - MAX_TAIL, 0) : len(self._before)])
+        # Not from the history: what comes before the tail may differ from what was indexed.
+        self._tail = [*self._tail, *history[new : len(self._before)]][-MAX_TAIL:]
 
     def _take_back(self, start: int, kept: int) -> None:
         """Forget the places after the first `kept` tokens of the tail, which begins at `start`."""

@@ -70,6 +70,21 @@ def test_history_may_be_replaced():
             text = text[:keep] + texts(rng.randrange(1000))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_histories_that_part_and_meet_again(seed: int) -> None:
+    """Prompts of one length that differ in their middle: what follows is equal, so the change is not seen."""
+    draw, drafter = random.Random(seed), Lookup()
+    history = [draw.randrange(50) for _ in range(120)]
+    for _ in range(60):
+        history = history[: draw.randrange(max(len(history) - 70, 1), len(history) + 1)]
+        history += [draw.randrange(50) for _ in range(draw.randrange(40))]
+        changed = draw.randrange(len(history))
+        history[changed : changed + 3] = [draw.randrange(50) for _ in history[changed : changed + 3]]
+        drafter.observe(history, Features())
+        copied = drafts(drafter, history, 4)
+        assert all(token in history for token in copied)
+
+
 def test_looks_at_the_latest_places_only():
     early, often = [9, 8, 1, 2, 5], [1, 2, 6] * MAX_PLACES
     assert drafts(Lookup(), [*early, *often[:-3], 9, 8, 1, 2], 1) == [5]
