@@ -27,7 +27,14 @@ class AnswerSettings:
 
 NOT_SAMPLING = ("max_tokens", "think")
 NAMES = (
-    *"temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed".split(),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
     *NOT_SAMPLING,
 )
 

@@ -64,8 +64,8 @@ class Writer(Protocol):
 # --- events from the engine thread to the event loop
 
 
-Look = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
-_looks: SimpleQueue[Look] = SimpleQueue()  # what event loops are to call
+LoopCall = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+_loop_calls: SimpleQueue[LoopCall] = SimpleQueue()  # what event loops are to call
 
 
 @cache
@@ -78,7 +78,7 @@ def _start_waking() -> None:
 
     def wake() -> None:
         while True:
-            loop, function = _looks.get()
+            loop, function = _loop_calls.get()
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(function)
 
@@ -105,7 +105,7 @@ class EventQueue:
         self._events.append(event)  # before `_notified` is read: the loop resets it before it looks here
         if type(event) in self._wakes and not self._notified:
             self._notified = True
-            _looks.put((self._loop, self._look))
+            _loop_calls.put((self._loop, self._look))
 
     async def get(self) -> Event | None:
         """Return the next event, or None after a silence. Called on the loop."""

@@ -56,10 +56,15 @@ REFUSED = {  # except for null and false
     "moderation": "no text leaves this machine",
     "prompt": "send the prompt itself",
 }
-ECHOED = set(
-    """instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key
-    safety_identifier user""".split()
-)
+ECHOED = {
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "previous_response_id",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+}  # fields of a request that its response repeats
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 

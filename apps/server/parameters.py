@@ -23,7 +23,16 @@ from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
-SAMPLING = set("temperature top_p top_k min_p presence_penalty frequency_penalty seed min_tokens".split())
+SAMPLING = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+}  # fields that `Sampling` has by the same names
 MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
 
 # The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.

@@ -28,9 +28,13 @@ SUCCESSORS = (  # parts of the names of their tensors, and what they are called
     ("prefix_gru", "Domino"),
 )
 SWITCHES = (  # that a runtime needs, if the config has them
-    "is_causal causal sliding_window_non_causal input_embedding_scale output_multiplier "
-    "final_logit_softcapping"
-).split()
+    "is_causal",
+    "causal",
+    "sliding_window_non_causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
 HEAD = (
     table.same("fc.weight", "hidden fused"),
     table.same("hidden_norm.weight", "hidden"),

@@ -11,14 +11,13 @@ import mlx.nn as nn
 
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import decoder_of, start_layers_early
+from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget, captures_of, features_of
-from mlx_spec.types import Features, FeatureSpec, KVRows
+from mlx_spec.types import Features, FeatureSpec, KVRows, no_draft
 
 PROBE_LENGTHS = (3, 6)  # prompt tokens of two sequences: unequal, so that rows need positions of their own
 PROBE_ROWS = 4  # of the probe's pass: neither 1 nor the number of sequences, so that no wrong shape fits
 MAX_PROBE_ERROR = 0.05  # of the largest logit: above the rounding of 16 bits, below that of a wrong position
-
-NO_TOKENS = mx.array([], dtype=mx.int32)
 
 
 class SharedTarget:
@@ -50,7 +49,7 @@ class SharedTarget:
         """Move a target with at least one committed token into the shared caches."""
         self._caches.join(home.lend(partial(self._shared_kv, home)))
         self._homes.append(home)
-        self._replays.append(NO_TOKENS)
+        self._replays.append(no_draft().tokens)
 
     def leave(self, index: int, *, keep: bool) -> None:
         """Remove a target; the last one takes its index. With `keep` it can go on by itself."""
@@ -59,10 +58,9 @@ class SharedTarget:
         self._homes.pop()
         self._replays.pop()
         if self._rows:  # of a pass that is not committed
-            self._rows[index] = self._rows[-1]
-            self._rows.pop()
-            lanes = [*range(index), *[len(self._rows)], *range(index + 1, len(self._rows))]
-            order = mx.array(lanes[: len(self._rows)], dtype=mx.int32)
+            lanes = lanes_without(index, len(self._rows))
+            self._rows = [self._rows[lane] for lane in lanes]
+            order = mx.array(lanes, dtype=mx.int32)
             self._captured = [hidden[order] for hidden in self._captured]
         self._caches.leave(index, home.reclaim(replay) if keep else None)
 
@@ -73,7 +71,7 @@ class SharedTarget:
         if max(replay.size for replay in self._replays) > MAX_REPLAY_TOKENS:
             self._write(self._replays)
             self._caches.commit([replay.size for replay in self._replays])
-            self._replays = [NO_TOKENS] * len(blocks)
+            self._replays = [no_draft().tokens] * len(blocks)
         self._rows = [
             mx.concatenate([replay, block]) if replay.size else block
             for replay, block in zip(self._replays, blocks, strict=True)
@@ -100,7 +98,7 @@ class SharedTarget:
             size = replays[i].size + keep[i]
             is_whole = keep[i] > 0 and size == rows.size
             written[i] = size if is_whole else 0
-            self._replays[i] = NO_TOKENS if is_whole else rows[:size]
+            self._replays[i] = no_draft().tokens if is_whole else rows[:size]
         self._caches.commit(written)
         captured, self._captured, self._rows = self._captured, [], []
         features = []

@@ -23,6 +23,7 @@ from mlx_spec.model.layer_caches import (
     QuantizedCache,
     RecurrentCache,
     capacity_for,
+    lanes_without,
 )
 from mlx_spec.types import CacheState
 
@@ -217,9 +218,8 @@ class Caches:
         last = len(self.sizes) - 1
         if lone is not None:
             self._copy(lane, lone)
-        order = [*range(lane), *[last][: last - lane], *range(lane + 1, last)]
         for state in self.recurrent:
-            state.keep(order)
+            state.keep(lanes_without(lane, len(self.sizes)))
         for cache in self.attention if lane < last else ():
             cache.fill(lane, last, self.sizes[last] - cache.columns.first[last] + self.uncommitted)
         for numbers in (self.sizes, *(n for c in self._columns.values() for n in (c.first, c.oldest))):

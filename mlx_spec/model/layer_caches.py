@@ -275,6 +275,14 @@ def _by_lane(chosen: mx.array, yes: mx.array, no: mx.array) -> mx.array:
     return mx.where(chosen.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
+def lanes_without(lane: int, count: int) -> list[int]:
+    """Return the `count` lanes in their order after one has left: the last one takes its place."""
+    lanes = list(range(count - 1))
+    if lane < count - 1:
+        lanes[lane] = count - 1
+    return lanes
+
+
 def capacity_for(rows: int) -> int:
     """Return the capacity of a new buffer for so many rows: a quarter more, in whole steps."""
     return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP

@@ -24,7 +24,7 @@ const REASONS = {
   "speculation has lost time so far": "Speculation is off: it has lost time in this answer so far.",
   probing: "Probing: a few tokens are drafted to see whether it pays again.",
   "plain beside other requests: this recurrent target takes no padding":
-    "Speculation is off beside other answers: the state of this model takes back no tokens.",
+    "Speculation is off beside other answers: this model cannot read drafts of unequal length together.",
 };
 
 // The figures of one model: of the answer that streams here, or of the last one of another client.
