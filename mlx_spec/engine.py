@@ -7,6 +7,7 @@ what a sequence emits does not depend on the others.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Literal, Protocol, TypeVar, cast
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import (
     Choice,
@@ -170,7 +172,7 @@ class RunningSequence:
         return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
 
     def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
-        """Draw the token after the history and `drafted`."""
+        """Draw the token after the history and `drafted`, [1] int32."""
         return self.sampler.draw(logits, self.history, drafted)[0]
 
     def until_stop(self, tokens: list[int]) -> list[int]:
@@ -200,8 +202,8 @@ class Passes(Protocol):
         """Return False if a pass takes one token of each sequence only."""
         ...
 
-    def verify(self, blocks: Sequence[mx.array]) -> Sequence[mx.array]:
-        """Write a block of uncommitted tokens [T_i] for each sequence. Return logits [T_i, V] of each."""
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        """Write uncommitted tokens [R], so many of each sequence in turn. Return their logits [R, V]."""
         ...
 
     def commit(self, keep: Sequence[int]) -> Sequence[Features]:
@@ -217,9 +219,9 @@ class Alone:
     def __init__(self, target: Target) -> None:
         self.target = target
 
-    def verify(self, blocks: Sequence[mx.array]) -> Sequence[mx.array]:
-        """Write the only block."""
-        return [self.target.verify(blocks[0])]
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        """Write the tokens of the only sequence."""
+        return self.target.verify(tokens)
 
     def commit(self, keep: Sequence[int]) -> Sequence[Features]:
         """Keep the first rows of the only block."""
@@ -235,8 +237,7 @@ class Group:
         self.sequences = sequences
         self.passes = passes
         self._policy = policy  # of several sequences; if it is None, each decides for itself
-        # By sequence, [1] int32: the token after the pending one, not yet read.
-        self.queued: list[mx.array] = []
+        self.queued: mx.array | None = None  # [B] int32: the tokens after the pending ones, not yet read
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
 
@@ -275,15 +276,14 @@ class Group:
 
     def remove(self, index: int) -> None:
         """Remove a sequence; the last one takes its index."""
+        if self.queued is not None:
+            self.queued = self.queued[mx.array(lanes_without(index, len(self.sequences)), dtype=mx.int32)]
         self.sequences[index] = self.sequences[-1]
         self.sequences.pop()
-        if self.queued:
-            self.queued[index] = self.queued[-1]
-            self.queued.pop()
 
     def close(self) -> None:
         """Drop uncommitted rows."""
-        self.queued = []
+        self.queued = None
         self.passes.commit([0] * len(self.sequences))
 
     @property
@@ -306,14 +306,14 @@ class Group:
     def _round(self, wanted: list[list[Choice]], may_queue: bool) -> list[Round]:
         """Verify drafts, or decode plainly. Queued tokens are emitted before anything is verified."""
         drafting, patient = any(wanted), self._misses < MAX_MISSES
-        if not drafting or (self.queued and patient):
+        if not drafting or (self.queued is not None and patient):
             return self._plain(queue_next=may_queue and not drafting)
         found = self._drafts(wanted)
         if not any(found):
             self._misses += 1
             return self._plain(queue_next=may_queue and self._misses >= MAX_MISSES)
         self._misses = 0
-        if self.queued:
+        if self.queued is not None:
             return self._plain(queue_next=False)
         if len(found) == 1 and found[0] is not None and found[0][1].parents is not None:
             return [self._verify_tree(*found[0], found[0][1].parents)]
@@ -347,30 +347,41 @@ class Group:
     def _verify(self, found: Sequence[tuple[int, Draft] | None]) -> list[Round]:
         """Verify chains of draft tokens in one pass. Sequences without a draft decode one token."""
         drafts = [no_draft() if each is None else each[1] for each in found]
-        logits = self.passes.verify(
-            [
-                mx.concatenate([sequence.pending, d.tokens])
-                for sequence, d in zip(self.sequences, drafts, strict=True)
-            ]
-        )
-        verdicts = [
-            sequence.attempt(
-                partial(sequence.sampler.verify, scores, sequence.history, draft), mx.zeros((2,), mx.int32)
-            )
-            for sequence, scores, draft in zip(self.sequences, logits, drafts, strict=True)
-        ]
-        parts = [part for v, d in zip(verdicts, drafts, strict=True) for part in (v, d.tokens)]
-        read = iter(_read(mx.concatenate(parts)))
+        blocks = [p for s, d in zip(self.sequences, drafts, strict=True) for p in (s.pending, d.tokens)]
+        written = mx.concatenate(blocks)
+        logits = self.passes.verify(written, [1 + draft.tokens.size for draft in drafts])
         rounds = []
-        for sequence, each, draft in zip(self.sequences, found, drafts, strict=True):
-            accepted, last, *drafted = (next(read) for _ in range(2 + draft.tokens.size))
+        for sequence, each, (accepted, last, *drafted) in zip(
+            self.sequences, found, self._verdicts(written, logits, drafts), strict=True
+        ):
             tokens = sequence.until_stop([*drafted[:accepted], last])
             if each is None:
                 rounds.append(Round(tokens, 0, 0, "landed"))
             else:
                 counts = len(drafted), min(accepted, len(tokens))
-                rounds.append(Round(tokens, *counts, "draft", each[0], ahead=draft.ahead))
+                rounds.append(Round(tokens, *counts, "draft", each[0], ahead=each[1].ahead))
         return self._emit(rounds, self.passes.commit([len(round.tokens) for round in rounds]))
+
+    def _verdicts(self, written: mx.array, logits: mx.array, drafts: Sequence[Draft]) -> list[list[int]]:
+        """Return of each sequence the number of accepted tokens, the token after them, and its draft.
+
+        `written` [R] has the pending token and the draft of each in turn, `logits` [R, V] their rows.
+        """
+        ends = list(itertools.accumulate(1 + draft.tokens.size for draft in drafts))
+        starts = [0, *ends[:-1]]
+        if self._takes_argmax:
+            read = _read(mx.concatenate([logits.argmax(axis=-1).astype(mx.int32), written]))
+            chosen, drafted = read[: ends[-1]], read[ends[-1] :]
+            return [
+                _matched(chosen[low:high], drafted[low + 1 : high])
+                for low, high in zip(starts, ends, strict=True)
+            ]
+        parts = []
+        for sequence, draft, low, high in zip(self.sequences, drafts, starts, ends, strict=True):
+            verify = partial(sequence.sampler.verify, logits[low:high], sequence.history, draft)
+            parts += [sequence.attempt(verify, mx.zeros((2,), mx.int32)), draft.tokens]
+        numbers = iter(_read(mx.concatenate(parts)))
+        return [list(itertools.islice(numbers, 2 + draft.tokens.size)) for draft in drafts]
 
     def _verify_tree(self, drafter: int, draft: Draft, parents: tuple[int, ...]) -> Round:
         """Verify a tree of draft tokens of the only sequence in one pass."""
@@ -388,25 +399,36 @@ class Group:
     def _plain(self, *, queue_next: bool) -> list[Round]:
         """Decode one token of each without drafts. With `queue_next` the device begins the next ones."""
         queue_next = queue_next and all(sequence.remaining > 1 for sequence in self.sequences)
-        tokens = self.queued or self._draw(
-            [sequence.pending for sequence in self.sequences], [no_draft().tokens] * len(self.sequences)
-        )
+        tokens = self.queued
+        if tokens is None:
+            pending = [sequence.history[-1] for sequence in self.sequences]
+            tokens = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
         features = self.passes.commit([1] * len(self.sequences))
-        self.queued = []
+        self.queued = None
         if queue_next:
-            self.queued = self._draw(tokens, tokens)
-            mx.async_eval(*tokens, *self.queued)
+            self.queued = self._draw(tokens, unread=1)
+            mx.async_eval(tokens, self.queued)
         kind: Literal["plain", "landed"] = "plain" if queue_next else "landed"
-        read = _read(mx.concatenate(tokens) if len(tokens) > 1 else tokens[0])
-        return self._emit([Round([token], 0, 0, kind) for token in read], features)
+        return self._emit([Round([token], 0, 0, kind) for token in _read(tokens)], features)
 
-    def _draw(self, blocks: Sequence[mx.array], drafted: Sequence[mx.array]) -> list[mx.array]:
-        logits = self.passes.verify(blocks)
-        triples = zip(self.sequences, logits, drafted, strict=True)
-        return [
-            sequence.attempt(partial(sequence.draw, scores, after), mx.zeros((1,), mx.int32))
-            for sequence, scores, after in triples
-        ]
+    def _draw(self, tokens: mx.array, unread: int) -> mx.array:
+        """Write one token of each sequence and draw the next ones, [B] int32.
+
+        The last `unread` of the written ones, 0 or 1, are not in the histories yet.
+        """
+        logits = self.passes.verify(tokens, [1] * len(self.sequences))
+        if self._takes_argmax:
+            return logits.argmax(axis=-1).astype(mx.int32)
+        drawn = []
+        for i, sequence in enumerate(self.sequences):
+            draw = partial(sequence.draw, logits[i : i + 1], tokens[i : i + unread])
+            drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
+        return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
+
+    @property
+    def _takes_argmax(self) -> bool:
+        """Return True if one argmax chooses the tokens of all sequences."""
+        return all(sequence.sampler.is_argmax for sequence in self.sequences)
 
     def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Round]:
         triples = zip(self.sequences, rounds, features, strict=True)
@@ -419,6 +441,13 @@ def _limited(decision: Decision, sequence: RunningSequence) -> list[Choice]:
     """Return the choices of a decision, with room left for the token that ends the round."""
     most = sequence.remaining - 1
     return [c if c.limit <= most else replace(c, limit=most) for c in decision.choices if most]
+
+
+def _matched(chosen: Sequence[int], drafted: Sequence[int]) -> list[int]:
+    """Accept draft tokens [K] while they are the chosen ones [K + 1]. Return a verdict and the draft."""
+    pairs = enumerate(zip(chosen, drafted, strict=False))
+    accepted = next((i for i, (wanted, token) in pairs if wanted != token), len(drafted))
+    return [accepted, chosen[accepted], *drafted]
 
 
 def _chain(draft: Draft) -> Draft:

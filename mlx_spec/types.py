@@ -221,6 +221,10 @@ class Sampler(Protocol):
     """
 
     @property
+    def is_argmax(self) -> bool:
+        """Return True if it takes the largest of the logits as they are, and nothing else happens."""
+
+    @property
     def drafting(self) -> DraftingSampler:
         """Return the sampler of drafters: it lacks what only the target's rows need, such as a grammar."""
 

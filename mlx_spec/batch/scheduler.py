@@ -236,7 +236,7 @@ class Batch:
             other = next(others, None)
             if other is None:
                 continue
-            if single.queued or other.queued:
+            if single.queued is not None or other.queued is not None:
                 landing += [single, other]
             else:
                 self._merge(other, single)
@@ -272,7 +272,7 @@ class Batch:
         group.remove(index)
         group.passes.leave(index, keep=member.park)
         if len(group.sequences) == 1:  # a sequence without company needs no padding, mask or copy
-            group.queued = []
+            group.queued = None
             last = self._member(group.sequences[0])
             group.passes.leave(0, keep=True)
             group.passes = Alone(last.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,8 @@ class SharedTarget:
         self._caches = Caches()
         self._homes: list[LMTarget] = []
         self._replays: list[mx.array] = []  # by target: committed tokens that its caches lack
-        self._rows: list[mx.array] = []  # by target: tokens of the last pass, those replayed included
+        # By target: tokens of the last pass, those replayed included. Only for recurrent states.
+        self._rows: list[mx.array] = []
         self._captured: list[mx.array] = []  # by capture, [B, T, D]
 
     @property
@@ -57,38 +59,47 @@ class SharedTarget:
         self._homes[index], self._replays[index] = self._homes[-1], self._replays[-1]
         self._homes.pop()
         self._replays.pop()
-        if self._rows:  # of a pass that is not committed
-            lanes = lanes_without(index, len(self._rows))
+        lanes = lanes_without(index, len(self._homes) + 1)
+        if self._rows:
             self._rows = [self._rows[lane] for lane in lanes]
-            order = mx.array(lanes, dtype=mx.int32)
-            self._captured = [hidden[order] for hidden in self._captured]
+        self._captured = [hidden[mx.array(lanes, dtype=mx.int32)] for hidden in self._captured]
         self._caches.leave(index, home.reclaim(replay) if keep else None)
 
-    def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:
-        """Write a block of uncommitted tokens [T_i] for each target. Return logits [T_i, V] of each."""
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        """Write uncommitted tokens [R], so many of each target in turn. Return their logits [R, V]."""
         if self._caches.uncommitted:  # the last pass was interrupted
-            self._caches.commit([0] * len(blocks))
+            self._caches.commit([0] * len(sizes))
         if max(replay.size for replay in self._replays) > MAX_REPLAY_TOKENS:
-            self._write(self._replays)
-            self._caches.commit([replay.size for replay in self._replays])
-            self._replays = [no_draft().tokens] * len(blocks)
-        self._rows = [
-            mx.concatenate([replay, block]) if replay.size else block
-            for replay, block in zip(self._replays, blocks, strict=True)
-        ]
-        logits = self._write(self._rows)
-        ends = [(replay.size, rows.size) for replay, rows in zip(self._replays, self._rows, strict=True)]
-        return [logits[i, low:high] for i, (low, high) in enumerate(ends)]
+            replayed = [replay.size for replay in self._replays]
+            self._write(mx.concatenate(self._replays), replayed, [0] * len(sizes))
+            self._caches.commit(replayed)
+            self._replays = [no_draft().tokens] * len(sizes)
+        starts = [replay.size for replay in self._replays]
+        if self._caches.recurrent:
+            blocks = mx.split(tokens, list(itertools.accumulate(sizes))[:-1])
+            self._rows = [mx.concatenate(list(both)) for both in zip(self._replays, blocks, strict=True)]
+            tokens = mx.concatenate(self._rows) if any(starts) else tokens
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        return self._write(tokens, ends, starts)
 
-    def _write(self, rows: Sequence[mx.array]) -> mx.array:
-        """Write rows [T_i] for each target in one pass, which is padded. Return its logits [B, T, V]."""
-        sizes = [each.size for each in rows]
+    def _write(self, tokens: mx.array, sizes: Sequence[int], starts: Sequence[int]) -> mx.array:
+        """Write tokens, so many of each target in turn, in one pass, which is padded.
+
+        Returns the logits [R, V] of those from `starts` on, which is by target.
+        """
         T = max(sizes)
         self._caches.begin(T, sizes)
-        tokens = mx.stack([mx.pad(each.astype(mx.int32), (0, T - each.size)) for each in rows])
+        if min(sizes) < T:
+            ends = zip(sizes, itertools.accumulate(sizes), strict=True)
+            index = [[min(end - size + j, end - 1) for j in range(T)] for size, end in ends]
+            tokens = tokens[mx.array(index)]
         with self._eager.on():
-            logits: mx.array = self._model(tokens, cache=self._caches.layers)
+            logits: mx.array = self._model(tokens.reshape(-1, T), cache=self._caches.layers)
         self._captured = [each.outputs.pop() for each in self._captures]
+        logits = logits.reshape(-1, logits.shape[-1])
+        if any(starts) or min(sizes) < T:
+            ranges = enumerate(zip(starts, sizes, strict=True))
+            logits = logits[mx.array([i * T + j for i, (low, high) in ranges for j in range(low, high)])]
         return logits
 
     def commit(self, keep: Sequence[int]) -> list[Features]:
@@ -153,9 +164,9 @@ def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
     errors = []
     for sizes in passes:
         blocks = [mx.arange(size, dtype=mx.int32) + i for i, size in enumerate(sizes)]
-        together = shared.verify(blocks)
+        together = shared.verify(mx.concatenate(blocks), sizes)
         shared.commit(sizes)
-        for target, block, ours in zip(alone, blocks, together, strict=True):
+        for target, block, ours in zip(alone, blocks, mx.split(together, sizes[:1]), strict=True):
             theirs = target.verify(block)
             target.commit(block.size)
             errors.append(mx.abs(ours - theirs).max() / mx.abs(theirs).max())

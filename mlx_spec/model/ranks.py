@@ -90,7 +90,7 @@ class Ranks:
         self._dropped: list[int] = []  # targets that rank 0 no longer has
         self._count = 0  # of targets
         self._is_inside = False  # an announced operation runs
-        self._last_pass: list[mx.array] = []
+        self._last_pass = mx.array([])
         self._has_ended = False
         if self.rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
@@ -127,9 +127,9 @@ class Ranks:
         """Return the tokens of rank 0, [T] int32, on every rank. The others give as many zeros."""
         return mx.distributed.all_sum(tokens.astype(mx.int32), group=self.group)
 
-    def start_pass(self, logits: list[mx.array]) -> None:
+    def start_pass(self, logits: mx.array) -> None:
         """Hand a pass to the device, all of it."""
-        mx.async_eval(*logits)
+        mx.async_eval(logits)
         self._last_pass = logits
 
     def receive(self) -> list[Any]:
@@ -232,7 +232,7 @@ class Ranks:
                     case ["leave", id, index, keep]:
                         groups[id].leave(index, keep=keep)
                     case ["verify_all", id, rows]:
-                        groups[id].verify([mx.zeros((n,), mx.int32) for n in rows])
+                        groups[id].verify(mx.zeros((sum(rows),), mx.int32), rows)
                     case ["commit_all", id, keep]:
                         groups[id].commit(keep)
                     case ["end", status]:
@@ -334,13 +334,13 @@ class RankTarget(LMTarget):
     def verify(self, tokens: mx.array) -> mx.array:
         with self._ranks.announced("verify", self.number, tokens.size, self.size):
             logits = super().verify(self._ranks.share(tokens))
-            self._ranks.start_pass([logits])
+            self._ranks.start_pass(logits)
         return logits
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
         with self._ranks.announced("verify_tree", self.number, parents):
             logits = super().verify_tree(self._ranks.share(tokens), parents)
-            self._ranks.start_pass([logits])
+            self._ranks.start_pass(logits)
         return logits
 
     def commit(self, keep: int) -> Features:
@@ -378,12 +378,9 @@ class RankSharedTarget(SharedTarget):
         with self._ranks.announced("leave", self._number, index, keep):
             super().leave(index, keep=keep)
 
-    def verify(self, blocks: Sequence[mx.array]) -> list[mx.array]:
-        sizes = [block.size for block in blocks]
-        with self._ranks.announced("verify_all", self._number, sizes):
-            tokens = self._ranks.share(mx.concatenate(list(blocks)))
-            ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-            logits = super().verify(list(mx.split(tokens, ends)))
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        with self._ranks.announced("verify_all", self._number, list(sizes)):
+            logits = super().verify(self._ranks.share(tokens), sizes)
             self._ranks.start_pass(logits)
         return logits
 

@@ -32,6 +32,8 @@ class LogprobRecorder:
         self._top = top
         self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
 
+    is_argmax = False  # the scores are recorded
+
     @property
     def drafting(self) -> DraftingSampler:
         return self._sampler.drafting

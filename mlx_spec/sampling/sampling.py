@@ -103,6 +103,12 @@ class LogitsProcessor:
         self._generated: mx.array | None = None  # [V] float32, how often each token was generated
 
     @property
+    def is_idle(self) -> bool:
+        """Return True if `process` returns the logits as they are."""
+        changes = self._bias, self._late_ban, self._grammar_mask
+        return not self._penalises and all(change is None for change in changes)
+
+    @property
     def settings(self) -> tuple[Sampling, int]:
         """Return the settings and the number of prompt tokens."""
         return self._sampling, self._prompt_length
@@ -219,6 +225,11 @@ class _MatchingSampler(ABC):
         self._processor = processor
 
     @property
+    def is_argmax(self) -> bool:
+        """Return False: something is added to the logits."""
+        return False
+
+    @property
     def drafting(self) -> _MatchingSampler:
         """Return the sampler without the grammar. It shares the seed and the count of draws."""
         free = copy.copy(self)
@@ -279,6 +290,11 @@ class _MatchingSampler(ABC):
 
 class Greedy(_MatchingSampler):
     """Takes the most likely token."""
+
+    @property
+    def is_argmax(self) -> bool:
+        """Return True without penalties, bias and grammar."""
+        return self._processor.is_idle
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array

@@ -83,6 +83,8 @@ def test_every_request_is_as_alone(pair: Pair) -> None:
 class Failing:
     """A sampler that fails in the middle of an answer."""
 
+    is_argmax = False
+
     def __init__(self, sampler: Any, after: int, method: str) -> None:
         self.sampler, self.after, self.method = sampler, after, method
 
