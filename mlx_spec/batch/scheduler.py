@@ -17,7 +17,8 @@ from mlx_spec.types import GroupPolicy, Round, Target
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take, because times vary
-MIN_CHUNK = 8  # prompt tokens in one pass, even where they do not fit the pause: the prompt goes on
+MIN_CHUNK = 8  # prompt tokens in one pass; where they do not fit the pause, SLOW_SHARE holds
+SLOW_SHARE = 2.0  # of a round's time, for a chunk: a pass has a cost of its own, about that of a round
 CHUNKS, ROUNDS = 2, 4  # that are remembered: two prompts may be read by turns, and not all rounds draft
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
@@ -36,12 +37,20 @@ class PromptPace:
         self._clock = clock
         self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens and seconds
         self._rests: deque[float] = deque(maxlen=ROUNDS)  # seconds
+        self._least = 0.0  # seconds of the last chunk of MIN_CHUNK tokens or fewer
         self.reading = 0.0  # seconds of chunks since the last round
         self._last: float | None = None  # time of the end of the last round; None if nobody decoded
 
     def tokens(self) -> int:
-        """Return how many tokens to read next. Small chunks come first where times are not known."""
-        left = PLANNED_SHARE * MAX_PAUSE_S - max(self._rests, default=MAX_PAUSE_S)
+        """Return how many tokens to read next. Small chunks come first where times are not known.
+
+        Where not even those fit, pauses are too long whatever is read. Then a chunk may take longer than a
+        round, because small ones would keep the reader of the prompt waiting and gain others little.
+        """
+        rest = max(self._rests, default=MAX_PAUSE_S)
+        left = PLANNED_SHARE * MAX_PAUSE_S - rest
+        if self._least > left:
+            left = SLOW_SHARE * rest
         # A pass has a cost of its own, so a much larger one says too little of a small one.
         if not self._chunks or any(seconds > 2 * left for _, seconds in self._chunks):
             return MIN_CHUNK
@@ -59,6 +68,8 @@ class PromptPace:
             self.reading += seconds
             if target.size > before:
                 self._chunks.append((target.size - before, max(seconds, 1e-6)))
+                if target.size - before <= MIN_CHUNK:
+                    self._least = seconds
             yield
 
     def end_round(self, goes_on: bool) -> None:
