@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 import typer
@@ -16,6 +17,7 @@ from typer.main import get_command
 
 from mlx_spec import __version__
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.files import typed_path
 
 ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
 STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
@@ -121,6 +123,11 @@ def refuse(name: str, problem: str) -> NoReturn:
     raise SystemExit(BAD_OPTION)
 
 
+def expanded(value: Path | None) -> Path | None:
+    """Return the path of an option; ~ is a home also where a shell leaves it. Raises InvalidValue."""
+    return None if value is None else typed_path(value)
+
+
 def above_zero(value: float | None) -> float | None:
     """Return the value of an option. Raises BadParameter unless it is a finite number above 0."""
     if value is not None and not 0 < value < float("inf"):
@@ -131,18 +138,32 @@ def above_zero(value: float | None) -> float | None:
 def guarded(run: Callable[[], int]) -> int:
     """Return the exit status of `run`: 1 and one line on stderr for our errors, 130 for Ctrl-C.
 
-    A closed pipe is 0: a reader such as `head` has seen enough.
+    So is an error of the system, such as a full disk. A closed pipe is 0: a reader such as `head` has seen
+    enough.
     """
     try:
-        return run()
+        status = run()
+        print(end="", flush=True)
+        return status
     except SpecError as error:
         print(f"mlx-spec: {error}", file=sys.stderr)
         return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # a reader such as `head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.filename is None:
+            _drop_output()
+        what = f"{error.filename or 'stdout'}: {error.strerror or error}"
+        print(f"mlx-spec: {what}: make room there, or give another place", file=sys.stderr)
+        return ERROR
+
+
+def _drop_output() -> None:
+    """Let what is left of stdout go nowhere, so that the interpreter can end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show(*lines: str) -> None:

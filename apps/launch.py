@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from typer import Argument
 
 from mlx_spec.errors import InvalidValue, NotFound
+from mlx_spec.hub.files import typed_path
 
 from .command import MODEL, BadOptions, flag, option, program, show
 from .menubar.server_process import Address, candidates, end, get_json, health, last_words
@@ -269,7 +270,7 @@ def _serves(address: Address, name: str, key: str | None) -> bool:
 
 def _served_name(target: str) -> str:
     """Return the name that `mlx-spec serve --target` gives a model."""
-    return Path(target).expanduser().name or target
+    return typed_path(target).name or target
 
 
 def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: Path | None = None) -> None:

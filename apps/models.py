@@ -20,7 +20,7 @@ from typer import Argument
 from mlx_spec import hub
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.catalog import DEMO, TargetShape, find_alias, made_for, resolve
-from mlx_spec.hub.files import default_folder, human_bytes
+from mlx_spec.hub.files import default_folder, human_bytes, typed_path
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners, plan_removal
 
@@ -202,7 +202,7 @@ def _inspect(options: Inspect) -> int:
 
 
 def _list(options: ListOptions) -> int:
-    folders = options.folders or []
+    folders = [typed_path(folder) for folder in options.folders or []]
     for folder in folders:
         if not folder.is_dir():
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
@@ -220,7 +220,7 @@ def _list(options: ListOptions) -> int:
 
 def _pull(options: Pull) -> int:
     name = options.name
-    if Path(name).expanduser().exists():
+    if typed_path(name).exists():
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
     pair = resolve(name)
     drafter = {AUTO: pair.drafter, NONE: None}.get(options.drafter, options.drafter)
@@ -278,7 +278,7 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
 
 def _remove(options: Remove) -> int:
     name = options.name
-    is_folder = Path(name).exists() or (default_folder() / name).exists()
+    is_folder = typed_path(name).exists() or (default_folder() / name).exists()
     alias = None if is_folder else find_alias(name)
     removal = plan_removal(alias.target if alias else name)
     _note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")

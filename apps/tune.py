@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.errors import InvalidValue, Mismatch
 
-from .command import BadOptions, Drafter, Json, KvBits, Target, option, program, table
+from .command import BadOptions, Drafter, Json, KvBits, Target, expanded, option, program, table
 
 if TYPE_CHECKING:
     from mlx_spec.policy.costs import CostModel
@@ -26,9 +26,12 @@ class Options:
     drafter: Drafter = None
     kv_bits: KvBits = None
     context: Annotated[int, option(value="N", help="tokens of context to measure at", min=2)] = 256
-    export: Annotated[Path | None, option(value="FILE", help="write the costs to FILE, too")] = None
+    export: Annotated[
+        Path | None, option(value="FILE", help="write the costs to FILE, too", callback=expanded)
+    ] = None
     import_: Annotated[
-        Path | None, option("--import", value="FILE", help="use costs measured on the same device")
+        Path | None,
+        option("--import", value="FILE", help="use costs measured on the same device", callback=expanded),
     ] = None
     json: Json = False
 

@@ -16,7 +16,7 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import new_folder, refuse_existing, sha256
+from mlx_spec.hub.files import new_folder, refuse_existing, sha256, typed_path
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
@@ -67,7 +67,7 @@ def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
 
     Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
     """
-    refuse_existing(request.out.expanduser())
+    refuse_existing(typed_path(request.out))
     plan = _make_plan(request, progress)
     with new_folder(request.out) as folder:
         target, drafter = _write(plan, folder, progress, allow_unknown=request.skip_test)

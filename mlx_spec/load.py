@@ -42,7 +42,7 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     text_config,
 )
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, typed_path
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -198,7 +198,7 @@ def _named(target: str, drafter: str | None) -> _Names:
 
 def _from_manifest(target: str) -> tuple[str, str | None]:
     """Return the paths of target and drafter in `target`/pair.json; `target` and None without such a file."""
-    folder = Path(target).expanduser()
+    folder = typed_path(target)
     if not (folder / MANIFEST).is_file():
         return target, None
     manifest = read_object(folder / MANIFEST)

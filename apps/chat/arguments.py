@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from typer import Argument
 
-from ..command import AHEAD, MODEL, BadOptions, Version, flag, option
+from ..command import AHEAD, MODEL, BadOptions, Version, expanded, flag, option
 
 MAX_TOKENS = 2048
 OUTPUT, MODELS, SAMPLING = "Output", "Models", "Sampling (at temperature 0 the others have no effect)"
@@ -40,7 +40,9 @@ class Options:
     json: Annotated[
         bool, flag("--json", "with -p or piped text: print one JSON object with timings", OUTPUT)
     ] = False
-    trace: Annotated[Path | None, _output(value="FILE", help="write one JSON line a round to FILE")] = None
+    trace: Annotated[
+        Path | None, _output(value="FILE", help="write one JSON line a round to FILE", callback=expanded)
+    ] = None
     no_history: Annotated[bool, flag("--no-history", "neither read nor keep what was typed", OUTPUT)] = False
 
     target: Annotated[

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
-from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.files import human_bytes, typed_path
 
 from . import conversation as files
 from . import models
 from .answer import ChatState, Outcome
 from .input import CommandCompleter
-from .settings import NAMES, AnswerSettings, changed, shown, typed_path, values
+from .settings import NAMES, AnswerSettings, changed, shown, values
 from .terminal import legend
 
 ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}

@@ -11,12 +11,12 @@ from typing import Any
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.hub.files import write_atomically
+from mlx_spec.hub.files import typed_path, write_atomically
 from mlx_spec.pair import Pair
 from mlx_spec.session import Piece, Session
 
 from .models import LoadedPair, PairChoice, check_thinking, open_pair, reuse_weights
-from .settings import AnswerSettings, from_values, typed_path, values
+from .settings import AnswerSettings, from_values, values
 
 SCHEMA_TIMEOUT_S = 10.0  # for a schema to compile
 FORMAT, VERSION = "mlx_spec conversation", 1

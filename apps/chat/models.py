@@ -16,7 +16,7 @@ from mlx_spec import hub, load
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, made_for, resolve
-from mlx_spec.hub.files import default_folder, human_bytes, read_pair, write_atomically
+from mlx_spec.hub.files import default_folder, human_bytes, read_pair, typed_path, write_atomically
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import cache_folder, local_models, partners
 from mlx_spec.model.ranks import Ranks
@@ -27,7 +27,6 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Reason
 from ..command import table
 from ..models import summary
 from .arguments import Options
-from .settings import typed_path
 
 MEMORY_FACTOR, MEMORY_EXTRA_BYTES = 1.1, 500_000_000  # of a loaded pair: its weights times, and besides
 

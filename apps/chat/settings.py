@@ -1,11 +1,10 @@
-"""The settings of answers, what `/set` changes of them, and the files of the program."""
+"""The settings of answers, and what `/set` changes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
@@ -95,17 +94,3 @@ def _replace(settings: AnswerSettings, new: Mapping[str, Any]) -> AnswerSettings
     if type(result.think) is not bool:
         raise InvalidValue(f"think={result.think!r} is not allowed: give on or off")
     return result
-
-
-# --- files
-
-
-def typed_path(name: str) -> Path:
-    """Return the path that a user typed. Raises InvalidValue."""
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise InvalidValue(f"{name} is in the home of nobody: give a path without ~") from error
-    if "\0" in name:
-        raise InvalidValue("a path cannot hold a NUL: type it again")
-    return path

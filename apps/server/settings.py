@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from mlx_spec.hub.files import typed_path
+
 from .. import command
-from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, flag, option
+from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, expanded, flag, option
 
 GB = 10**9
 CANNOT_LISTEN = (
@@ -142,9 +144,9 @@ class Options:
     api_key: Annotated[str | None, network_option(value="KEY", help="refuse requests without this key")] = (
         None
     )
-    api_key_file: Annotated[Path | None, network_option(value="FILE", help="the same, read from a file")] = (
-        None
-    )
+    api_key_file: Annotated[
+        Path | None, network_option(value="FILE", help="the same, read from a file", callback=expanded)
+    ] = None
     allow_host: Annotated[
         list[str] | None,
         network_option(value="NAME", help="another name under which the server may be addressed"),
@@ -161,7 +163,8 @@ class Options:
         bool, network_option(help="accept unknown parameters without effect; each is logged once")
     ] = False
     log_file: Annotated[
-        Path | None, network_option(value="FILE", help="log requests: path, status, seconds")
+        Path | None,
+        network_option(value="FILE", help="log requests: path, status, seconds", callback=expanded),
     ] = None
 
     memory: Annotated[
@@ -185,7 +188,10 @@ class Options:
     cache_folder: Annotated[
         Path | None,
         limit_option(
-            value="FOLDER", help="keep long prompts here, to read them once; private", default="do not"
+            value="FOLDER",
+            help="keep long prompts here, to read them once; private",
+            default="do not",
+            callback=expanded,
         ),
     ] = None
     cache_folder_gb: Annotated[
@@ -194,7 +200,12 @@ class Options:
 
     store: Annotated[
         Path | None,
-        limit_option(value="FOLDER", help="keep stored responses here, too", default="in memory only"),
+        limit_option(
+            value="FOLDER",
+            help="keep stored responses here, too",
+            default="in memory only",
+            callback=expanded,
+        ),
     ] = None
 
     def settings(self) -> Settings:
@@ -219,7 +230,7 @@ class Options:
             memory_bytes=None if self.memory is None else round(self.memory * GB),
             idle_seconds=self.idle,
             conversations=self.conversations,
-            cache_folder=None if self.cache_folder is None else self.cache_folder.expanduser(),
+            cache_folder=self.cache_folder,
             cache_folder_bytes=round(size),
             limits=Limits(waiting=self.max_waiting, running=self.parallel),
             allow_extra_parameters=self.allow_extra_parameters,
@@ -235,7 +246,7 @@ class Options:
         found: list[tuple[str, str, str | None]] = []
         if self.target is not None or DEMO not in [name for name, _ in named]:
             target = DEMO if self.target is None else self.target
-            found.append((Path(target).expanduser().name or target, target, self.drafter))
+            found.append((typed_path(target).name or target, target, self.drafter))
         for name, text in named:
             target, _, drafter = text.partition(",")
             found.append((name, target, drafter or None))

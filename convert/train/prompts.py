@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.hub.files import typed_path
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
@@ -70,7 +71,7 @@ def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
     prompts = []
     for file in files:
         try:
-            text = file.expanduser().read_text(encoding="utf-8")
+            text = typed_path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BadCheckpoint(
                 f"{file} cannot be read ({error}): give a text file with a prompt on each line"

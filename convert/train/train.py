@@ -32,6 +32,7 @@ from mlx_spec.hub.files import (
     read_object,
     refuse_existing,
     sha256,
+    typed_path,
     write_atomically,
 )
 from mlx_spec.load import folders, load
@@ -78,7 +79,7 @@ def train(request: TrainingRequest, say: Say, advance: Advance) -> dict[str, Any
 
     Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
     """
-    out = request.out.expanduser().absolute()
+    out = typed_path(request.out).absolute()
     refuse_existing(out)
     work = out.with_name(out.name + WORK)
     own = tuple(own_prompts(request.prompts))
@@ -115,7 +116,7 @@ def train(request: TrainingRequest, say: Say, advance: Advance) -> dict[str, Any
 
 def _settings(request: TrainingRequest) -> dict[str, Any]:
     """Return what must not change while a run is cut into pieces."""
-    files = {str(file): sha256(file.expanduser()) for file in request.prompts}
+    files = {str(file): sha256(typed_path(file)) for file in request.prompts}
     chosen = {
         key: value for key, value in asdict(request).items() if key not in ("out", "parallel", "prompts")
     }

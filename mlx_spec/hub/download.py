@@ -19,7 +19,7 @@ from typing import Any
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
 from mlx_spec.hub.checkpoint import WEIGHTS, has_weights, other_format
-from mlx_spec.hub.files import NoSpace, check_space, human_bytes, one_line, sha256
+from mlx_spec.hub.files import NoSpace, check_space, human_bytes, one_line, sha256, typed_path
 
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
@@ -88,7 +88,7 @@ def local_folder(name: str) -> Path | None:
     None if only a repository can have that name. Raises NotFound for other files, BadCheckpoint for GGUF that
     cannot be read.
     """
-    folder = _smollm2() if name == SMOLLM2 else Path(name).expanduser()
+    folder = _smollm2() if name == SMOLLM2 else typed_path(name)
     if folder.is_dir():
         return folder
     if not folder.exists():

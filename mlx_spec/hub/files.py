@@ -100,6 +100,23 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 # --- folders and the room for them
 
 
+def typed_path(name: str | Path) -> Path:
+    """Return the path that a user typed, which need not exist. Raises InvalidValue for what is no path."""
+    text = str(name)
+    if not text:
+        raise InvalidValue("a name is empty: give a folder, a file or owner/name")
+    if "\0" in text:
+        raise InvalidValue("a path cannot hold a NUL: type it again")
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except RuntimeError as error:
+        raise InvalidValue(f"{text} is in the home of nobody: give a path without ~") from error
+    except OSError as error:  # such as a name that is too long
+        raise InvalidValue(f"{text} cannot be read ({error.strerror}): give another path") from error
+    return path
+
+
 def default_folder() -> Path:
     """Return the folder of converted pairs."""
     from platformdirs import user_data_path
@@ -133,7 +150,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises InvalidValue if `out` exists and is not empty, or another run is writing it, NotFound if its parent
     does not exist.
     """
-    out = out.expanduser().absolute()
+    out = typed_path(out).absolute()
     refuse_existing(out)
     if not out.parent.is_dir():
         raise NotFound(f"there is no folder {out.parent}: create it, or give another place")

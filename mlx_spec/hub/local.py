@@ -17,7 +17,7 @@ from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
 from mlx_spec.hub.checkpoint import WEIGHTS, other_format
 from mlx_spec.hub.download import cached
-from mlx_spec.hub.files import default_folder, one_line, read_object, shortened
+from mlx_spec.hub.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 
 PREFIX = "models--"  # of the folder of a repository in the cache
@@ -91,7 +91,7 @@ def plan_removal(name: str) -> Removal:
     """
     if name == DEMO:
         raise NotOurs("demo is part of mlx_spec: uninstall the package to remove it")
-    folder = Path(name).expanduser()
+    folder = typed_path(name)
     if not (folder.exists() or folder.is_symlink()) and "/" not in name:
         folder = default_folder() / name
     if folder.exists() or folder.is_symlink():

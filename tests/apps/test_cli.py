@@ -14,7 +14,8 @@ from typer.main import get_command
 from mlx_spec import __version__
 from mlx_spec.apps import cli
 from mlx_spec.apps.cli import PROGRAMS, main
-from mlx_spec.apps.command import show
+from mlx_spec.apps.command import parse, show
+from mlx_spec.apps.tune import Options as settings_of_tune
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
 NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "fastapi", "torch"}
@@ -147,6 +148,40 @@ def test_a_reader_that_leaves_early():
 def test_a_name_cannot_steer_the_terminal(capsys):
     show("a\x1b[2Jb\udcff", "c\td")
     assert capsys.readouterr().out == "a[2Jb?\nc\td\n"
+
+
+@pytest.mark.parametrize("words", ["models", "inspect demo --json", "--version", "roofline --chip M4"])
+def test_a_full_disk_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mlx_spec", *words.split()]
+        found = subprocess.run(command, stdout=full, stderr=-1, text=True, timeout=60)
+    assert found.returncode == 1
+    assert found.stderr == (
+        "mlx-spec: stdout: No space left on device: make room there, or give another place\n"
+    )
+
+
+NAMED = "inspect NAME; pull NAME; rm --yes NAME; models NAME; serve --target NAME; chat -p hi NAME"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("~nobody-here/x", "in the home of nobody"), ("a" * 300, "too long"), ("", "is empty")],
+)
+def test_what_is_no_path_is_one_line(name, problem, capsys, tmp_path, monkeypatch, empty_stdin):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pair.json").write_text("{}")  # the empty name must not mean this folder
+    for command in NAMED.split("; "):
+        if command != "models NAME" or name:
+            status = main([name if word == "NAME" else word for word in command.split()])
+            out, err = capsys.readouterr()
+            assert (status, out, err.count("\n")) == (1, "", 1) and problem in err, command
+    assert [file.name for file in tmp_path.iterdir()] == ["pair.json"]
+
+
+def test_a_home_that_no_shell_put_in(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(settings_of_tune, "tune", ["--export=~/costs.json"]).export == tmp_path / "costs.json"
 
 
 # --- completion

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.files import read_object, write_atomically
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.hub.files import new_folder, read_object, typed_path, write_atomically
 
 
 def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +31,15 @@ def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
         read_object(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "~nobody-here/x", "x" * 300])
+def test_what_is_no_path(name: str) -> None:
+    with pytest.raises(InvalidValue, match=": "):
+        typed_path(name)
+    assert typed_path("~/x") == Path.home() / "x"
+
+
+def test_a_new_folder_in_the_home_of_nobody() -> None:
+    with pytest.raises(InvalidValue, match="nobody"), new_folder(Path("~nobody-here/pair")):
+        pass
