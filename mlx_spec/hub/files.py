@@ -20,7 +20,8 @@ from typing import Any
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 
 AGAIN = "download or convert it again"
-LOADING_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)  # of mlx-lm
+# Raised by mlx-lm for a config.json that describes no model.
+LOADING_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError)
 SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
 MARGIN = 1.05  # of the size of a download, for the file system
 HF_HOME = "set HF_HOME to a folder on another disk"  # how to download elsewhere

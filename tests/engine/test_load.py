@@ -194,6 +194,16 @@ def test_config(target: Path, content: str, message: str) -> None:
     assert message in refused(BadCheckpoint, target)
 
 
+@pytest.mark.parametrize("layers", [{"num_hidden_layers": 0}, {"num_hidden_layers": 99}])
+def test_layers_that_are_not_there(golden: Path, tmp_path: Path, layers: dict) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(golden / "e2b" / "target", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= layers
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "cannot be loaded as gemma4: " in refused(BadCheckpoint, folder)
+
+
 @pytest.mark.parametrize("drafter", ["lookup", "none"])
 def test_a_model_that_fails_in_its_first_pass(target: Path, drafter: str) -> None:
     config = json.loads((target / "config.json").read_text())
