@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -174,7 +175,12 @@ class Pair:
         answer is expected to contain: it is drafted where it fits. The drafters that it and a grammar bring
         follow `drafter_names` by index. Raises InvalidValue and PromptTooLong.
         """
-        prompt = list(prompt_tokens)
+        try:
+            prompt = [operator.index(token) for token in prompt_tokens]  # as plain ints: NumPy has its own
+        except TypeError as error:
+            raise InvalidValue(
+                f"the prompt is no list of tokens ({error}): give what encode returns"
+            ) from error
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None
@@ -249,8 +255,8 @@ class Pair:
 
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Return how many tokens may be generated after a prompt. Raises InvalidValue and PromptTooLong."""
-        if max_tokens < 1:
-            raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more")
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more, and an integer")
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
         low, high, size = min(prompt), max(prompt), self.info.vocab_size

@@ -20,7 +20,7 @@ class FixedPolicy:
     def __init__(
         self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1, ahead: bool = False
     ) -> None:
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        if not isinstance(num_draft_tokens, int) or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InvalidValue(
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"

@@ -159,6 +159,7 @@ assert set(dir(mlx_spec)) >= {"load", "__version__"} and all(hasattr(mlx_spec, n
     ("options", "message"),
     [
         ({"num_draft_tokens": 17}, "num_draft_tokens is 17, it must be 0 to 16"),
+        ({"num_draft_tokens": 2.0}, "num_draft_tokens is 2.0, it must be 0 to 16"),
         ({"kv_bits": 5}, "kv_bits is 5, it must be 4 or 8"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 import pytest
 import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -272,13 +274,27 @@ def test_pair_generates() -> None:
     [
         ([], 5, InvalidValue, "the prompt is empty"),
         ([1], 0, InvalidValue, "max_tokens is 0, it must be 1 or more"),
+        (
+            [1],
+            2.5,
+            InvalidValue,
+            "max_tokens is 2.5, it must be 1 or more, and an integer",
+        ),  # would never end
+        ("one", 5, InvalidValue, "the prompt is no list of tokens"),
+        ([1.5], 5, InvalidValue, "the prompt is no list of tokens"),
         ([1, 256], 5, InvalidValue, "the prompt holds token 256, this target has tokens 0 to 255"),
         ([1] * 64, 5, PromptTooLong, "the prompt is too long: 64 tokens > 64 maximum"),
     ],
 )
 def test_refusals_come_before_the_first_round(
-    prompt: list[int], max_tokens: int, error: type, message: str
+    prompt: Any, max_tokens: Any, error: type, message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
         make_pair("full", context=64).generate(prompt, max_tokens=max_tokens)
     assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_of_numpy() -> None:
+    pair, prompt = make_pair("full"), tiny.prompt(9)
+    plain, same = (list(pair.generate(given, max_tokens=3)) for given in (prompt, np.array(prompt)))
+    assert [round.tokens for round in plain] == [round.tokens for round in same]
