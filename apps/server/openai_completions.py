@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -104,19 +105,18 @@ class TextWriter(ChunkWriter):
         super().__init__("cmpl", "text_completion", request.model, body.stream_options)
         self._with_logprobs = request.top_logprobs is not None
         assert isinstance(request.prompt, RawPrompts)
-        self._lengths = [0] * len(request.prompt.prompts) * request.n  # characters of each choice so far
+        self._offsets = [Offsets() for _ in range(len(request.prompt.prompts) * request.n)]
 
     def _delta(self, delta: TextDelta) -> Json:
-        start = self._lengths[delta.index]
-        self._lengths[delta.index] += len(delta.text)
-        logprobs = logprobs_json(delta.logprobs, start) if self._with_logprobs else None
+        offsets = self._offsets[delta.index]
+        logprobs = logprobs_json(delta.logprobs, offsets) if self._with_logprobs else None
         return _choice(delta.index, delta.text, logprobs, None)
 
     def _end(self, event: ChoiceEnded) -> Json:
         return _choice(event.index, "", None, event.reason)
 
     def _choices(self, events: Iterable[Event]) -> list[Json]:
-        count = len(self._lengths)
+        count = len(self._offsets)
         texts, reasons = [""] * count, [""] * count
         tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
         for event in events:
@@ -127,8 +127,8 @@ class TextWriter(ChunkWriter):
                 case ChoiceEnded(index=i, reason=reason):
                     reasons[i] = reason
         return [
-            _choice(i, texts[i], logprobs_json(tokens[i], 0) if self._with_logprobs else None, reasons[i])
-            for i in range(count)
+            _choice(i, texts[i], logprobs_json(tokens[i], own) if self._with_logprobs else None, reasons[i])
+            for i, own in enumerate(self._offsets)
         ]
 
 
@@ -136,21 +136,30 @@ def _choice(index: int, text: str, logprobs: Json | None, reason: str | None) ->
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def logprobs_json(tokens: Sequence[TokenLogprob], start: int) -> Json:
-    """Return the logprobs of tokens whose text begins `start` characters into the choice.
+class Offsets:
+    """Finds where the tokens of a choice begin, in characters. A piece of text may end inside a token."""
+
+    def __init__(self) -> None:
+        self._decoder, self._end = codecs.getincrementaldecoder("utf-8")("ignore"), 0
+
+    def next(self, token: TokenLogprob) -> int:
+        """Return the characters before a token that follows those of earlier calls."""
+        start = self._end
+        self._end += len(self._decoder.decode(token.written))
+        return start
+
+
+def logprobs_json(tokens: Sequence[TokenLogprob], offsets: Offsets) -> Json:
+    """Return the logprobs of tokens that follow those which `offsets` has seen.
 
     The first token of a prompt has none: its logprob is nan.
     """
-    offsets, text = [], b""
-    for token in tokens:
-        offsets.append(start + len(text.decode("utf-8", "ignore")))
-        text += token.written
     scored = [None if math.isnan(token.logprob) else token for token in tokens]
     return {
         "tokens": [_token_text(token.written) for token in tokens],
         "token_logprobs": [token and finite(token.logprob) for token in scored],
         "top_logprobs": [token and _top_json(token) for token in scored],
-        "text_offset": offsets,
+        "text_offset": [offsets.next(token) for token in tokens],
     }
 
 

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, TEXT, TOKENS, Stub, parsed, refused, stubbed
+from endpoint import CLOSED, READ, ROUND, TEXT, TOKENS, Stub, parsed, refused, stubbed
 
-from mlx_spec.apps.server.openai_completions import logprobs_json
+from mlx_spec.apps.server.openai_completions import Offsets, logprobs_json
 from mlx_spec.apps.server.request import ChoiceEnded, PromptRead, RawPrompts, TextDelta
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import TokenLogprob
@@ -58,11 +58,20 @@ def test_logprobs_name_bytes_and_offsets():
         TokenLogprob(2, b"\xa9", -math.inf),
         TOKENS[0],
     )
-    found = logprobs_json(tokens, 10)
+    found = logprobs_json(tokens, Offsets())
     assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "Hel"]
     assert found["token_logprobs"] == [None, -1.0, -9999.0, -0.5]
     assert found["top_logprobs"] == [None, {}, {}, {"Hel": -0.5, "bytes:\\xff": -9999.0}]
-    assert found["text_offset"] == [10, 11, 11, 12]
+    assert found["text_offset"] == [0, 1, 1, 2]
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole():
+    """The first piece ends inside its token, as before what may begin a stop string."""
+    pieces = (TextDelta(0, "answer", "He", TOKENS[:1]), ROUND, TextDelta(0, "answer", "llo", TOKENS[1:]))
+    endpoint = stubbed(Stub((READ, *pieces, ROUND, ChoiceEnded(0, "stop"), CLOSED)))
+    whole = endpoint.post(TEXT, prompt="a", logprobs=0).json()["choices"][0]["logprobs"]["text_offset"]
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in endpoint.chunks(TEXT, prompt="a", logprobs=0)]
+    assert whole == [0, 3] == [offset for found in streamed if found for offset in found["text_offset"]]
 
 
 def test_chunks():
