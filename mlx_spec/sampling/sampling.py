@@ -151,7 +151,8 @@ class LogitsProcessor:
     def _row_bias(self, rows: int, length: int) -> mx.array | None:
         """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
         before = length - rows + 1 - self._prompt_length  # tokens generated before that of row 0
-        early = self._sampling.min_tokens - before  # rows that draw one of the first `min_tokens`
+        # rows that draw one of the first `min_tokens`, a number that MLX may not hold
+        early = min(self._sampling.min_tokens - before, rows)
         if self._late_ban is None or early <= 0:
             return self._bias
         ban = mx.where(mx.arange(rows)[:, None] < early, self._late_ban, 0.0)
