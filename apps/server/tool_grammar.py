@@ -101,12 +101,12 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
 
 def answer_schema(schema: str) -> str:
     """Return a JSON schema, as JSON, as it is enforced: closed objects, "oneOf" as "anyOf"."""
+    options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
     try:
         found = json.loads(schema)
-    except (ValueError, RecursionError):
+        return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
+    except (ValueError, RecursionError):  # the compiler says what is wrong with it
         return schema
-    options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
-    return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
 
 
 def _answer(format: OutputFormat) -> str:

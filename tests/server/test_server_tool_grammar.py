@@ -16,6 +16,7 @@ from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
+from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
@@ -256,6 +257,12 @@ def test_objects_of_a_response_format(text, schema, allowed, others):
         return parser.try_consume_tokens(tokens) == len(tokens) and parser.is_accepting()
 
     assert all(map(allows, allowed)) and not any(map(allows, others))
+
+
+def test_a_schema_that_is_too_deep_is_refused(text):
+    deep = '{"items": ' * 800 + "true" + "}" * 800
+    with pytest.raises(InvalidValue, match="recursion limit"):
+        compile_grammar("json_schema", answer_schema(deep), text, len(text.vocabulary()), seconds=10)
 
 
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
