@@ -24,7 +24,7 @@ from .engine_thread import EngineThread
 from .errors import invalid, unsupported
 from .http import JSON_LINES, Api, Json, json_line
 from .models import ModelCard
-from .openai_chat import ToolField, parse_tool
+from .openai_chat import ToolField, parse_logprobs, parse_tool
 from .parameters import HARMLESS, SharedFields, start_request
 from .parsing import MAX_SHOWN_CHARS, Fields
 from .request import (
@@ -154,7 +154,7 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
         start_request(options, model, _prompt(body, _thinks(body, model, engine)), _format(body.format)),
         max_tokens=_limit(options.num_predict),
         stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
         keep_alive=parse_duration(body.keep_alive),
     )
@@ -208,8 +208,9 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
         use = parsing.make_tool_use(tools, "auto", None, None)
         return Chat(_parse_messages(body.messages), use, thinks, level)
     if not body.prompt or body.raw or body.suffix:
-        if (body.raw or body.suffix) and body.system:
-            raise unsupported("system: goes with neither raw nor suffix", "system")
+        for name, value in (("system", body.system), ("think", body.think)):
+            if value and (body.raw or body.suffix):
+                raise unsupported(f"{name}: goes with neither raw nor suffix", name)
         if body.suffix:
             return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
@@ -315,8 +316,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def timestamp(seconds: float) -> str:
-    """Return seconds since 1970 as Ollama writes a time; infinity as the end of time."""
-    when = datetime.max.replace(tzinfo=UTC) if math.isinf(seconds) else datetime.fromtimestamp(seconds, UTC)
+    """Return seconds since 1970 as Ollama writes a time; what no date can hold as the last one."""
+    last = datetime.max.replace(tzinfo=UTC)
+    when = last if seconds >= last.timestamp() else datetime.fromtimestamp(seconds, UTC)
     return when.isoformat().replace("+00:00", "Z")
 
 

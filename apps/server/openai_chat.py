@@ -126,7 +126,8 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     _check_supported(body)
     chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
-    return replace(parse_request(body, model, chat), top_logprobs=_parse_logprobs(body))
+    top = parse_logprobs(body.logprobs, body.top_logprobs)
+    return replace(parse_request(body, model, chat), top_logprobs=top)
 
 
 def _check_supported(body: ChatBody) -> None:
@@ -158,10 +159,11 @@ def _template_variables(body: ChatBody) -> Json:
     return effort | found
 
 
-def _parse_logprobs(body: ChatBody) -> int | None:
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs:
+def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
+    """Return the alternatives of each token, None without logprobs. Raises Failure (400)."""
+    if wanted:
+        return top or 0
+    if top:
         raise invalid("top_logprobs: only with logprobs true", "top_logprobs")
     return None
 

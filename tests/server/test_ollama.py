@@ -27,7 +27,7 @@ from endpoint import (
 from starlette.testclient import TestClient
 
 from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.ollama import parse_duration
+from mlx_spec.apps.server.ollama import parse_duration, timestamp
 from mlx_spec.apps.server.request import (
     Chat,
     FillIn,
@@ -136,7 +136,9 @@ def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
         ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages.1"),
         ({"modle": "x"}, "modle"),
         ({"prompt": "x", "suffix": "y", "system": "z"}, "system"),
+        ({"prompt": "x", "raw": True, "think": "high"}, "think: goes with neither raw"),
         ({"prompt": "x", "context": [1, 2]}, "context"),
+        ({"top_logprobs": 2}, "top_logprobs: only with logprobs true"),
     ],
 )
 def test_refusals(body: dict[str, Any], names: str) -> None:
@@ -165,6 +167,12 @@ def test_thinking_is_refused_where_the_model_cannot() -> None:
 )
 def test_durations(given: Any, seconds: Any) -> None:
     assert parse_duration(given) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("given", ["999999999999s", f"{10**30}h", -1])
+def test_a_model_may_stay_beyond_all_dates(given: Any) -> None:
+    seconds = parse_duration(given)
+    assert seconds is not None and timestamp(time.time() + seconds).startswith("9999-12-31T")
 
 
 # --- answers
