@@ -90,7 +90,7 @@ class ToolField(Fields):
     type: str | None = None
     name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: parsing.Schema | None = None
     strict: bool | None = None
 
 
@@ -114,7 +114,7 @@ class FormatField(Fields):
     """The form of the answer."""
 
     type: str
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: parsing.Schema | None = Field(default=None, alias="schema")
 
 
 class OutputConfig(Fields):

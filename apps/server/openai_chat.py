@@ -69,7 +69,7 @@ class Function(Fields):
 
     name: str = Field(pattern=parsing.TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: parsing.Schema | None = None
     strict: bool | None = None
 
 

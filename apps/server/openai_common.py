@@ -17,7 +17,7 @@ from mlx_spec import __version__
 from .errors import invalid, missing, unsupported
 from .http import Json, data_event
 from .parameters import SharedFields, start_request
-from .parsing import MAX_SHOWN_CHARS, Fields, Parts, part_texts, required
+from .parsing import MAX_SHOWN_CHARS, Fields, Parts, Schema, part_texts, required
 from .request import (
     Chat,
     ChoiceEnded,
@@ -55,7 +55,7 @@ class JsonSchema(Fields):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None  # the answer matches any schema
 
 
@@ -63,7 +63,7 @@ class ResponseFormat(Fields):
     """The form of the answer; `regex` and `lark` are ours, `schema` is llama.cpp's."""
 
     type: str
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     json_schema: JsonSchema | None = None
     pattern: str | None = None
     grammar: str | None = None

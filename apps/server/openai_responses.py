@@ -83,7 +83,7 @@ class TextFormat(Fields):
     type: str
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: parsing.Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from .errors import Failure, hung_up, invalid, missing, unsupported
@@ -41,6 +41,17 @@ class ContentPart(Fields):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+
+def _check_finite(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError:
+        raise ValueError("JSON has neither NaN nor Infinity: give finite numbers") from None
+    return given
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 
 
 def as_parts(content: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -31,7 +31,7 @@ class ToolField(Fields):
     type: str
     name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: parsing.Schema | None = None
     strict: bool | None = None
     namespace: str | None = Field(default=None, pattern=parsing.TOOL_NAME)  # within a tool choice
     tools: list[ToolField] | None = None  # of a namespace

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from endpoint import BODIES, CHAT, DEMO, MESSAGES, RESPONSES, TEXT, Stub, parsed, refused, stubbed
+from endpoint import BODIES, CHAT, DEMO, MESSAGES, RESPONSES, TEXT, Stub, parsed, refused, shared, stubbed
 
 from mlx_spec.apps.server.parameters import HARMLESS, NEUTRAL
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
@@ -152,6 +152,21 @@ def test_tools_and_their_choice(path: str, changes: dict[str, Any], use: dict[st
     found = parsed(path, tools=[TOOLS[path]], **changes).prompt.tools
     assert found == ToolUse((Tool("weather", "Rain?", {"type": "object"}),), **use)
     assert parsed(path, tools=[]).prompt.tools is None
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_schema_has_finite_numbers(number: str):
+    """Python reads them, but a response that repeats its tools could not be written."""
+    function = {"name": "f", "parameters": {"maximum": 0.5}}
+    tools = {
+        CHAT: {"type": "function", "function": function},
+        RESPONSES: {"type": "function", **function},
+        MESSAGES: {"name": "f", "input_schema": {"maximum": 0.5}},
+    }
+    for path, tool in tools.items():
+        body = json.dumps(BODIES[path] | {"tools": [tool]}).replace("0.5", number)
+        response = shared()[1].client.post(path, content=body)
+        assert response.status_code == 400 and "finite" in response.json()["error"]["message"]
 
 
 def test_thinking_switches():
