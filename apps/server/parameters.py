@@ -53,6 +53,10 @@ CONSTRAINTS: Mapping[str, str] = {
     "format": "json",
 }
 GROUP = "structured_outputs"
+SYNONYMS = (  # of parameters, by protocol
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"),
+    ("stop", "stop_sequences"),
+)
 FORMS = {
     "json": "a JSON schema",
     "regex": "a regular expression",
@@ -273,6 +277,7 @@ def _warn_once(message: str) -> None:
 
 def _unknown(body: SharedFields, name: str) -> Exception:
     known = [field.alias or own for own, field in type(body).model_fields.items()]
-    near = difflib.get_close_matches(name, [*known, *CONSTRAINTS, GROUP], 1)
+    same = [other for names in SYNONYMS if name in names for other in names if other in known]
+    near = same or difflib.get_close_matches(name, [*known, *CONSTRAINTS, GROUP], 1, 0.7)
     way = f"did you mean {near[0]}?" if near else "`serve --allow-extra-parameters` accepts such"
     return invalid(f"{name}: unknown; {way}", name, "unknown_parameter")

@@ -237,6 +237,21 @@ def test_what_would_change_the_text_is_refused_by_name(path: str, changes: Any, 
     assert error.get("param", param) == param
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "way"),
+    [
+        (RESPONSES, "max_tokens", "did you mean max_output_tokens?"),
+        (MESSAGES, "max_completion_tokens", "did you mean max_tokens?"),
+        (CHAT, "max_output_tokens", "did you mean max_tokens?"),
+        (MESSAGES, "stop", "did you mean stop_sequences?"),
+        (CHAT, "stop_sequences", "did you mean stop?"),
+        (RESPONSES, "stop", "--allow-extra-parameters"),
+    ],
+)
+def test_a_parameter_of_another_protocol_is_named_as_here(path: str, name: str, way: str):
+    assert way in refused(path, **{name: 5})["message"]
+
+
 def test_least_and_most_tokens_must_go_together():
     assert "stop strings" in refused(CHAT, min_tokens=2, stop="a")["message"]
     assert "more than the limit" in refused(MESSAGES, min_tokens=65)["message"]
