@@ -216,8 +216,8 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
         raise unsupported("n: there is one choice", "n")
     extra = tuple((file.filename, file.text) for file in body.input_extra or ())
     given = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
-    defaults = {name: value for name, value in INFILL_DEFAULTS.items() if name not in body.model_fields_set}
-    filled = body.model_copy(update={**defaults, "prediction": None})
+    sampling = INFILL_DEFAULTS | body.model_dump(include=set(INFILL_DEFAULTS), exclude_none=True)
+    filled = body.model_copy(update=sampling)
     return replace(parse_request(filled, model, RawPrompts((given,))), prompt_param="input_prefix")
 
 

@@ -154,8 +154,11 @@ def test_fields_of_editors(stub: Stub):
     given = FillIn("a\n", "\nb", (("c.py", "c"),), "de", "input_suffix")
     assert (found.prompt, found.max_tokens, found.stop) == (RawPrompts((given,)), 128, ("\n",))
     assert found.sampling == Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05)
-    stubbed(stub).post(INFILL, n_predict=-1)
-    assert stub.requests[-1].max_tokens is None
+    nulls = {"temperature": None, "top_k": None, "min_p": 0}
+    stubbed(stub).post(INFILL, n_predict=-1, **nulls, prediction={"type": "content", "content": "Hel"})
+    found = stub.requests[-1]
+    assert (found.max_tokens, found.prediction) == (None, "Hel")
+    assert found.sampling == Sampling(temperature=0.8, top_k=40, top_p=0.95)
 
 
 def test_a_stream_of_infill(stub: Stub):
