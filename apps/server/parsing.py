@@ -79,6 +79,10 @@ Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
 
 async def read_body(request: Request, model: type[M]) -> M:
     """Return the body of a request as a `model`. Raises Failure (400, or 413 if it exceeds the limit)."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"content-encoding: {encoding[:MAX_SHOWN_CHARS]!r} is not read here: send a plain body"
+        raise unsupported(message, "content-encoding")
     try:
         return model.model_validate_json(await request.body())
     except ClientDisconnect as error:

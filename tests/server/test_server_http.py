@@ -61,6 +61,15 @@ def test_a_body_that_is_no_json_object_is_400(stub, path, body):
     assert error["type"] == "invalid_request_error" and stub.requests == []
 
 
+def test_a_compressed_body_is_refused_by_name():
+    stub, endpoint = fresh()
+    for coding, status in (("gzip", 400), ("zstd", 400), ("identity", 200)):
+        headers = {"content-encoding": coding}
+        response = endpoint.client.post(CHAT, json=BODIES[CHAT], headers=headers)
+        assert response.status_code == status and ("send a plain body" in response.text) == (status == 400)
+    assert len(stub.requests) == 1
+
+
 def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
     stub, endpoint = fresh()
     for path in ("/v1/nothing", "/docs", "/openapi.json"):  # docs would load scripts from elsewhere
