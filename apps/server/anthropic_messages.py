@@ -60,6 +60,10 @@ def _as_blocks(content: Any) -> Any:
     return parsing.without_unknown([] if content is None else parsing.as_parts(content), BLOCK_TYPES)
 
 
+def _as_content(content: Any) -> Any:
+    return content if content is None else _as_blocks(content)
+
+
 class ContentBlock(Fields):
     """A block of text or thinking, a tool call or its result."""
 
@@ -81,7 +85,7 @@ class AnthropicMessage(Fields):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], BeforeValidator(lambda given: given and _as_blocks(given))]
+    content: Annotated[list[ContentBlock], BeforeValidator(_as_content)]
 
 
 class ToolField(Fields):

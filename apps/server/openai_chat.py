@@ -235,10 +235,11 @@ def _parse_answer(message: Message, field: str, names: dict[str, str]) -> Json:
     text = message.refusal
     if message.content is not None:
         text = "".join(parsing.part_texts(message.content, f"{field}.content"))
-    if text is None and not calls and message.reasoning_content is None:
+    thinking = message.reasoning if isinstance(message.reasoning, str) else None
+    thinking = message.reasoning_content or thinking
+    if text is None and not calls and thinking is None and message.reasoning_content is None:
         raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
-    thinking = message.reasoning_content or message.reasoning
-    return parsing.assistant_turn(text, thinking if isinstance(thinking, str) else None, calls)
+    return parsing.assistant_turn(text, thinking, calls)
 
 
 # --- answers

@@ -79,6 +79,13 @@ def test_a_conversation():
     assert list(chat_of(messages=messages).messages) == CONVERSATION
 
 
+def test_an_answer_may_be_thinking_alone():
+    for name in ("reasoning", "reasoning_content"):
+        answer = {"role": "assistant", "content": None, name: "Hm."}
+        found = chat_of(messages=[*HELLO, answer, *HELLO]).messages[1]
+        assert found == {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+
+
 # --- refusals
 
 

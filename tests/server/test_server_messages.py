@@ -138,6 +138,13 @@ def test_a_conversation_with_everything(place: Place):
     assert request.model == "demo" and list(request.prompt.messages) == CONVERSATION
 
 
+@pytest.mark.parametrize("nothing", ["", [], [{"type": "text", "text": ""}]])
+def test_a_turn_may_be_empty(place: Place, nothing: Any):
+    messages = [{"role": role, "content": nothing} for role in ("user", "assistant", "user")]
+    found = place.request(messages=messages).prompt.messages
+    assert [turn["content"] for turn in found] == ["", "", ""]
+
+
 def test_hosted_tools_are_left_out_with_a_note(place: Place):
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     given = {"tools": [WEATHER, search, {"type": "mcp_toolset", "mcp_server_name": "x"}]}
