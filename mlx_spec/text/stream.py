@@ -48,7 +48,8 @@ class Detokenizer:
             return ""
         self._tokens = self._tokens[self._given :]
         self._given = len(self._tokens)
-        return after[len(before) :]
+        # A broken character makes some decoders write the ones before it anew, byte by byte.
+        return after[len(before) :] if after.startswith(before) else self._decode(self._tokens)
 
 
 class AnswerReader:

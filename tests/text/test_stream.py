@@ -53,6 +53,16 @@ def test_pieces_make_up_the_whole_text(name: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_broken_character_leaves_those_before_it_alone() -> None:
+    """A vocabulary of single bytes decodes neighbours together: 😀 and half an é as five broken ones."""
+    text = ANSWERS["demo"]
+    smile, accent, letter = map(text.encode, ("😀", "é", "x"))
+    for rest, expected in (([], "\ufffd"), (letter[-1:], "\ufffdx")):
+        detokenizer = Detokenizer(text.decode)
+        pieces = [detokenizer.add(token) for token in [*smile, *accent[:-1], *rest]]
+        assert "".join([*pieces, detokenizer.end()]) == f"😀{expected}"
+
+
 # --- thinking and calls
 
 
