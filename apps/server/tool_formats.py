@@ -454,7 +454,10 @@ def close_objects(schema: Any) -> Any:
     A grammar does not know which keys were written: in an open object a model may repeat them without end.
     A schema that combines several for one object stays as it is: each would exclude what the others list.
     """
-    return schema if _is_combined(schema) else _closed(schema)
+    try:
+        return schema if _is_combined(schema) else _closed(schema)
+    except RecursionError:  # the compiler names its limit
+        return schema
 
 
 def _is_combined(schema: Any) -> bool:

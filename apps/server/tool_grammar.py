@@ -104,9 +104,9 @@ def answer_schema(schema: str) -> str:
     options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
     try:
         found = json.loads(schema)
-        return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
-    except (ValueError, RecursionError):  # the compiler says what is wrong with it
+    except (ValueError, RecursionError):
         return schema
+    return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
 
 
 def _answer(format: OutputFormat) -> str:

@@ -263,6 +263,11 @@ def test_a_schema_that_is_too_deep_is_refused(text):
     deep = '{"items": ' * 800 + "true" + "}" * 800
     with pytest.raises(InvalidValue, match="recursion limit"):
         compile_grammar("json_schema", answer_schema(deep), text, len(text.vocabulary()), seconds=10)
+    answer = OutputFormat("json_schema", deep)
+    grammar = answer_grammar(format_of(text), ToolUse((PING,)), answer)
+    assert grammar is not None
+    with pytest.raises(InvalidValue, match="recursion limit"):
+        compile_grammar("lark", grammar, text, len(text.vocabulary()), seconds=10)
 
 
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
