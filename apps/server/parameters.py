@@ -54,7 +54,14 @@ CONSTRAINTS: Mapping[str, str] = {
 }
 GROUP = "structured_outputs"
 SYNONYMS = (  # of parameters, by protocol
-    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"),
+    (
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_new_tokens",
+        "n_predict",
+        "num_predict",
+    ),
     ("stop", "stop_sequences"),
 )
 FORMS = {

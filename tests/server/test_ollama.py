@@ -129,6 +129,7 @@ def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
     ("body", "names"),
     [
         ({"options": {"temprature": 1}}, "temprature: unknown; did you mean temperature?"),
+        ({"options": {"max_tokens": 9}}, "max_tokens: unknown; did you mean num_predict?"),
         ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
         ({"options": {"num_predict": 0}}, "options.num_predict"),
         ({"keep_alive": "soon"}, "keep_alive"),
