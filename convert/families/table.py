@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_spec.drafters.checkpoint import KEY, Conventions, required
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -287,7 +286,6 @@ def check_layers(title: str, capture: Iterable[int], target: Config) -> None:
 # --- reduced vocabularies
 
 INVERSE_MAP = "the inverse of d2t, checked against it"
-Ids = NDArray[np.int64]
 
 
 def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> tuple[mx.array, str]:
