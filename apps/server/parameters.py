@@ -80,7 +80,7 @@ HARMLESS = frozenset(
         context_management betas anthropic_beta anthropic_version inference_geo diagnostics """
         # vLLM, SGLang, llama.cpp, Ollama, LM Studio
         """request_id rid priority cache_salt session_params kv_transfer_params mm_processor_kwargs
-        include_reasoning separate_reasoning stream_reasoning guided_decoding_backend cache_prompt id_slot
+        stream_reasoning guided_decoding_backend cache_prompt id_slot
         slot_id timings_per_token return_progress n_keep n_discard keep_alive ttl num_ctx num_batch num_gpu
         num_thread num_keep numa main_gpu low_vram use_mmap use_mlock logits_all draft_num_predict """
         # parts of samplers that are off unless another parameter turns them on
@@ -105,6 +105,7 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((False,), "include_stop_str_in_output no_stop_trim continue_final_message return_hidden_states"),
     ((False,), "return_token_ids return_tokens_as_token_ids"),
     ((True,), "f16_kv do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+    ((True,), "include_reasoning separate_reasoning"),
     (([],), "bad_words allowed_token_ids logits_processors samplers lora documents"),
     (({},), "extra_body"),
     (("auto", "deepseek"), "reasoning_format"),
@@ -164,7 +165,10 @@ def start_request(
 
 
 def _parse_sampling(body: SharedFields) -> Sampling:
-    repetition = body.repetition_penalty if body.repeat_penalty is None else body.repeat_penalty
+    given = {body.repetition_penalty, body.repeat_penalty} - {None}
+    if len(given) > 1:
+        raise invalid("repeat_penalty: is repetition_penalty by another name: give one", "repeat_penalty")
+    repetition = next(iter(given), None)
     penalised = body.presence_penalty or body.frequency_penalty or repetition not in (None, 1)
     if penalised and body.repeat_last_n not in (None, -1):
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
