@@ -79,9 +79,12 @@ class LineEditor:
         return checked(text, "this message")
 
     def _take_interrupts(self) -> None:
-        """Find a Ctrl-C that was typed behind the message: it stops the answer. Keep the other keys."""
-        keys = self._typed()
-        others = [key for key in keys if key.key is not Keys.ControlC]
+        """Find a Ctrl-C behind the message: it stops the answer. Keep the other keys.
+
+        It was typed, or came as a signal to the editor, which had ended but not yet put its handler back.
+        """
+        keys = [*self._typed(), *self._session.app.key_processor.empty_queue()]
+        others = [key for key in keys if key.key not in (Keys.ControlC, Keys.SIGINT)]
         store_typeahead(self._input, others)
         if len(others) < len(keys):
             self._interrupts.pressed = True

@@ -14,11 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import Application
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.key_binding.key_processor import KeyPress
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import DummyOutput
 from screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.answer import details, status_line
 from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
+from mlx_spec.apps.chat.input import CommandCompleter, LineEditor
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
@@ -261,6 +267,24 @@ def test_lines_end_between_words(pieces, shown):
 
 
 # --- Ctrl-C
+
+
+@pytest.mark.parametrize("key", [Keys.SIGINT, Keys.ControlC])
+def test_ctrl_c_as_the_editor_ends_stops_the_answer(monkeypatch, key):
+    with create_pipe_input() as typed, Interrupts() as interrupts, interrupts.noting():
+        monkeypatch.setattr("mlx_spec.apps.chat.input.create_input", lambda _: typed)
+        monkeypatch.setattr("mlx_spec.apps.chat.input._output", DummyOutput)
+        editor = LineEditor(interrupts, CommandCompleter((), {}, ()), None)
+        waiting = editor._session.app.key_processor
+
+        def type_or_press(app: Application[str]) -> None:
+            if app.is_done:  # it has its message and reads no more keys
+                waiting.feed(KeyPress(key))
+            elif not app.current_buffer.text:
+                typed.send_text("hello\r")
+
+        editor._session.app.before_render += type_or_press
+        assert editor.read() == "hello" and interrupts.pressed
 
 
 def test_interrupts_of_an_answer(capfd):
