@@ -44,13 +44,14 @@ class PromptPace:
     def tokens(self) -> int:
         """Return how many tokens to read next. Small chunks come first where times are not known.
 
-        Where not even those fit, pauses are too long whatever is read. Then a chunk may take longer than a
-        round, because small ones would keep the reader of the prompt waiting and gain others little.
+        Where not even those fit beside the fastest round, pauses are too long whatever is read. Then a chunk
+        may take longer than a round: small ones would keep one client waiting and gain the others little.
         """
-        rest = max(self._rests, default=MAX_PAUSE_S)
-        left = PLANNED_SHARE * MAX_PAUSE_S - rest
-        if self._least > left:
-            left = SLOW_SHARE * rest
+        planned = PLANNED_SHARE * MAX_PAUSE_S
+        left = planned - max(self._rests, default=MAX_PAUSE_S)
+        fastest = min(self._rests, default=0.0)
+        if self._least > planned - fastest:
+            left = SLOW_SHARE * fastest
         # A pass has a cost of its own, so a much larger one says too little of a small one.
         if not self._chunks or any(seconds > 2 * left for _, seconds in self._chunks):
             return MIN_CHUNK

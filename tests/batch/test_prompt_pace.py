@@ -13,7 +13,7 @@ import pytest
 import tiny
 from lossless import Scripted
 
-from mlx_spec.batch.scheduler import MAX_PAUSE_S, Batch
+from mlx_spec.batch.scheduler import MAX_PAUSE_S, MIN_CHUNK, Batch, PromptPace
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.engine import PREFILL_STEP, RunningSequence
 from mlx_spec.model.target import LMTarget
@@ -110,6 +110,28 @@ def test_nobody_waits_too_long_for_a_prompt(device: str) -> None:
         last = clock()
     assert max(pauses) <= (0.2 if device == TOO_SLOW else MAX_PAUSE_S)
     assert len(pauses) <= most
+
+
+def test_one_slow_round_makes_no_chunk_larger() -> None:
+    clock, target = Clock(lambda rows, at: rows), LMTarget(MODEL)
+    pace = PromptPace(clock)
+
+    def turn(milliseconds: float) -> int:
+        """Read a chunk that takes 2 ms a token, and decode a round. Return the tokens of the chunk."""
+        count = pace.tokens()
+        for _ in pace.timed((read(count) for _ in range(1)), target):
+            pass
+        clock.now += milliseconds / 1000
+        pace.end_round(goes_on=True)
+        return count
+
+    def read(count: int) -> None:
+        clock.now += 2 * count / 1000
+        target.prefill([1] * count)
+
+    sizes = [turn(milliseconds) for milliseconds in [40.0] * 6 + [150.0] + [40.0] * 6]
+    assert max(sizes) == sizes[6] and sizes[6] in (20, 21)  # (80 - 40) / 2
+    assert sizes[7:11] == [MIN_CHUNK] * 4
 
 
 def test_nothing_is_probed_while_a_prompt_is_read() -> None:
