@@ -17,8 +17,10 @@ from mlx_spec.types import GroupPolicy, Round, Target
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take, because times vary
-MIN_CHUNK = 8  # prompt tokens in one pass; where they do not fit the pause, SLOW_SHARE holds
-SLOW_SHARE = 2.0  # of a round's time, for a chunk: a pass has a cost of its own, about that of a round
+MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
+# Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed cost, nearly
+# that of a round, so a chunk as long as a round would hold few tokens.
+SLOW_SHARE = 2.0
 CHUNKS, ROUNDS = 2, 4  # that are remembered: two prompts may be read by turns, and not all rounds draft
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 

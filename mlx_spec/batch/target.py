@@ -77,7 +77,10 @@ class SharedTarget:
         starts = [replay.size for replay in self._replays]
         if self._caches.recurrent:
             blocks = mx.split(tokens, list(itertools.accumulate(sizes))[:-1])
-            self._rows = [mx.concatenate(list(both)) for both in zip(self._replays, blocks, strict=True)]
+            self._rows = [
+                mx.concatenate([replay, block]) if replay.size else block
+                for replay, block in zip(self._replays, blocks, strict=True)
+            ]
             tokens = mx.concatenate(self._rows) if any(starts) else tokens
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         return self._write(tokens, ends, starts)
@@ -89,7 +92,7 @@ class SharedTarget:
         """
         T = max(sizes)
         self._caches.begin(T, sizes)
-        if min(sizes) < T:
+        if min(sizes) < T:  # which tokens are padding does not matter
             ends = zip(sizes, itertools.accumulate(sizes), strict=True)
             index = [[min(end - size + j, end - 1) for j in range(T)] for size, end in ends]
             tokens = tokens[mx.array(index)]

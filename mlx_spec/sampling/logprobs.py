@@ -25,14 +25,14 @@ class LogprobRecorder:
     nothing. Only single draws are evaluated at once: reading one must not wait for the token after it.
     """
 
+    is_argmax = False  # draws are recorded
+
     def __init__(self, sampler: Sampler, processor: LogitsProcessor, text: Text, top: int) -> None:
         self._sampler = sampler
         self._processor = processor
         self._text = text
         self._top = top
         self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
-
-    is_argmax = False  # the scores are recorded
 
     @property
     def drafting(self) -> DraftingSampler:
