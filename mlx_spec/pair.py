@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.nn as nn
+import numpy as np
 
 from mlx_spec import engine
 from mlx_spec.batch.policy import FEWEST_RUNNING, BatchPolicies
@@ -255,7 +256,7 @@ class Pair:
 
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Return how many tokens may be generated after a prompt. Raises InvalidValue and PromptTooLong."""
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        if not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
             raise InvalidValue(f"max_tokens is {max_tokens}, it must be 1 or more, and an integer")
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")

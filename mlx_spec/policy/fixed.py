@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from mlx_spec.errors import InvalidValue
 from mlx_spec.policy.adaptive import Clock, Gains
 from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, RequestDrafter, Round
@@ -20,7 +22,8 @@ class FixedPolicy:
     def __init__(
         self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1, ahead: bool = False
     ) -> None:
-        if not isinstance(num_draft_tokens, int) or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        is_integer = isinstance(num_draft_tokens, (int, np.integer))
+        if not is_integer or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InvalidValue(
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"

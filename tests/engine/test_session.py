@@ -294,7 +294,9 @@ def test_refusals_come_before_the_first_round(
     assert "\n" not in str(caught.value)
 
 
-def test_a_prompt_of_numpy() -> None:
+def test_integers_of_numpy() -> None:
     pair, prompt = make_pair("full"), tiny.prompt(9)
-    plain, same = (list(pair.generate(given, max_tokens=3)) for given in (prompt, np.array(prompt)))
+    plain = list(pair.generate(prompt, max_tokens=3))
+    pair.policies = FixedPolicy(np.int64(4))
+    same = list(pair.generate(np.array(prompt), max_tokens=np.int64(3)))
     assert [round.tokens for round in plain] == [round.tokens for round in same]
