@@ -1,7 +1,7 @@
 """The one thread that uses MLX: it loads models and answers requests, each model its own in one batch.
 
 `EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on a thread of its
-own. Its choices are rows. A turn of the thread begins rows while there is room, reads a chunk of one prompt,
+own. Its choices are rows. A turn of the thread reads a chunk of one prompt, begins rows while there is room,
 and decodes a round of all rows whose prompts are read.
 """
 
@@ -140,6 +140,7 @@ class EngineThread:
         self._problem: str | None = None
         self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
         self._oldest_reads = False  # whose turn it is to read a chunk
+        self._anyone_held = False  # in the last turn rows waited for prompts before they decode
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read = 0.0  # time.monotonic()
         self._status = Status("loading")
@@ -322,20 +323,25 @@ class EngineThread:
             self._waiting = [other for other in self._waiting if other is not job]
 
     def _take_turns(self) -> None:
-        """Begin rows, read a chunk of one prompt, and decode a round of all rows whose prompts are read."""
+        """Read a chunk of one prompt, begin rows, and decode a round of all rows whose prompts are read."""
         for job in tuple(self._running):
             if job.cancelled:
                 self._finish(job)
             else:
                 self._attempt(job, job.check)
-        self._begin_rows()
         reading = [(job, row) for job in self._running for row in job.answer.rows if row.unread]
         if reading:
             # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
-            self._oldest_reads = not self._oldest_reads
+            self._oldest_reads = not self._oldest_reads and not self._anyone_held
             job, row = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
             self._attempt(job, partial(job.answer.step, row))
+        self._begin_rows()
+        self._anyone_held = False
         for model in self._models.loaded():
+            rows = [row for job in self._running if job.model == model.name for row in job.answer.rows]
+            if model.batch.holds(row.unread for row in rows if row.unread):
+                self._anyone_held = True
+                continue
             try:
                 model.batch.step()
             except Exception as error:  # of joining or leaving: what the batch holds is unknown

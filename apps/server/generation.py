@@ -157,12 +157,13 @@ def _grammar(
 class BatchRow:
     """A choice that runs: it reads its prompt in steps, then its rounds arrive from the model's batch."""
 
-    def __init__(self, model: LoadedModel, prompt: Sequence[int]) -> None:
+    def __init__(self, model: LoadedModel, prompt: Sequence[int], known: int = 0) -> None:
         self.steps: Steps  # all that it does
         self.arrived: deque[Result] = deque()  # rounds not read yet, or the error that ended it
         self.caches: CachedSequence | None = None  # those that it reads its prompt into
         self._batch = model.batch
         self._prompt = prompt
+        self._known = known  # tokens of the prompt that its caches will hold from the beginning, at least
         self._id: int | None = None  # in the batch
         self._is_last = False  # the last round was read
 
@@ -171,7 +172,7 @@ class BatchRow:
         """Return the tokens of its prompt that are to be read; 0 if it decodes."""
         if self._id is not None:
             return 0
-        return len(self._prompt) - (0 if self.caches is None else self.caches.parts.target.size)
+        return len(self._prompt) - (self._known if self.caches is None else self.caches.parts.target.size)
 
     def join(self, sequence: RunningSequence) -> None:
         """Let the batch decode a sequence whose prompt was read."""
@@ -249,7 +250,8 @@ class RunningRequest:
     def begin_row(self, found: tuple[int, int]) -> None:
         """Begin a row."""
         self._waiting.remove(found)
-        row = BatchRow(self._model, self._prepared.prompts[found[0]])
+        prompt, snapshot = self._prepared.prompts[found[0]], self._snapshots.get(found[0])
+        row = BatchRow(self._model, prompt, 0 if snapshot is None else len(prompt) - 1)
         row.steps = self._generate_choice(row, *found)
         self.rows.append(row)
 

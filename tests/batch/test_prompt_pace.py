@@ -13,7 +13,7 @@ import pytest
 import tiny
 from lossless import Scripted
 
-from mlx_spec.batch.scheduler import MAX_PAUSE_S, MIN_CHUNK, Batch, PromptPace
+from mlx_spec.batch.scheduler import MAX_HOLD_S, MAX_PAUSE_S, MIN_CHUNK, Batch, PromptPace
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.engine import PREFILL_STEP, RunningSequence
 from mlx_spec.model.target import LMTarget
@@ -112,6 +112,33 @@ def test_nobody_waits_too_long_for_a_prompt(device: str) -> None:
     assert len(pauses) <= most
 
 
+@pytest.mark.parametrize(
+    "milliseconds,lengths,together",
+    [
+        (lambda rows, at: 80 + rows, range(20, 28), 8),  # eight prompts take 0.8 s
+        (lambda rows, at: 200 + rows, range(20, 28), 5),  # 1.8 s: the others are read later
+        (lambda rows, at: 2.2 * rows, [20, 1500, 21], 1),  # the second would take 3.3 s
+        (lambda rows, at: 2.2 * rows, [1500, 20, 21], 3),  # the first has waited anyway
+    ],
+)
+def test_prompts_of_a_burst_begin_together_if_they_are_read_soon(
+    milliseconds: Callable[[int, int], float], lengths: Sequence[int], together: int
+) -> None:
+    clock = Clock(milliseconds)
+    batch = Batch(lambda: CountedShared(clock), len(lengths), clock=clock)
+    for length in lengths:
+        batch.add(running(clock, length))
+    while not (found := batch.step()):
+        pass
+    own = milliseconds(min(lengths[0], PREFILL_STEP), 0) * -(-lengths[0] // PREFILL_STEP)
+    first = milliseconds(MIN_CHUNK, 0) + 2 * milliseconds(together, 0)  # a chunk, a round, and a queued one
+    assert clock() <= MAX_HOLD_S + (own + first) / 1000
+    assert len(found) == together
+    for _ in range(100):
+        batch.step()
+    assert batch.group_sizes == [len(lengths)] or max(lengths) > 1000
+
+
 def test_one_slow_round_makes_no_chunk_larger() -> None:
     clock, target = Clock(lambda rows, at: rows), LMTarget(MODEL)
     pace = PromptPace(clock)
@@ -140,6 +167,7 @@ def test_nothing_is_probed_while_a_prompt_is_read() -> None:
     first, second = (batch.add(running(clock, 20 + i)) for i in range(2))
     while batch.group_sizes != [2]:
         batch.step()
+    batch.step()  # a token that the first round has queued
     assert all(round.drafted == 2 for _, round in batch.step())
     long = batch.add(running(clock, 200, max_tokens=1))
     while long not in (found := dict(batch.step())):

@@ -188,6 +188,18 @@ def test_a_prompt_is_read_once_for_all_its_choices(
     assert closed(answer(engine, request)).timings.statistics.batch_size > 2
 
 
+def test_choices_begin_together(plain: EngineThread) -> None:
+    request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
+    assert closed(answer(plain, request)).timings.statistics.batch_size == 4
+
+
+def test_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
+    texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
+    streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
+    sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
+    assert sizes == [4] * 4
+
+
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
     with working(replace(DEMO, limits=Limits(running=2))) as engine:
         many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=60))
