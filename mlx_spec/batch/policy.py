@@ -45,7 +45,7 @@ FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless 
 HIT_MEMORY = 8  # drafts wanted beside other sequences: how long it is remembered whether there was one
 MEMORY = 16  # rounds that the correction of a cost remembers
 PRIOR_ROUNDS = 2.0  # rounds that the correction of the nearest other length is worth
-OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
+OUTLIER = math.log(1.5)  # log seconds: a pass slower than known by more counts as this much: it was delayed
 LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
 BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length, on the most predictable text
 
@@ -75,7 +75,7 @@ class PassErrors:
         known = self._known.setdefault(count, {})
         before, rounds = known.get(longest, (0.0, 0))
         rounds = min(rounds + 1, MEMORY)
-        known[longest] = before + min(max(error - before, -OUTLIER), OUTLIER) / rounds, rounds
+        known[longest] = before + min(error - before, OUTLIER) / rounds, rounds
 
 
 class MemberPolicy(AdaptivePolicy):
@@ -233,15 +233,14 @@ class BatchPolicy:
             length, speed = best_length(tokens, seconds, limit)
             if speed * plain > (1 + EPSILON) * count:
                 return [_own_length(each, length, speed, costs) for each in options], Reason.PAYS
+        # A probe is due whatever the costs are: measured beside other programs, they may be wrong.
+        loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
+        if limit and min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
+            return [int(bool(each)) for each in options], Reason.PROBE
         best = BEST_TOKENS * len(firsts) + count - len(firsts)
         if best_length(best, seconds, MAX_DRAFT_TOKENS)[1] * plain <= (1 + EPSILON) * count:
             return [0] * count, Reason.COST
-        if not limit:
-            return [0] * count, Reason.BUDGET
-        loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
-        if min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
-            return [int(bool(each)) for each in options], Reason.PROBE
-        return [0] * count, Reason.ACCEPTANCE
+        return [0] * count, Reason.ACCEPTANCE if limit else Reason.BUDGET
 
     def observe(self, rounds: Sequence[Round | None]) -> None:
         """Learn from the finished round of each sequence; None if it failed."""
