@@ -38,10 +38,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
 
+from mlx_spec.batch.policy import BatchPolicies
 from mlx_spec.policy import AdaptivePolicies
-from mlx_spec.policy.acceptance import Belief, DrafterStatistics
-from mlx_spec.policy.adaptive import PROBE_SHARE
-from mlx_spec.policy.costs import best_length
+from mlx_spec.types import Round
 
 RECORDED = Path(__file__).parent / "results" / "policy-45e2a53.jsonl.gz"
 RECORDED_SEEDS = 4
@@ -74,7 +73,6 @@ FLOORS = {  # speed over the recorded policy, but for the worst session: over pl
 BATCHES = (1, 2, 4, 8, 16)  # sequences
 BATCH_TOKENS = 300  # of a sequence
 BATCH_DEPTHS = range(7)  # fixed lengths to compare with
-BATCH_LIMIT = 8  # draft tokens of one sequence
 BATCH_TEXTS = {"mixed": ("mixed",), "half easy, half useless": ("ind80", "useless")}
 BATCH_CURVES = ("M1 Ultra", "M3 Max", "M5 Max", "flat", "CUDA linear")
 
@@ -282,33 +280,35 @@ class Batch:
         return self.tokens / self.count / self.steps * self.plain
 
 
-def run_planned(batch: Batch) -> Batch:
-    """Give all sequences the best length of the padded pass; probe with one token now and then."""
-    shared = DrafterStatistics()
-    beliefs = [Belief(shared) for _ in range(batch.count)]
-    lengths = np.arange(BATCH_LIMIT + 1)
-    passes = np.array([batch_passes(batch.name, batch.count * (n + 1)) for n in lengths])
-    seconds = passes + batch.curve.host + lengths * batch.curve.drafted
-    since = 0  # plain rounds since the last draft
+def run_adaptive(batch: Batch) -> Batch:
+    """Let the policy of batches decide, from the costs that a calibration would measure."""
+
+    def clock() -> float:
+        return batch.steps * PLAIN_SECONDS
+
+    policies = BatchPolicies(["mtp"], together=["mtp"])
+    policies.use(batch.curve.table())
+    members, group = [policies.policy(clock) for _ in batch.places], policies.group(clock)
+    for member in members:
+        member.begin()
+    queued = False  # the next token, beside which nothing is verified
     while not batch.done:
-        tokens = np.sum([belief.expected_tokens()[: BATCH_LIMIT + 1] for belief in beliefs], axis=0)
-        length, speed = best_length(tokens, seconds, BATCH_LIMIT)
-        depth = length if speed * batch.plain > batch.count else 0
-        loss = float(seconds[1]) - batch.plain * float(tokens[1]) / batch.count
-        if not depth and since * batch.plain * PROBE_SHARE >= max(loss, 0.01):
-            depth = 1
-        since = 0 if depth else since + 1
-        depths = [depth] * batch.count
-        for belief, depth, accepted in zip(beliefs, depths, batch.round(depths), strict=True):
-            if depth:
-                belief.update(accepted, accepted < depth)
-            belief.advance(accepted + 1)
+        decisions = group.decide(members, [range(place) for place in batch.places])
+        wanted = [decision.choices[0].limit if decision.choices else 0 for decision in decisions]
+        depths = [0] * batch.count if queued else wanted
+        accepted = batch.round(depths)
+        rounds = []
+        for depth, number in zip(depths, accepted, strict=True):
+            kind = "draft" if depth else "landed" if any(wanted) else "plain"
+            rounds.append(Round([0] * (number + 1), depth, number, kind, 0 if depth else None))
+        group.observe(rounds)
+        queued = not any(wanted)
     return batch
 
 
 def run_batches(curve: str, texts: str, count: int, seeds: int) -> dict[str, Any]:
-    """Return how the planner does against the best fixed length for all sequences."""
-    planned = [run_planned(Batch(curve, texts, count, seed)) for seed in range(seeds)]
+    """Return how the policy does against the best fixed length for all sequences."""
+    adaptive = [run_adaptive(Batch(curve, texts, count, seed)) for seed in range(seeds)]
     fixed = []
     for depth in BATCH_DEPTHS:
         runs = [Batch(curve, texts, count, seed) for seed in range(seeds)]
@@ -316,13 +316,13 @@ def run_batches(curve: str, texts: str, count: int, seeds: int) -> dict[str, Any
             while not batch.done:
                 batch.round([depth] * count)
         fixed.append(mean(batch.speed for batch in runs))
-    speed = mean(batch.speed for batch in planned)
+    speed = mean(batch.speed for batch in adaptive)
     return {
         "curve": curve,
         "texts": texts,
         "sequences": count,
         "speed": round(speed, 4),
-        "mean length": round(mean(b.drafted / b.rounds / count for b in planned), 3),
+        "mean length": round(mean(b.drafted / b.rounds / count for b in adaptive), 3),
         "best fixed length": fixed.index(max(fixed)),
         "of best fixed": round(speed / max(fixed), 4),
     }

@@ -361,7 +361,9 @@ def _policies(
     key = Key(device_name(), fingerprint(target), prints, quantization, kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
     ahead = [source.name for source in offered if source.drafts_ahead]
-    return BatchPolicies(list(folders), copying, ahead=ahead, key=key, folder=saved_costs.folder())
+    together = [source.name for source in offered if source.drafts_together]
+    names, folder = list(folders), saved_costs.folder()
+    return BatchPolicies(names, copying, ahead=ahead, together=together, key=key, folder=folder)
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

@@ -44,14 +44,14 @@ BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the draf
 FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless the caller says otherwise
 HIT_MEMORY = 8  # drafts wanted beside other sequences: how long it is remembered whether there was one
 MEMORY = 16  # rounds that the correction of a cost remembers
-PRIOR_ROUNDS = 2.0  # rounds that the correction of the nearest other length is worth
-OUTLIER = math.log(1.5)  # log seconds: a pass slower than known by more counts as this much: it was delayed
+PRIOR_ROUNDS = 2.0  # rounds that the corrections of the lengths around one are worth
+OUTLIER = math.log(1.5)  # log seconds: a round slower than known by more counts as this much: it was delayed
 LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
 BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length, on the most predictable text
 
 
-class PassErrors:
-    """How much slower padded passes are than the cost model says, learned from the rounds of a pair."""
+class RoundErrors:
+    """How much slower rounds in company are than the cost model says, learned from the rounds of a pair."""
 
     def __init__(self) -> None:
         # By the number of sequences and the longest draft: log seconds, and the rounds that they come from.
@@ -62,16 +62,17 @@ class PassErrors:
         if not self._known:
             return np.ones(MAX_DRAFT_TOKENS + 1)
         known = self._known[min(self._known, key=lambda other: abs(other - count))]
-        errors = []
-        for length in range(MAX_DRAFT_TOKENS + 1):
+        plain, _ = known.get(0, (0.0, 0))
+        errors = [plain]
+        for length in range(1, MAX_DRAFT_TOKENS + 1):
             error, rounds = known.get(length, (0.0, 0))
-            others = [other for other in known if other != length]
-            prior = known[min(others, key=lambda other: abs(other - length))][0] if others else error
-            errors.append((rounds * error + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS))
+            others = sorted({0, *known} - {length})
+            prior = np.interp(length, others, [known[k][0] if k in known else plain for k in others])
+            errors.append((rounds * error + PRIOR_ROUNDS * float(prior)) / (rounds + PRIOR_ROUNDS))
         return np.exp(errors)
 
     def observe(self, count: int, longest: int, error: float) -> None:
-        """Learn from one pass, in log seconds."""
+        """Learn from one round, in log seconds."""
         known = self._known.setdefault(count, {})
         before, rounds = known.get(longest, (0.0, 0))
         rounds = min(rounds + 1, MEMORY)
@@ -132,7 +133,7 @@ class BatchPolicies(AdaptivePolicies):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._errors = PassErrors()
+        self._errors = RoundErrors()
 
     def policy(
         self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
@@ -160,7 +161,7 @@ class Plan:
     policies: Sequence[MemberPolicy]
     choices: Sequence[tuple[Choice, ...]]
     costs: CostModel
-    base: Floats  # seconds of a pass by the longest draft, before correction
+    passes: Floats  # seconds of a pass by the longest draft, before correction
     plain: float  # seconds of a plain round
     began: float
 
@@ -172,7 +173,7 @@ class BatchPolicy:
     """
 
     def __init__(
-        self, shared: AdaptivePolicies, errors: PassErrors, clock: Clock = time.perf_counter
+        self, shared: AdaptivePolicies, errors: RoundErrors, clock: Clock = time.perf_counter
     ) -> None:
         self._shared, self._errors, self._clock = shared, errors, clock
         self._plan: Plan | None = None  # None if nothing is known of costs
@@ -192,18 +193,19 @@ class BatchPolicy:
         if self._shared.costs is None:
             return [Decision((), Reason.LEARNING)] * count
         costs = self._shared.costs.at(sum(map(len, histories)) // count)
-        base = _pass_seconds(costs, count * (LENGTHS + 1))
-        base[0] = max(base[0] - costs.host, costs.plain)  # a plain pass is queued
-        passes = base * self._errors.factors(count)
+        passes = _pass_seconds(costs, count * (LENGTHS + 1))
+        passes[0] = max(passes[0] - costs.host, costs.plain)  # a plain pass is queued
         pairs = zip(adaptive, histories, strict=True)
         options = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
-        depths, reason = self._depths(adaptive, options, costs, passes)
+        drafters = [each[0][0] for each in options if each]
+        seconds = (passes + self._drafting(costs, drafters)) * self._errors.factors(count)
+        depths, reason = self._depths(adaptive, options, costs, seconds)
         choices = [
             tuple(Choice(index, min(depth, len(tokens) - 1)) for index, tokens in each if depth)
             for each, depth in zip(options, depths, strict=True)
         ]
-        plain = float(passes[0])
-        self._plan = Plan(adaptive, choices, costs, base, plain, began)
+        plain = float(seconds[0])
+        self._plan = Plan(adaptive, choices, costs, passes, plain, began)
         return [
             Decision(each, policy.reason(reason) if each else reason, plain)
             for policy, each in zip(adaptive, choices, strict=True)
@@ -214,16 +216,14 @@ class BatchPolicy:
         policies: Sequence[MemberPolicy],
         options: Sequence[list[tuple[int, Floats]]],
         costs: CostModel,
-        passes: Floats,
+        seconds: Floats,
     ) -> tuple[list[int], Reason]:
-        """Return the draft lengths, and the reason for them."""
-        count, plain, wait = len(policies), float(passes[0]), costs.host / float(passes[0])
+        """Return the draft lengths, and the reason for them. `seconds` of a round are by the longest."""
+        count, plain, wait = len(policies), float(seconds[0]), costs.host / float(seconds[0])
         pairs = [(policy, each[0]) for policy, each in zip(policies, options, strict=True) if each]
         firsts = [first for _, first in pairs]
         if not firsts:
             return [0] * count, Reason.WAITING
-        drafting = np.sum([_draft_seconds(costs, index) for index, _ in firsts], axis=0)
-        seconds = passes + drafting
         affordable = min(policy.affordable_steps(wait) for policy in policies)
         limit = 0
         while limit < min(MAX_DRAFT_TOKENS, costs.longest) and seconds[limit + 1] <= affordable * plain:
@@ -232,7 +232,7 @@ class BatchPolicy:
         if limit:
             length, speed = best_length(tokens, seconds, limit)
             if speed * plain > (1 + EPSILON) * count:
-                return [_own_length(each, length, speed, costs) for each in options], Reason.PAYS
+                return [self._own_length(each, length, speed, costs) for each in options], Reason.PAYS
         # A probe is due whatever the costs are: measured beside other programs, they may be wrong.
         loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
         if limit and min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
@@ -261,14 +261,38 @@ class BatchPolicy:
         """Return the plain rounds that a round took. Learn what its pass took."""
         if longest:
             seconds = now - plan.began
-            limits = [each[0] for each in plan.choices if each]
-            drafting = sum(plan.costs.drafting(choice.drafter, choice.limit) for choice in limits)
-            passed = max(seconds - drafting, 0.1 * seconds)
-            self._errors.observe(count, longest, math.log(passed / float(plan.base[longest])))
+            drafters = [each[0].drafter for each in plan.choices if each]
+            drafting = float(self._drafting(plan.costs, drafters)[longest])
+            expected = float(plan.passes[longest]) + drafting
+            self._errors.observe(count, longest, math.log(seconds / expected))
+            plan.costs.allow_longer(longest)
             return min(seconds / plan.plain, longest + 1 + drafting / plan.plain)
         if queued and self._queued == count and plan.began - self._done < plan.plain / 2:
-            self._errors.observe(count, 0, math.log((now - self._done) / float(plan.base[0])))
+            self._errors.observe(count, 0, math.log((now - self._done) / float(plan.passes[0])))
         return 1.0 if self._queued == count else 1 + plan.costs.host / plan.plain
+
+    def _drafting(self, costs: CostModel, drafters: Sequence[int]) -> Floats:
+        """Return the seconds of all drafts of a round by their length; one index for each sequence."""
+        together = self._shared.together
+        counts = {index: 1 if index in together else drafters.count(index) for index in set(drafters)}
+        found = np.zeros(MAX_DRAFT_TOKENS + 1)
+        for index, count in counts.items():
+            found += count * _draft_seconds(costs, index)
+        return found
+
+    def _own_length(
+        self, option: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel
+    ) -> int:
+        """Return the length of one sequence, up to `longest`: its rows are paid for.
+
+        So is its drafting, if the drafter drafts for all in one pass.
+        """
+        if not option:
+            return 0
+        index, tokens = option[0]
+        alone = index not in self._shared.together
+        gains = tokens - alone * speed * _draft_seconds(costs, index)[: len(tokens)]
+        return int(gains[: longest + 1].argmax())
 
 
 def _best_first(options: list[tuple[int, Floats]], costs: CostModel) -> list[tuple[int, Floats]]:
@@ -284,14 +308,6 @@ def _best_first(options: list[tuple[int, Floats]], costs: CostModel) -> list[tup
 def _extended(tokens: Floats) -> Floats:
     """Return expected tokens for all lengths: a drafter without more tokens drafts what it has."""
     return np.concatenate([tokens, np.full(MAX_DRAFT_TOKENS + 1 - len(tokens), tokens[-1])])
-
-
-def _own_length(option: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel) -> int:
-    """Return the length of one sequence, up to `longest`: its rows are paid for, its drafting is not."""
-    if not option:
-        return 0
-    index, tokens = option[0]
-    return int((tokens - speed * _draft_seconds(costs, index)[: len(tokens)])[: longest + 1].argmax())
 
 
 def _pass_seconds(costs: CostModel, rows: NDArray[np.int64]) -> Floats:

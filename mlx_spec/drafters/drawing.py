@@ -123,6 +123,7 @@ class DrafterSource:
     folder: Path | None = None  # of its checkpoint, if it has one
     remake: Callable[[Any], DrafterSource] | None = None  # returns the same drafters with a copy of `network`
     drafts_ahead: bool = False
+    drafts_together: bool = False  # one pass drafts for several sequences
 
 
 class DraftBuilder:

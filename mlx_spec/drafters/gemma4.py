@@ -483,7 +483,8 @@ def assistant_source(network: AssistantNetwork, sliding_window: int, vocab_size:
     def make(parts: TargetParts) -> Gemma4Assistant:
         return Gemma4Assistant(network, sliding_window, parts)
 
-    return DrafterSource("gemma4_assistant", Gemma4Assistant.needs, vocab_size, make, network)
+    needs = Gemma4Assistant.needs
+    return DrafterSource("gemma4_assistant", needs, vocab_size, make, network, drafts_together=True)
 
 
 def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:

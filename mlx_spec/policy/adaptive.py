@@ -261,7 +261,8 @@ class AdaptivePolicies:
     """Makes the adaptive policies of a pair, and holds what its sequences share.
 
     `names` are its drafters in order. Those in `copying` copy text, as lookup does: drafting takes no time.
-    Those in `ahead` can draft ahead; that saves time only where drafting takes some.
+    Those in `ahead` can draft ahead; that saves time only where drafting takes some. Those in `together`
+    draft for several sequences in one pass.
     With `key` and `folder`, costs are loaded from a file and saved there.
     """
 
@@ -271,11 +272,13 @@ class AdaptivePolicies:
         copying: Collection[str] = (),
         *,
         ahead: Collection[str] = (),
+        together: Collection[str] = (),
         key: Key | None = None,
         folder: Path | None = None,
     ) -> None:
         self.names, self.key, self.folder = tuple(names), key, folder
         self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
+        self.together = frozenset(index for index, name in enumerate(names) if name in together)
         self.ahead = {i: AheadCosts() for i, n in enumerate(names) if n in ahead and i not in self.copying}
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account = Account()

@@ -211,11 +211,12 @@ def _bucket(context: int) -> int:
 
 
 def interpolate(points: Mapping[int, float], sizes: NDArray[np.int64]) -> Floats:
-    """Return straight lines between measured sizes. The slope of the last two goes on beyond them."""
+    """Return straight lines between measured sizes; beyond them the last slope or, if steeper, the mean."""
     known = sorted(points)
     seconds = [points[size] for size in known]
     values = np.interp(sizes, known, seconds)
     if len(known) > 1:
-        slope = max((seconds[-1] - seconds[-2]) / (known[-1] - known[-2]), 0.0)
+        slopes = [(seconds[-1] - seconds[i]) / (known[-1] - known[i]) for i in (-2, 0)]
+        slope = max(*slopes, 0.0)
         values = values + slope * np.maximum(sizes - known[-1], 0)
     return values

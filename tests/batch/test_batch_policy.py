@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from virtual_clock import CURVES, PLAIN_SECONDS
 
-from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies
+from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies, RoundErrors
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.policy import FixedPolicy, Table
 from mlx_spec.policy.adaptive import BUFFER
@@ -38,10 +39,13 @@ def table_of(passes: Passes) -> Table:
 class Simulation:
     """The engine's rounds of a group: sequences whose draft tokens are right with a probability each."""
 
-    def __init__(self, rates: Sequence[float], passes: Passes, believed: Table, seed: int = 0) -> None:
-        policies = BatchPolicies(["mtp"])
+    def __init__(
+        self, rates: Sequence[float], passes: Passes, believed: Table, seed: int = 0, together: bool = False
+    ) -> None:
+        policies = BatchPolicies(["mtp"], together=["mtp"] if together else [])
         policies.use(believed)
         self.rates, self.passes = rates, passes
+        self.drafts = max if together else sum
         self.now, self.noise = 0.0, random.Random(seed)
         self.policies = [policies.policy(lambda: self.now) for _ in rates]
         self.group = policies.group(lambda: self.now)
@@ -62,7 +66,7 @@ class Simulation:
             accepted = [0] * count
             if drafting:
                 rows = count * (max(wanted) + 1)
-                self.wait(self.passes(rows) + HOST + DRAFTED * sum(wanted))
+                self.wait(self.passes(rows) + HOST + DRAFTED * self.drafts(wanted))
                 for i, (rate, most) in enumerate(zip(self.rates, wanted, strict=True)):
                     while accepted[i] < most and self.noise.random() < rate:
                         accepted[i] += 1
@@ -89,17 +93,26 @@ class Simulation:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("flat", 2), ("flat", 8), ("M5 Max", 2), ("M5 Max", 4), ("M1 Ultra", 2), ("linear", 4)],
+    ("name", "count", "together"),
+    [
+        ("flat", 2, False),
+        ("flat", 8, False),
+        ("flat", 8, True),  # drafts of all in one pass a token
+        ("M5 Max", 2, False),
+        ("M5 Max", 4, False),
+        ("M5 Max", 2, True),
+        ("M1 Ultra", 2, False),
+        ("linear", 4, False),
+    ],
 )
-def test_the_policy_finds_the_best_length(name: str, count: int) -> None:
+def test_the_policy_finds_the_best_length(name: str, count: int, together: bool) -> None:
     passes, rates = passes_of(name), [0.6, 0.7, 0.8, 0.9] * (count // 2)
     rates = rates[:count]
-    adaptive = Simulation(rates, passes, table_of(passes))
+    adaptive = Simulation(rates, passes, table_of(passes), together=together)
     adaptive.run(500)
     best = 1.0
     for length in (1, 2, 3, 4, 6, 8):
-        fixed = Simulation(rates, passes, table_of(passes))
+        fixed = Simulation(rates, passes, table_of(passes), together=together)
         fixed.run(200, length)
         best = max(best, fixed.speed)
     assert adaptive.speed > 0.94 * best
@@ -142,6 +155,25 @@ def test_wrong_costs_are_corrected() -> None:
     simulation = Simulation([0.9] * 8, passes_of("linear"), table_of(passes_of("linear")))
     simulation.run(1000)
     assert simulation.speed > 0.99 and simulation.reasons >= {Reason.COST, Reason.PROBE}
+
+
+def test_a_slow_round_says_nothing_of_plain_ones() -> None:
+    errors = RoundErrors()
+    for _ in range(20):
+        errors.observe(16, 4, 1.0)
+    found = [math.log(factor) for factor in errors.factors(16)]
+    assert found[0] == 0
+    assert 0.2 < found[1] < found[2] < found[3] < found[4] < 1.0
+
+
+def test_costs_beyond_those_measured_do_not_stay_level() -> None:
+    """The last measured passes cost the same, and no wider one was measured."""
+    curve = CURVES["M3 Max"]
+    believed = Table(PLAIN_SECONDS, curve.table().verify, [{1: 0.0}], PLAIN_SECONDS * HOST)
+    simulation = Simulation([0.7] * 16, passes_of("M3 Max"), believed)
+    simulation.run(100)
+    assert simulation.depths[3] + simulation.depths[4] < 5
+    assert simulation.speed > 1.02
 
 
 def test_unknown_costs_mean_plain_rounds() -> None:
