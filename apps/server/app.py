@@ -28,14 +28,7 @@ from mlx_spec import __version__
 from mlx_spec.apps.server import page
 from mlx_spec.errors import InvalidValue
 
-from . import (
-    anthropic_messages,
-    ollama_models,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-    stored_responses,
-)
+from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
 from .engine_thread import EngineThread
 from .errors import LOG, unknown_model
 from .http import LastResort, add_error_handlers, answer
@@ -90,7 +83,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
-    ollama_models.add_routes(app, engine, counted, settings)
+    ollama.add_routes(app, engine, counted, settings)
     stored_responses.add_routes(app, store)
     app.include_router(page.router())
     add_error_handlers(app)
@@ -235,20 +228,13 @@ def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises InvalidValue."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        is_ipv6 = family == socket.AF_INET6
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_ipv6)
     except OSError as error:
-        problem = (error.strerror or str(error)).lower()
+        problem = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
         raise InvalidValue(
             f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
         ) from error
-    return listener
 
 
 def _url(host: str, listener: socket.socket) -> str:

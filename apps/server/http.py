@@ -27,16 +27,7 @@ from .errors import LOG, Failure, anthropic_body, anthropic_status, hung_up, int
 from .metrics import CountedEngine
 from .parameters import check_unknown
 from .parsing import check_limits, read_body
-from .request import (
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    PromptProgress,
-    PromptRead,
-    RoundDone,
-)
+from .request import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, GenerationRequest
 from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
@@ -44,8 +35,6 @@ OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
-LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
-STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptProgress, PromptRead, RoundDone, ChoiceEnded}
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -316,41 +305,24 @@ def add_error_handlers(app: Starlette) -> None:
 
 
 class LastResort:
-    """ASGI middleware: a bug of ours becomes a 500 without details, or the error at the end of a stream."""
+    """ASGI middleware: a bug of ours becomes a 500 without details."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        begun: Message | None = None
+        begun = False
 
         async def watched(message: Message) -> None:
             nonlocal begun
-            begun = message if begun is None else begun
+            begun = True
             await send(message)
 
         try:
             await self._app(scope, receive, watched)
         except Exception as error:
-            if scope["type"] != "http":
+            if scope["type"] != "http" or begun:
                 raise
             LOG.error("a request failed", exc_info=error)
-            if begun is None:
-                await error_response(scope["path"], internal_error())(scope, receive, send)
-            else:
-                await send(
-                    {"type": "http.response.body", "body": _last_event(scope, begun), "more_body": False}
-                )
-
-
-def _last_event(scope: Scope, begun: Message) -> bytes:
-    """Return the error that ends a stream whose writer failed; nothing if it is no stream."""
-    types, failure = [value for _, value in begun.get("headers", ())], internal_error()
-    if JSON_LINES.encode() in types:
-        return f"{json_line({'error': failure.message})}\n".encode()
-    if not any(value.startswith(EVENT_STREAM.encode()) for value in types):
-        return b""
-    if scope["path"].startswith(ANTHROPIC_PATH):
-        return named_event("error", anthropic_body(failure)).encode()
-    return data_event(failure.body).encode()
+            await error_response(scope["path"], internal_error())(scope, receive, send)

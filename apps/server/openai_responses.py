@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -18,8 +16,8 @@ from pydantic import BeforeValidator, Field
 from . import parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parameters import SharedFields, start_request
-from .parsing import ContentPart, Fields
+from .parameters import AnswerConfig, FormatField, SharedFields, parse_format, start_request
+from .parsing import ContentPart
 from .request import (
     Chat,
     ChoiceEnded,
@@ -56,15 +54,9 @@ REFUSED = {  # except for null and false
     "moderation": "no text leaves this machine",
     "prompt": "send the prompt itself",
 }
-ECHOED = {
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "previous_response_id",
-    "prompt_cache_key",
-    "safety_identifier",
-    "user",
-}  # fields of a request that its response repeats
+# Fields of a request that its response repeats.
+ECHOED = "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key".split()
+ECHOED += ["safety_identifier", "user"]
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 
@@ -75,30 +67,6 @@ ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 def _as_items(given: Any) -> Any:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return parsing.without_unknown(items, ITEM_TYPES)
-
-
-class TextFormat(Fields):
-    """The form of the answer."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    schema_: parsing.Schema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextConfig(Fields):
-    """The form and length of the answer."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ReasoningConfig(Fields):
-    """The effort of thinking. Thinking is returned as it is, without a summary."""
-
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesBody(SharedFields):
@@ -113,16 +81,15 @@ class ResponsesBody(SharedFields):
     tools: list[ToolField] | None = None
     tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
+    text: AnswerConfig | None = None
+    reasoning: AnswerConfig | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     truncation: str | None = None
     store: bool | None = None
     previous_response_id: str | None = None
 
-    # Without effect; most are sent back.
-    client_metadata: dict[str, Any] | None = None
+    # Without effect, but sent back.
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -144,8 +111,11 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
-    return replace(
-        start_request(body, model, chat, _parse_format(body.text)),
+    return start_request(
+        body,
+        model,
+        chat,
+        _parse_format(body.text.format if body.text else None),
         max_tokens=body.max_output_tokens,
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
         prompt_param="input",
@@ -168,18 +138,10 @@ def _check_supported(body: ResponsesBody) -> None:
         raise unsupported(f"{field}: true is not supported", field)
 
 
-def _parse_format(text: TextConfig | None) -> OutputFormat | None:
-    field, given = "text.format", text.format if text else None
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return OutputFormat("json_object", param=field)
-    if given.type != "json_schema":
-        known = "only text, json_object and json_schema"
-        raise unsupported(f"{field}.type: {given.type!r} is not supported, {known}", field)
-    parsing.required(given.name, f"{field}.name")
-    schema = parsing.required(given.schema_, f"{field}.schema")
-    return OutputFormat("json_schema", json.dumps(schema), field)
+def _parse_format(given: FormatField | None) -> OutputFormat | None:
+    if given is not None and given.type == "json_schema":
+        parsing.required(given.name, "text.format.name")
+    return parse_format(given, "text.format")
 
 
 def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
@@ -206,12 +168,8 @@ def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
             call = parsing.call_turn(id, name, parsing.parse_arguments(given))
             return parsing.assistant_turn(None, calls=[call])
         case "function_call_output":
-            id = parsing.required(item.call_id, f"{field}.call_id")
-            if id not in names:
-                place = f"{field}.call_id"
-                raise invalid(f"{place}: there is no function_call {id!r} before it", place)
             text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
-            return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+            return parsing.result_turn(item.call_id, text, names, f"{field}.call_id")
         case "reasoning":
             texts = _part_texts(item.content or item.summary or [], field)
             return parsing.assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
@@ -259,12 +217,10 @@ class ResponseWriter:
         self._started = False
 
     def frames(self, event: Event | None) -> Iterator[str]:
-        """Yield the text of a stream for an event, or for silence."""
         for content in self._read(event):
             yield named_event(content["type"], {**content, "sequence_number": next(self._numbers)})
 
     def whole(self, events: Iterable[Event]) -> Json:
-        """Return a response without a stream."""
         for event in events:
             for _ in self._read(event):
                 pass
@@ -313,7 +269,7 @@ class ResponseWriter:
         else:
             self._item = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
             self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._item_event("added", self._item, "in_progress")
+        yield self._event("output_item.added", item={**self._item, "status": "in_progress"})
         yield self._part_event("content_part.added", part=dict(self._part))
 
     def _grow(self, **more: Any) -> Json:
@@ -327,41 +283,36 @@ class ResponseWriter:
         if not item:
             return
         whole = {key: part[key] for key in ("text", "logprobs") if key in part}
-        done = self._part_event(f"{part['type']}.done", **whole)
-        part_done = self._part_event("content_part.done", part=part)
-        self._item = {}
-        yield done
-        yield part_done
+        yield self._part_event(f"{part['type']}.done", **whole)
+        yield self._part_event("content_part.done", part=part)
         item["content"] = [part]
         if item["type"] == "reasoning" and self._encode_thinking:
             item["encrypted_content"] = encode_thinking(part["text"])
+        self._item = {}
         yield self._end_item(item, status)
-
-    def _part_event(self, name: str, **more: Any) -> Json:
-        place = {"item_id": self._item["id"], "output_index": len(self._response["output"])}
-        return {"type": f"response.{name}", **place, "content_index": 0, **more}
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._close_item("completed")
         space, called = self._spaces.get(call.name, (None, call.name))
-        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call.id, "name": called}
-        head |= {} if space is None else {"namespace": space}
-        place = {"item_id": head["id"], "output_index": len(self._response["output"])}
-        name = "response.function_call_arguments"
-        yield self._item_event("added", {**head, "arguments": ""}, "in_progress")
+        id, name = f"fc_{uuid4().hex}", "function_call_arguments"
+        item: Json = {"id": id, "type": "function_call", "call_id": call.id, "name": called, "arguments": ""}
+        item |= {} if space is None else {"namespace": space}
+        yield self._event("output_item.added", item={**item, "status": "in_progress"})
         if call.arguments:
-            yield {"type": f"{name}.delta", **place, "delta": call.arguments}
-        yield {"type": f"{name}.done", **place, "name": called, "arguments": call.arguments}
-        yield self._end_item({**head, "arguments": call.arguments}, "completed")
+            yield self._event(f"{name}.delta", item_id=id, delta=call.arguments)
+        yield self._event(f"{name}.done", item_id=id, name=called, arguments=call.arguments)
+        yield self._end_item({**item, "arguments": call.arguments}, "completed")
 
-    def _item_event(self, name: str, content: Json, status: str) -> Json:
-        place = {"type": f"response.output_item.{name}", "output_index": len(self._response["output"])}
-        return {**place, "item": {**content, "status": status}}
-
-    def _end_item(self, content: Json, status: str) -> Json:
-        event = self._item_event("done", content, status)
+    def _end_item(self, item: Json, status: str) -> Json:
+        event = self._event("output_item.done", item={**item, "status": status})
         self._response["output"].append(event["item"])
         return event
+
+    def _part_event(self, name: str, /, **more: Any) -> Json:
+        return self._event(name, item_id=self._item["id"], content_index=0, **more)
+
+    def _event(self, name: str, /, **more: Any) -> Json:
+        return {"type": f"response.{name}", "output_index": len(self._response["output"]), **more}
 
     def _finish(self, event: Finished) -> Json:
         status = "completed" if self._response["incomplete_details"] is None else "incomplete"
@@ -382,7 +333,7 @@ class ResponseWriter:
 
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     """Return a response without an answer. It repeats the parameters of the request."""
-    reasoning = body.reasoning or ReasoningConfig()
+    reasoning = body.reasoning or AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
     notes = notes_on(body.tools or ())
@@ -400,7 +351,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "model": request.model,
         "output": [],
         "usage": None,
-        **body.model_dump(include=ECHOED),
+        **body.model_dump(include=set(ECHOED)),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
