@@ -19,7 +19,7 @@ from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
 from mlx_spec.batch import Batch
 from mlx_spec.device import memory_for_models
-from mlx_spec.errors import InvalidValue, NotFound, SpecError
+from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub.catalog import repair_config
@@ -94,16 +94,6 @@ class LoadedModel:
         return time.time() - time.monotonic() + self.last_used + self.idle_seconds
 
 
-def _grammar_cache(text: Text, vocab_size: int, seconds: float) -> CompileGrammar:
-    """Return `compile_grammar` for a model; it keeps what was compiled last. For any thread."""
-
-    @lru_cache(MAX_GRAMMARS)
-    def compile(kind: GrammarKind, source: str) -> Grammar:
-        return compile_grammar(kind, source, text, vocab_size, seconds=seconds)
-
-    return compile
-
-
 def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ranks | None = None) -> Pair:
     """Load a pair as it was configured, over ranks or with a drafter on another one. Raises SpecError."""
     return load(
@@ -120,7 +110,6 @@ class Models:
     """Names and texts are for any thread. Only the engine thread may load and unload."""
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
-        _check_names(settings)
         self._settings = settings
         self._loader = loader
         self._served = {served.name: served for served in settings.models}
@@ -277,19 +266,25 @@ class Models:
         finally:
             self.loading = None
         name, budget = served.name, partial(self._cache_budget, served.name)
-        conversations, limits = self._settings.conversations, self._settings.limits
+        text, settings = pair.text, self._settings
+        size, seconds = pair.info.vocab_size, settings.limits.grammar_seconds
+
+        @lru_cache(MAX_GRAMMARS)
+        def compile(kind: GrammarKind, source: str) -> Grammar:
+            return compile_grammar(kind, source, text, size, seconds=seconds)
+
         need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
-        self._facts[name] = _facts(pair.text, pair.info.context_length)
+        self._facts[name] = _facts(text, pair.info.context_length)
         self._loaded[name] = LoadedModel(
             name,
             pair,
-            PrefixCache(pair.open, conversations, budget, files),
-            _grammar_cache(pair.text, pair.info.vocab_size, limits.grammar_seconds),
-            pair.batch(limits.running),
+            PrefixCache(pair.open, settings.conversations, budget, files),
+            compile,
+            pair.batch(settings.limits.running),
             need.caches / need.context,
             budget,
             time.monotonic(),
-            self._settings.idle_seconds,
+            settings.idle_seconds,
         )
         LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 
@@ -391,18 +386,6 @@ def check_exists(served: ServedModel) -> None:
 def _facts(text: Text, context_length: int | None) -> dict[str, Any]:
     tools = find_tool_format(text) is not None
     return {"context_length": context_length, "thinks": text.thinks, "tools": tools}
-
-
-def _check_names(settings: Settings) -> None:
-    names = [served.name for served in settings.models]
-    if not names:
-        raise InvalidValue("a server needs a model: name at least one")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidValue(f"two models are called {twice!r}: give each a name of its own")
-    for alias, name in settings.aliases:
-        if name not in names:
-            raise InvalidValue(f"alias {alias!r} stands for {name!r}, which is none of {', '.join(names)}")
 
 
 def _warm_up(pair: Pair) -> None:
