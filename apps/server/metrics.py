@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -16,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
-from .engine_thread import EngineThread, Job, Status
+from .engine_thread import EngineThread, Status
 from .errors import LOG, Failure
-from .request import Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone
+from .request import Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone, measurements
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)  # seconds
@@ -27,6 +28,16 @@ COUNT_INTERVAL_S = 0.25  # between two counts of a request that runs; counting e
 NO_RESPONSE = 499  # status of a request whose client hung up before the response
 OTHER = "other"  # label of paths that do not exist
 LABELS = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginnings
+# What answers generate: a field of `Statistics`, its counter, and what that counts.
+COUNTED = (
+    ("generated_tokens", "generation_tokens", "Generated tokens."),
+    ("decode_seconds", "generation_seconds", "Seconds of the engine for these."),
+    ("speculative_rounds", "spec_decode_num_drafts", "Rounds that drafted."),
+    ("drafted", "spec_decode_num_draft_tokens", "Verified draft tokens."),
+    ("accepted", "spec_decode_num_accepted_tokens", "Accepted ones."),
+    ("plain_seconds", "plain_seconds", "Plain decoding of the compared tokens."),
+    ("compared_seconds", "compared_seconds", "Rounds whose plain time is known."),
+)
 
 
 class Metrics(Collector):
@@ -34,31 +45,28 @@ class Metrics(Collector):
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests by path and status.", "path", "status")
-        self.failures = self._counter("failures", "Admitted requests that failed.", "model", "code")
-        self.cancelled = self._counter("cancelled", "Requests whose client hung up.", "model")
-        self.prompt = self._counter("prompt_tokens", "Tokens of prompts.", "model")
-        self.cached = self._counter("cached_tokens", "Tokens of prompts that were cached.", "model")
-        self.generated = self._counter("generation_tokens", "Generated tokens.", "model")
-        self.seconds = self._counter("generation_seconds", "Seconds of the engine for these.", "model")
-        self.drafts = self._counter("spec_decode_num_drafts", "Rounds that drafted.", "model")
-        self.drafted = self._counter("spec_decode_num_draft_tokens", "Verified draft tokens.", "model")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted ones.", "model")
-        at = ("model", "drafter", "position")  # from 0, as vLLM counts them
-        self.drafted_at = self._counter("spec_decode_num_draft_tokens_per_pos", "By position.", *at)
-        self.accepted_at = self._counter("spec_decode_num_accepted_tokens_per_pos", "By position.", *at)
-        self.plain = self._counter("plain_seconds", "Plain decoding of the compared tokens.", "model")
-        self.compared = self._counter("compared_seconds", "Rounds whose plain time is known.", "model")
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From admission.", FIRST_TOKEN_BUCKETS
+        counter = partial(Counter, namespace="mlx_spec", registry=self.registry)
+        gauge = partial(Gauge, namespace="mlx_spec", registry=self.registry)
+        histogram = partial(Histogram, namespace="mlx_spec", registry=self.registry, labelnames=["model"])
+        self.requests = counter("requests", "Requests by path and status.", ["path", "status"])
+        self.failures = counter("failures", "Admitted requests that failed.", ["model", "code"])
+        self.cancelled = counter("cancelled", "Requests whose client hung up.", ["model"])
+        self.prompt = counter("prompt_tokens", "Tokens of prompts.", ["model"])
+        self.cached = counter("cached_tokens", "Tokens of prompts that were cached.", ["model"])
+        self.counted = {field: counter(name, about, ["model"]) for field, name, about in COUNTED}
+        at = ["model", "drafter", "position"]  # from 0, as vLLM counts them
+        self.drafted_at = counter("spec_decode_num_draft_tokens_per_pos", "By position.", at)
+        self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "By position.", at)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From admission.", buckets=FIRST_TOKEN_BUCKETS
         )
-        self.per_token = self._histogram("time_per_output_token_seconds", "In the engine.", PER_TOKEN_BUCKETS)
-        self.pause = self._histogram("longest_pause_seconds", "Between tokens of a choice.", PAUSE_BUCKETS)
-        self.gain = self._gauge(
-            "gain", "Speed of the latest request as a multiple of plain decoding.", "model"
+        self.per_token = histogram(
+            "time_per_output_token_seconds", "In the engine.", buckets=PER_TOKEN_BUCKETS
         )
-        self.reason = self._gauge(
-            "reason", "1 for why speculation is on or off in the latest request.", "model", "reason"
+        self.pause = histogram("longest_pause_seconds", "Between tokens of a choice.", buckets=PAUSE_BUCKETS)
+        self.gain = gauge("gain", "Speed of the latest request as a multiple of plain decoding.", ["model"])
+        self.reason = gauge(
+            "reason", "1 for why speculation is on or off in the latest request.", ["model", "reason"]
         )
         self._status = status
         self._latest: dict[str, Statistics] = {}  # of the latest round of each model; the last one ran last
@@ -72,16 +80,8 @@ class Metrics(Collector):
     def count_rounds(self, model: str, before: Statistics, event: RoundDone) -> None:
         """Count what a choice generated since it was counted last."""
         now = event.statistics
-        for counter, old, new in (
-            (self.generated, before.generated_tokens, now.generated_tokens),
-            (self.seconds, before.decode_seconds, now.decode_seconds),
-            (self.drafts, before.speculative_rounds, now.speculative_rounds),
-            (self.drafted, before.drafted, now.drafted),
-            (self.accepted, before.accepted, now.accepted),
-            (self.plain, before.plain_seconds, now.plain_seconds),
-            (self.compared, before.compared_seconds, now.compared_seconds),
-        ):
-            counter.labels(model).inc(new - old)
+        for field, counter in self.counted.items():
+            counter.labels(model).inc(vars(now)[field] - vars(before)[field])
         for drafter, positions in now.by_drafter.items():
             known = before.by_drafter.get(drafter, Positions())
             for counter, old_at, new_at in (
@@ -110,26 +110,18 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges of this moment."""
         status = self._status()
-        yield GaugeMetricFamily("mlx_spec_queue_depth", "Requests that wait.", value=status.waiting)
-        yield GaugeMetricFamily("mlx_spec_running", "Requests that are answered.", value=status.running)
-        memory = GaugeMetricFamily("mlx_spec_memory_bytes", "Memory of MLX.", labels=["kind"])
-        memory.add_metric(["active"], status.active)
-        memory.add_metric(["peak"], status.peak)
-        memory.add_metric(["cache"], status.cached)
-        memory.add_metric(["budget"], status.budget)
-        yield memory
-        models = GaugeMetricFamily("mlx_spec_model_bytes", "By model.", labels=["model", "kind"])
-        for model in status.models:
-            models.add_metric([model.name, "weights"], model.weights)
-            models.add_metric([model.name, "caches"], model.caches)
-        yield models
-        rows = GaugeMetricFamily("mlx_spec_batch_rows", "Answers that decode.", labels=["model"])
-        passes = GaugeMetricFamily("mlx_spec_batch_passes", "Passes of a round.", labels=["model"])
-        for model in status.models:
-            rows.add_metric([model.name], sum(model.batch))
-            passes.add_metric([model.name], len(model.batch))
-        yield rows
-        yield passes
+        yield _gauges("queue_depth", "Requests that wait.", [], (status.waiting,))
+        yield _gauges("running", "Requests that are answered.", [], (status.running,))
+        kinds = (("active", status.active), ("peak", status.peak), ("cache", status.cached))
+        yield _gauges("memory_bytes", "Memory of MLX.", ["kind"], *kinds, ("budget", status.budget))
+        models = status.models
+        sizes = [(one.name, "weights", one.weights) for one in models]
+        sizes += [(one.name, "caches", one.caches) for one in models]
+        yield _gauges("model_bytes", "By model.", ["model", "kind"], *sizes)
+        rows = [(one.name, sum(one.batch)) for one in models]
+        yield _gauges("batch_rows", "Answers that decode.", ["model"], *rows)
+        passes = [(one.name, len(one.batch)) for one in models]
+        yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
 
     def json(self) -> dict[str, Any]:
         """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
@@ -174,26 +166,18 @@ class Metrics(Collector):
         for reason in Reason:
             self.reason.labels(model, reason.value).set(reason is statistics.reason)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"mlx_spec_{name}", about, labels, registry=self.registry)
 
-    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(f"mlx_spec_{name}", about, labels, registry=self.registry)
-
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"mlx_spec_{name}", about, ["model"], buckets=buckets, registry=self.registry)
+def _gauges(name: str, about: str, labels: list[str], *samples: tuple[Any, ...]) -> GaugeMetricFamily:
+    """Return gauges of one name; each sample is the values of the labels and a number."""
+    found = GaugeMetricFamily(f"mlx_spec_{name}", about, labels=labels)
+    for *values, number in samples:
+        found.add_metric(values, number)
+    return found
 
 
 def _last_json(model: str, statistics: Statistics) -> dict[str, Any]:
-    return {
-        "model": model,
-        "predicted_per_second": statistics.tokens_per_second or None,
-        "batch_n": round(statistics.batch_size, 3),
-        "gain": statistics.gain,
-        "acceptance_length": statistics.acceptance_length or None,
-        "speculation": "on" if statistics.reason.is_on else "off",
-        "reason": statistics.reason.value,
-    }
+    length = statistics.acceptance_length or None
+    return {"model": model, "acceptance_length": length, **measurements(statistics)}
 
 
 class CountedEngine:
@@ -207,30 +191,28 @@ class CountedEngine:
 
     def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> CountedJob:
         """Admit a request as the engine does; `send` is called on its thread."""
-        job = CountedJob(self._metrics, request.model)
-
-        def counted(event: Event) -> None:
-            job.read(event)
-            send(event)
-
-        job.job = self._engine.submit(request, counted)
-        return job
+        return CountedJob(self._engine, self._metrics, request, send)
 
 
 class CountedJob:
     """A job whose rounds are counted a few times a second, and once more in the end."""
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics, self._model = metrics, model
+    def __init__(
+        self,
+        engine: EngineThread,
+        metrics: Metrics,
+        request: GenerationRequest,
+        send: Callable[[Event], None],
+    ) -> None:
+        self._metrics, self._model, self._send = metrics, request.model, send
         self._lock = threading.Lock()  # events come on the engine thread, `cancel` is called on another
         self._counted: dict[int, Statistics] = {}  # by choice
         self._latest: dict[int, RoundDone] = {}  # by choice, those that are not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
-        self.job: Job | None = None
+        self._job = engine.submit(request, self._read)
 
-    def read(self, event: Event) -> None:
-        """Count an event."""
+    def _read(self, event: Event) -> None:
         match event:
             case PromptRead():
                 self._metrics.count_prompt(self._model, event)
@@ -245,13 +227,13 @@ class CountedJob:
             case Failed(failure=failure):
                 self._end()
                 self._metrics.count_failure(self._model, failure)
+        self._send(event)
 
     def cancel(self) -> None:
         """End the job; count it as cancelled if it had not ended."""
         if self._end():
             self._metrics.cancelled.labels(self._model).inc()
-        if self.job is not None:
-            self.job.cancel()
+        self._job.cancel()
 
     def _end(self) -> bool:
         """Count the rest. Return False if the job had ended before."""
