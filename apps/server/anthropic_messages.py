@@ -275,7 +275,8 @@ class MessageWriter:
                 yield from self._add_call(event)
             case ChoiceEnded():
                 yield from self._close_block()
-                self._end = _end_json(event)
+                reason = "stop_sequence" if event.stop is not None else STOP_REASONS[event.reason]
+                self._end = {"stop_reason": reason, "stop_sequence": event.stop}
             case Finished():
                 yield from self._finish(event)
             case Failed(failure=failure):
@@ -334,12 +335,6 @@ class MessageWriter:
     def _envelope(self, content: list[Json]) -> Json:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content, **self._end, "usage": self._usage, **self._notes}
-
-
-def _end_json(event: ChoiceEnded) -> Json:
-    if event.reason == "stop" and event.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": event.stop}
-    return {"stop_reason": STOP_REASONS[event.reason], "stop_sequence": None}
 
 
 def _usage_json(usage: Usage) -> Json:

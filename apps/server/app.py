@@ -173,7 +173,9 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     engine = EngineThread(settings, loader)
     server = Server(settings, engine)
     names = ", ".join(model.name for model in settings.models)
-    print(f"mlx-spec: {names} at {_url(settings.host, listener)}/v1 (Ctrl-C stops the server)", flush=True)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    print(f"mlx-spec: {names} at {url} (Ctrl-C stops the server)", flush=True)
     threading.Thread(target=server.watch, name="mlx_spec watching", daemon=True).start()
     server.run([listener])
     status = 1 if server.problem else 0
@@ -235,11 +237,6 @@ def _bind(host: str, port: int) -> socket.socket:
         raise InvalidValue(
             f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
         ) from error
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 # --- the log

@@ -42,6 +42,7 @@ from .request import (
     FinishReason,
     GenerationRequest,
     OutputFormat,
+    Prompt,
     PromptProgress,
     PromptRead,
     RawPrompts,
@@ -106,7 +107,7 @@ def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ..
     return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
 
 
-def _raw_tokens(prompt: str | tuple[int, ...] | FillIn, text: Text, model: str) -> list[int]:
+def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
     if isinstance(prompt, FillIn):
         found = fill_in_prompt(prompt, text)
         if found is None:

@@ -163,7 +163,8 @@ async def answer_body(
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not body.stream:
-        events = await _while_connected(http_request, _collect(engine, request))
+        found = _collect(read_events(engine, request, wakes=LAST_EVENTS))
+        events = await _while_connected(http_request, found)
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)
     try:
@@ -210,15 +211,12 @@ def json_line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
 
-async def _collect(engine: CountedEngine, request: GenerationRequest) -> list[Event]:
-    found: list[Event] = []
-    async with aclosing(read_events(engine, request, wakes=LAST_EVENTS)) as source:
-        async for event in source:
-            if isinstance(event, Failed):
-                raise event.failure
-            if event is not None:
-                found.append(event)
-    return found
+async def _collect(source: AsyncGenerator[Event | None, None]) -> list[Event]:
+    async with aclosing(source):
+        events = [event async for event in source if event is not None]
+    if isinstance(last := events[-1], Failed):
+        raise last.failure
+    return events
 
 
 async def _frames(

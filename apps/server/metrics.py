@@ -18,7 +18,7 @@ from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
 from .engine_thread import EngineThread, Status
-from .errors import LOG, Failure
+from .errors import LOG
 from .request import Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone, measurements
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
@@ -72,11 +72,6 @@ class Metrics(Collector):
         self._latest: dict[str, Statistics] = {}  # of the latest round of each model; the last one ran last
         self.registry.register(self)
 
-    def count_prompt(self, model: str, event: PromptRead) -> None:
-        """Count a prompt that was processed."""
-        self.prompt.labels(model).inc(event.prompt_tokens)
-        self.cached.labels(model).inc(event.cached_tokens)
-
     def count_rounds(self, model: str, before: Statistics, event: RoundDone) -> None:
         """Count what a choice generated since it was counted last."""
         now = event.statistics
@@ -102,10 +97,6 @@ class Metrics(Collector):
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
         self.pause.labels(model).observe(event.timings.longest_pause_seconds)
         self._show_latest(model, statistics)
-
-    def count_failure(self, model: str, failure: Failure) -> None:
-        """Count a request that failed."""
-        self.failures.labels(model, failure.code or str(failure.status)).inc()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges of this moment."""
@@ -215,7 +206,8 @@ class CountedJob:
     def _read(self, event: Event) -> None:
         match event:
             case PromptRead():
-                self._metrics.count_prompt(self._model, event)
+                self._metrics.prompt.labels(self._model).inc(event.prompt_tokens)
+                self._metrics.cached.labels(self._model).inc(event.cached_tokens)
             case RoundDone(index=index):
                 with self._lock:
                     self._latest[index] = event
@@ -226,7 +218,7 @@ class CountedJob:
                 self._metrics.count_answer(self._model, event)
             case Failed(failure=failure):
                 self._end()
-                self._metrics.count_failure(self._model, failure)
+                self._metrics.failures.labels(self._model, failure.code or str(failure.status)).inc()
         self._send(event)
 
     def cancel(self) -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -120,7 +119,7 @@ class Models:
             for name in self._served
         }
         self._loaded: dict[str, LoadedModel] = {}
-        self._facts: dict[str, dict[str, Any]] = {}  # of cards
+        self._described: set[str] = set()  # models whose cards were completed, or cannot be
         self.loading: str | None = None  # the model that is being loaded
         self._text_lock = threading.Lock()
         self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
@@ -145,10 +144,14 @@ class Models:
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Return all models, loaded or not. The files of one that never was are read, once."""
-        return tuple(
-            replace(card, loaded=name in self._loaded, **self._known(name))
-            for name, card in self._cards.items()
-        )
+        for name, served in self._served.items():
+            with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
+                if name not in self._described and _is_local(served):
+                    self._described.add(name)
+                    config = read_config(checkpoint_folders(served)[0])
+                    length = integer(text_config(config), "max_position_embeddings")
+                    self._describe(name, self.text(name), length)
+        return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
         """Return the models that are loaded."""
@@ -169,16 +172,10 @@ class Models:
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
             return self._texts[name]
 
-    def _known(self, name: str) -> dict[str, Any]:
-        """Return what loading a model has shown, or else what its files say, if they are on this machine."""
-        served = self._served[name]
-        with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
-            if name not in self._facts and _is_local(served):
-                self._facts[name] = {}
-                config = read_config(checkpoint_folders(served)[0])
-                length = integer(text_config(config), "max_position_embeddings")
-                self._facts[name] = _facts(self.text(name), length) | self._facts[name]
-        return self._facts.get(name, {})
+    def _describe(self, name: str, text: Text, context_length: int | None) -> None:
+        tools = find_tool_format(text) is not None
+        card = self._cards[name]
+        self._cards[name] = replace(card, context_length=context_length, thinks=text.thinks, tools=tools)
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if it has to wait until a busy one is done.
@@ -274,7 +271,8 @@ class Models:
             return compile_grammar(kind, source, text, size, seconds=seconds)
 
         need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
-        self._facts[name] = _facts(text, pair.info.context_length)
+        self._described.add(name)
+        self._describe(name, text, pair.info.context_length)
         self._loaded[name] = LoadedModel(
             name,
             pair,
@@ -364,14 +362,13 @@ def _is_local(served: ServedModel) -> bool:
 
 def checkpoint_folders(served: ServedModel) -> list[Path]:
     """Return the folders of target and drafter, if the drafter is a checkpoint. Raises NotFound."""
-    target, drafter = folders(served.target, served.drafter)
-    return [_local_folder(name) for name in (target, drafter) if name is not None]
-
-
-def _local_folder(name: str) -> Path:
-    found = on_disk(name)
-    if found is None:
-        raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
+    found = []
+    for name in folders(served.target, served.drafter):
+        folder = None if name is None else on_disk(name)
+        if folder is not None:
+            found.append(folder)
+        elif name is not None:
+            raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
     return found
 
 
@@ -381,11 +378,6 @@ def check_exists(served: ServedModel) -> None:
         folder = None if name is None else on_disk(name)
         if folder is not None:
             read_config(folder)
-
-
-def _facts(text: Text, context_length: int | None) -> dict[str, Any]:
-    tools = find_tool_format(text) is not None
-    return {"context_length": context_length, "thinks": text.thinks, "tools": tools}
 
 
 def _warm_up(pair: Pair) -> None:

@@ -24,6 +24,7 @@ from .request import (
     Failed,
     Finished,
     GenerationRequest,
+    Prompt,
     RawPrompts,
     TextDelta,
     answer_parts,
@@ -59,33 +60,25 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
-    prompts = RawPrompts(_with_suffix(body, _parse_prompts(body.prompt)), echo=bool(body.echo))
+    prompts = RawPrompts(tuple(_parse_prompts(body)), echo=bool(body.echo))
     least = 0 if body.echo else 1
     found = parse_request(body, model, prompts, least, top_logprobs=body.logprobs, prompt_param="prompt")
     return found if found.max_tokens is not None else replace(found, max_tokens=DEFAULT_MAX_TOKENS)
 
 
-def _with_suffix(
-    body: TextBody, prompts: tuple[str | tuple[int, ...], ...]
-) -> tuple[str | tuple[int, ...] | FillIn, ...]:
-    """Return the prompts; with a suffix, each is the text before a gap."""
-    if not body.suffix:
-        return prompts
-    if body.echo:
-        raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise unsupported("suffix: only with a prompt that is text", "suffix")
-    return tuple(FillIn(text, body.suffix) for text in texts)
-
-
-def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
+def _parse_prompts(body: TextBody) -> Iterator[Prompt]:
+    """Yield the prompts; with a suffix, each is the text before a gap."""
     try:
-        found = PROMPTS.validate_python(given)
+        found = PROMPTS.validate_python(body.prompt)
     except ValidationError as error:
-        code = "missing_required_parameter" if given is None else "invalid_value"
+        code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise invalid(f"prompt: {PROMPT_FORMS}", "prompt", code) from error
-    return (found,) if isinstance(found, str) or isinstance(found[0], int) else found
+    if body.suffix and body.echo:
+        raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
+    for prompt in [found] if isinstance(found, str) or isinstance(found[0], int) else found:
+        if body.suffix and not isinstance(prompt, str):
+            raise unsupported("suffix: only with a prompt that is text", "suffix")
+        yield FillIn(prompt, body.suffix) if body.suffix else prompt
 
 
 # --- answers

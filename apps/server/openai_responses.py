@@ -324,7 +324,8 @@ class ResponseWriter:
         return {"type": f"response.{status}", "response": self._response}
 
     def _fail(self, failure: Failure) -> Iterator[Json]:
-        error = {"code": _error_code(failure), "message": failure.message}
+        code = "invalid_prompt" if failure.status < 500 else "server_error"  # the nearest of the protocol's
+        error = {"code": "rate_limit_exceeded" if failure.status == 429 else code, "message": failure.message}
         yield {"type": "error", **error, "param": failure.param}
         yield from self._close_item("incomplete")
         self._response |= {"status": "failed", "error": error}
@@ -379,13 +380,6 @@ def _usage_json(usage: Usage) -> Json:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-def _error_code(failure: Failure) -> str:
-    """Return the nearest of the codes that the protocol has for a failed response."""
-    if failure.status == 429:
-        return "rate_limit_exceeded"
-    return "invalid_prompt" if failure.status < 500 else "server_error"
 
 
 def make_api(store: ResponseStore) -> Api:

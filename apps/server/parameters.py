@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -239,28 +239,21 @@ def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFor
     Raises Failure (400), also if there are several.
     """
     found = [] if own is None else [own]
-    for name, value in _constraints(body.model_extra or {}):
-        if value not in (None, "", False):
+    given = body.model_extra or {}
+    group = given.get(GROUP) or {}
+    if not isinstance(group, Mapping):
+        raise invalid(f"{GROUP}: give an object", GROUP)
+    grouped = {f"{GROUP}.{key[:MAX_SHOWN_CHARS]}": value for key, value in group.items()}
+    for name, value in {**given, **grouped}.items():
+        if name in CONSTRAINTS and value not in (None, "", False):
             found.append(as_format(CONSTRAINTS[name], value, name))
+        is_option = name.startswith(f"{GROUP}.disable_")  # of the backends of vLLM
+        if name in grouped and name not in CONSTRAINTS and value not in (None, False) and not is_option:
+            raise unsupported(f"{name}: is not supported here", name)
     if len(found) > 1:
         first, second = (each.param for each in found[:2])
         raise invalid(f"{second}: {first} gives the form of the answer, too: leave one of them out", second)
     return found[0] if found else None
-
-
-def _constraints(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in given.items():
-        if name in CONSTRAINTS:
-            yield name, value
-    group = given.get(GROUP)
-    if not isinstance(group, Mapping | None):
-        raise invalid(f"{GROUP}: give an object", GROUP)
-    for key, value in (group or {}).items():
-        name = f"{GROUP}.{key[:MAX_SHOWN_CHARS]}"
-        if name in CONSTRAINTS:
-            yield name, value
-        elif value not in (None, False) and not key.startswith("disable_"):  # of the backends of vLLM
-            raise unsupported(f"{name}: is not supported here", name)
 
 
 def as_format(kind: str, value: Any, field: str) -> OutputFormat:

@@ -52,11 +52,14 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
 
 
+Prompt = str | tuple[int, ...] | FillIn
+
+
 @dataclass(frozen=True)
 class RawPrompts:
     """Texts or tokens to continue. Each gets n choices; choice i continues prompt i // n."""
 
-    prompts: tuple[str | tuple[int, ...] | FillIn, ...]
+    prompts: tuple[Prompt, ...]
     echo: bool = False  # each choice begins with its prompt and its logprobs: nan for the first token
 
 

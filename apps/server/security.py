@@ -55,7 +55,8 @@ class Guards:
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                     await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
                     return
-            if not _is_open(scope):
+            path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
+            if not (reads and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))):
                 self._check_key(headers)
             length = headers.get("content-length", "")
             if length.isdecimal():  # a body that is too large is not even read
@@ -131,11 +132,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_open(scope: Scope) -> bool:
-    path = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

@@ -232,6 +232,12 @@ class Options:
             if not normal_origin(origin):
                 raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")
         models = self._models()
+        names = [model.name for model in models]
+        aliases = [_split("--alias", text, ALIAS) for text in self.alias or []]
+        for alias, name in aliases:
+            _check_known("--alias", name, names)
+            if alias in names:
+                raise BadOptions(f"--alias {alias}: a model goes by that name")
         return Settings(
             models=models,
             host=self.host,
@@ -239,7 +245,7 @@ class Options:
             api_key=key,
             hosts=tuple(self.allow_host or []),
             origins=tuple(self.cors_origin or []),
-            aliases=_aliases(self.alias or [], [model.name for model in models]),
+            aliases=tuple(aliases),
             memory_bytes=None if self.memory is None else round(self.memory * GB),
             idle_seconds=self.idle,
             conversations=self.conversations,
@@ -283,15 +289,6 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         return options.settings()
     except BadOptions as error:
         command.refuse("mlx-spec serve", str(error))
-
-
-def _aliases(texts: Sequence[str], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    found = [_split("--alias", text, ALIAS) for text in texts]
-    for alias, name in found:
-        _check_known("--alias", name, names)
-        if alias in names:
-            raise BadOptions(f"--alias {alias}: a model goes by that name")
-    return tuple(found)
 
 
 def _split(option: str, text: str, form: str) -> tuple[str, str]:
