@@ -52,11 +52,6 @@ def anthropic_body(failure: Failure) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": failure.message}}
 
 
-def anthropic_status(failure: Failure) -> int:
-    """Return the HTTP status that Anthropic's protocol has for a failure."""
-    return ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
-
-
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> Failure:
     """Return the failure for a value that cannot be honoured: 400."""
     return Failure(400, message, param=param, code=code)

@@ -121,10 +121,7 @@ def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
 
 
 def _grammar(
-    request: GenerationRequest,
-    use: ToolUse | None,
-    dialect: ToolFormat | None,
-    compile: CompileGrammar,
+    request: GenerationRequest, use: ToolUse | None, dialect: ToolFormat | None, compile: CompileGrammar
 ) -> Grammar | None:
     """Return the grammar of what the request asks for, combined with what its tools need.
 
@@ -244,31 +241,27 @@ class BatchRow:
         return "tool_calls" if self.calls is not None and self.calls.complete else "stop"
 
 
+@dataclass(eq=False)
 class RunningRequest:
     """Answers a request. Each choice is a row of the model's batch; a prompt is read once for all of them."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        model: LoadedModel,
-        send: Callable[[Event], None],
-        submitted: float,  # time.perf_counter()
-    ) -> None:
-        self.rows: list[BatchRow] = []  # those that run
-        self._request = request
-        self._model = model
-        self._pair = model.pair
-        self._send = send
-        self._submitted = submitted
-        self._queued_seconds = time.perf_counter() - submitted
-        self._first_token_seconds: float | None = None
-        self._longest_pause = 0.0  # seconds between two rounds of a choice
+    request: GenerationRequest
+    model: LoadedModel
+    send: Callable[[Event], None]
+    submitted: float  # time.perf_counter()
+    rows: list[BatchRow] = field(default_factory=list)  # those that run
+    _begun: list[BatchRow] = field(default_factory=list)  # all rows that have begun
+    _waiting: deque[tuple[int, int]] = field(default_factory=deque)  # places of rows that have not begun
+    _snapshots: dict[int, Snapshot | None] = field(default_factory=dict)  # of prompts that were read
+    _scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # of prompts, where they are echoed
+    _first_token_seconds: float | None = None
+    _longest_pause: float = 0.0  # seconds between two rounds of a choice
+
+    def __post_init__(self) -> None:
+        self._queued_seconds = time.perf_counter() - self.submitted
+        self._pair = self.model.pair
         self._prepared: PreparedRequest
         self._sources: Sequence[str]  # names of the drafters, by the index that rounds hold
-        self._waiting: deque[tuple[int, int]] = deque()  # places of rows that have not begun
-        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts that were read, for their other choices
-        self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
-        self._begun: list[BatchRow] = []  # all rows that have begun
 
     def begin(self, prepared: PreparedRequest) -> bool:
         """Begin once the request is prepared. Return True if that is all of it. Raises Failure."""
@@ -276,15 +269,15 @@ class RunningRequest:
             try:
                 self._pair.token_limit(prompt, NO_LIMIT)
             except PromptTooLong as error:
-                raise invalid(str(error), self._request.prompt_param, "context_length_exceeded") from error
+                raise invalid(str(error), self.request.prompt_param, "context_length_exceeded") from error
             except InvalidValue as error:
-                param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
+                param = self.request.prompt_param if isinstance(self.request.prompt, RawPrompts) else None
                 raise invalid(str(error), param) from error
         self._prepared = prepared
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         self._sources = (*self._pair.drafter_names, *grammar, *prediction)
-        self._waiting.extend(product(range(len(prepared.prompts)), range(self._request.n)))
+        self._waiting.extend(product(range(len(prepared.prompts)), range(self.request.n)))
         return self._end_if_done()
 
     @property
@@ -294,14 +287,14 @@ class RunningRequest:
 
     def has_room(self, place: tuple[int, int]) -> bool:
         """Return True if memory suffices for a row."""
-        return self._model.has_room(len(self._prepared.prompts[place[0]]))
+        return self.model.has_room(len(self._prepared.prompts[place[0]]))
 
     def begin_row(self, place: tuple[int, int]) -> None:
         """Begin a row."""
         self._waiting.remove(place)
         number, i = place
-        prompt, index = self._prepared.prompts[number], number * self._request.n + i
-        row = BatchRow(self._model.batch, prompt, place, index, self._sources)
+        prompt, index = self._prepared.prompts[number], number * self.request.n + i
+        row = BatchRow(self.model.batch, prompt, place, index, self._sources)
         row.steps = self._generate(row)
         self.rows.append(row)
         self._begun.append(row)
@@ -321,14 +314,14 @@ class RunningRequest:
     def _end_if_done(self) -> bool:
         if self.rows or self._waiting:
             return False
-        self._send(self._finished())
+        self.send(self._finished())
         return True
 
     def _generate(self, row: BatchRow) -> Steps:
         """Generate a choice. All but the first of a prompt begin with the rows that it has read."""
-        cache, number = self._model.prefix_cache, row.place[0]
-        echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
-        is_scored = echo and self._request.top_logprobs is not None and row.is_first
+        cache, number = self.model.prefix_cache, row.place[0]
+        echo = isinstance(self.request.prompt, RawPrompts) and self.request.prompt.echo
+        is_scored = echo and self.request.top_logprobs is not None and row.is_first
         with cache.borrow(row.prompt, self._snapshots.get(number)) as sequence:
             row.caches = sequence
             if is_scored:
@@ -338,19 +331,19 @@ class RunningRequest:
             cache.shrink()
             if row.is_first:
                 statistics = row.statistics
-                self._send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
-                self._snapshots[number] = cache.snapshot(sequence) if self._request.n > 1 else None
+                self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
+                self._snapshots[number] = cache.snapshot(sequence) if self.request.n > 1 else None
             if all(number != waiting for waiting, _ in self._waiting):
                 self._snapshots[number] = None  # nobody needs it
             if echo:
-                self._send(self._echo(row))
-            if self._request.max_tokens != 0:
+                self.send(self._echo(row))
+            if self.request.max_tokens != 0:
                 yield from self._decode(row, running)
             for event in row.end():
-                self._send(event)
+                self.send(event)
 
     def _prepare_row(self, row: BatchRow, sequence: CachedSequence) -> RunningSequence:
-        request, prepared, sampling = self._request, self._prepared, self._prepared.sampling
+        request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
         if sampling.seed is not None:  # else all choices would be the same
             sampling = replace(sampling, seed=sampling.seed + row.place[1])
         running = self._pair.prepare(
@@ -378,21 +371,21 @@ class RunningRequest:
 
     def _prefill(self, row: BatchRow, sequence: CachedSequence, scoring: Iterable[None] | None) -> Steps:
         """Process the prompt in steps, and report them if the request wants it."""
-        parts, batch, length = sequence.parts, self._model.batch, len(row.prompt)
+        parts, batch, length = sequence.parts, self.model.batch, len(row.prompt)
         target, cached = parts.target, parts.target.size
-        reports = self._request.progress and cached < length - 1
+        reports = self.request.progress and cached < length - 1
         if reports:
-            self._send(PromptProgress(length, cached, cached))
+            self.send(PromptProgress(length, cached, cached))
         steps = scoring or engine.prefill(target, parts.drafters, row.prompt, batch.chunk)
         for _ in row.generation.prefill(batch.timed(steps, target)):
             if reports:
-                self._send(PromptProgress(length, cached, target.size))
+                self.send(PromptProgress(length, cached, target.size))
             yield
 
     def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[None]:
         """Process a prompt and keep the logprobs of its tokens; the first token has none."""
-        pair, top, prompt = self._pair, self._request.top_logprobs or 0, row.prompt
-        processor = LogitsProcessor(replace(self._request.sampling, grammar=None), 0, pair.info.vocab_size)
+        pair, top, prompt = self._pair, self.request.top_logprobs or 0, row.prompt
+        processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan)]
         self._scores[row.place[0]] = scores
         parts = sequence.parts
@@ -402,9 +395,9 @@ class RunningRequest:
 
     def _echo(self, row: BatchRow) -> TextDelta:
         """Return the prompt as the beginning of its choice."""
-        assert isinstance(self._request.prompt, RawPrompts)
+        assert isinstance(self.request.prompt, RawPrompts)
         number = row.place[0]
-        given = self._request.prompt.prompts[number]
+        given = self.request.prompt.prompts[number]
         text = given if isinstance(given, str) else self._pair.text.decode(row.prompt)
         scores = tuple(self._scores.get(number, ()))
         return TextDelta(row.index, "answer", text, scores, (SourceSpan(text, None, 0),))
@@ -418,10 +411,10 @@ class RunningRequest:
             for round, parts in rounds:
                 now = time.perf_counter()
                 if self._first_token_seconds is None:
-                    self._first_token_seconds = now - self._submitted
+                    self._first_token_seconds = now - self.submitted
                 self._longest_pause, last = max(self._longest_pause, now - last), now
                 for event in row.read(parts):
-                    self._send(event)
+                    self.send(event)
                 if round.finish_reason is None and row.answer.finished is None:
                     yield
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import LOG, Failure, anthropic_body, anthropic_status, hung_up, internal_error
+from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
 from .metrics import CountedEngine
 from .parameters import check_unknown
 from .parsing import check_limits, read_body
@@ -38,6 +38,7 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JS
 
 T = TypeVar("T")
 Json = dict[str, Any]
+Events = AsyncGenerator[Event | None, None]  # None stands for silence
 
 
 class Writer(Protocol):
@@ -116,7 +117,7 @@ async def read_events(
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
-) -> AsyncGenerator[Event | None, None]:
+) -> Events:
     """Yield the events of a request, the last of which is `Finished` or `Failed`; None after each silence.
 
     Closing the generator early cancels the request. Raises Failure if the engine does not admit it.
@@ -181,9 +182,7 @@ async def answer_body(
 class EventStream(StreamingResponse):
     """A stream of events, which closes its source in the end."""
 
-    def __init__(
-        self, source: AsyncGenerator[Event | None, None], frames: AsyncIterator[str], media_type: str
-    ) -> None:
+    def __init__(self, source: Events, frames: AsyncIterator[str], media_type: str) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type=media_type, headers=headers)
         self._source = source
@@ -211,7 +210,7 @@ def json_line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
 
-async def _collect(source: AsyncGenerator[Event | None, None]) -> list[Event]:
+async def _collect(source: Events) -> list[Event]:
     async with aclosing(source):
         events = [event async for event in source if event is not None]
     if isinstance(last := events[-1], Failed):
@@ -220,7 +219,7 @@ async def _collect(source: AsyncGenerator[Event | None, None]) -> list[Event]:
 
 
 async def _frames(
-    first: Event | None, source: AsyncGenerator[Event | None, None], writer: Writer, keepalive_s: float
+    first: Event | None, source: Events, writer: Writer, keepalive_s: float
 ) -> AsyncIterator[str]:
     """Yield the text of a stream. Events that write nothing, as those in a tool call, count as silence."""
     try:
@@ -267,7 +266,8 @@ async def _disconnected(http_request: Request) -> None:
 def error_response(path: str, failure: Failure) -> Response:
     """Return the response to a request for `path` that failed before its response began."""
     if path.startswith(ANTHROPIC_PATH):
-        response = JSONResponse(anthropic_body(failure), anthropic_status(failure))
+        status = ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
+        response = JSONResponse(anthropic_body(failure), status)
     elif path.startswith(OLLAMA_PATH):
         response = JSONResponse({"error": failure.message}, failure.status)
     else:
@@ -282,13 +282,11 @@ def error_response(path: str, failure: Failure) -> Response:
 def add_error_handlers(app: Starlette) -> None:
     """Let `app` answer what its routes raise, in the dialect of the path."""
 
-    async def on_failure(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Failure)
-        return error_response(request.url.path, error)
-
-    async def on_http_exception(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    async def respond(request: Request, error: Exception) -> Response:
         path = request.url.path
+        if isinstance(error, Failure):
+            return error_response(path, error)
+        assert isinstance(error, HTTPException)
         message, code = str(error.detail), None
         if error.status_code == 404:
             message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
@@ -298,15 +296,15 @@ def add_error_handlers(app: Starlette) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    app.add_exception_handler(Failure, on_failure)
-    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Failure, respond)
+    app.add_exception_handler(HTTPException, respond)
 
 
+@dataclass
 class LastResort:
     """ASGI middleware: a bug of ours becomes a 500 without details."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -318,7 +316,7 @@ class LastResort:
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self.app(scope, receive, watched)
         except Exception as error:
             if scope["type"] != "http" or begun:
                 raise

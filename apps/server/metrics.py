@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -242,18 +243,18 @@ class CountedJob:
         self._latest = {}
 
 
+@dataclass
 class RequestCounter:
     """ASGI middleware: count requests and log one line for each, without any of its text."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._paths = paths  # as declared; a path that a client made up is no label
+    app: ASGIApp
+    metrics: Metrics
+    paths: frozenset[str]  # as declared; a path that a client made up is no label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         status, began = NO_RESPONSE, time.perf_counter()
 
@@ -264,14 +265,14 @@ class RequestCounter:
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self.app(scope, receive, watched)
         finally:
             path = self._label(scope["path"])
-            self._metrics.requests.labels(path, str(status)).inc()
+            self.metrics.requests.labels(path, str(status)).inc()
             seconds = time.perf_counter() - began
             LOG.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
 
     def _label(self, path: str) -> str:
-        if path in self._paths:
+        if path in self.paths:
             return path
         return next((label for start, label in LABELS.items() if path.startswith(start)), OTHER)

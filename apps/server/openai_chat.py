@@ -70,11 +70,9 @@ class ToolField(Fields):
 class ChatBody(CompletionBody):
     """The body of a request."""
 
-    messages: list[Message]
+    messages: list[Message] = Field(min_length=1)
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolField | None, BeforeValidator(parsing.as_type)] = (
-        None  # between text and tools
-    )
+    tool_choice: Annotated[ToolField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -163,8 +161,6 @@ def parse_tool(tool: ToolField, field: str) -> Tool:
 
 
 def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
-    if not body.messages:
-        raise invalid("messages: is empty: give at least one", "messages")
     turns = []
     names: dict[str, str] = {}  # of the called functions, by the ids of the calls
     for i, message in enumerate(body.messages):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
+
+from pydantic import Field
 
 from mlx_spec import __version__
 
-from .errors import invalid, unsupported
+from .errors import invalid
 from .http import Json, data_event
 from .parameters import FormatField, SharedFields, parse_format, start_request
-from .parsing import Fields, Parts, Texts, part_texts, required
+from .parsing import Fields, Parts, Texts, part_texts
 from .request import (
     AnswerPart,
     Chat,
@@ -50,8 +52,8 @@ class StreamOptions(Fields):
 class PredictionField(Fields):
     """Text that the answer is expected to contain."""
 
-    type: str
-    content: Parts | None = None
+    type: Literal["content"]
+    content: Parts
 
 
 class CompletionBody(SharedFields):
@@ -60,7 +62,7 @@ class CompletionBody(SharedFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_new_tokens: int | None = None
@@ -80,10 +82,8 @@ def parse_request(
     """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
-    n, stop = 1 if body.n is None else body.n, body.stop or []
-    if n < 1:
-        raise invalid(f"n: {n} choices, the least is 1", "n")
-    if "" in stop:
+    expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
+    if "" in (body.stop or ()):
         raise invalid("stop: an empty string ends every answer: leave it out", "stop")
     return start_request(
         body,
@@ -91,9 +91,9 @@ def parse_request(
         prompt,
         parse_format(body.response_format, "response_format", "json_schema.schema"),
         max_tokens=_max_tokens(body, least),
-        stop=tuple(dict.fromkeys(stop)),
-        n=n,
-        prediction=_prediction(body.prediction),
+        stop=tuple(dict.fromkeys(body.stop or ())),
+        n=1 if body.n is None else body.n,
+        prediction="".join(expected) or None,
         progress=body.stream_options is not None and bool(body.stream_options.include_draft),
         **more,
     )
@@ -107,15 +107,6 @@ def _max_tokens(body: CompletionBody, least: int) -> int | None:
         if limit < least:
             raise invalid(f"{name}: {limit} is too few, the least is {least}", name)
     return min(given.values(), default=None)
-
-
-def _prediction(given: PredictionField | None) -> str | None:
-    if given is None:
-        return None
-    if given.type != "content":
-        raise unsupported("prediction.type: only 'content' is supported", "prediction.type")
-    content = required(given.content, "prediction.content")
-    return "".join(part_texts(content, "prediction.content")) or None
 
 
 # --- answers

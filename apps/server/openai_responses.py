@@ -1,9 +1,14 @@
-"""`/v1/responses`: OpenAI's Responses API."""
+"""`/v1/responses`: OpenAI's Responses API.
+
+A namespace, as agents send it for a server of tools, is opened: the model sees its functions under joined
+names, and a call goes back to the client in two parts.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -16,8 +21,8 @@ from pydantic import BeforeValidator, Field
 from . import parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parameters import AnswerConfig, FormatField, SharedFields, parse_format, start_request
-from .parsing import ContentPart
+from .parameters import AnswerConfig, FormatField, SharedFields, leave_out_tool, parse_format, start_request
+from .parsing import ContentPart, Fields
 from .request import (
     Chat,
     ChoiceEnded,
@@ -27,19 +32,12 @@ from .request import (
     GenerationRequest,
     OutputFormat,
     TextDelta,
+    Tool,
     ToolCall,
+    ToolUse,
     Usage,
     logprob_json,
     timings_json,
-)
-from .responses_tools import (
-    ToolChoiceField,
-    ToolField,
-    functions,
-    joined_name,
-    notes_on,
-    parse_tools,
-    tools_json,
 )
 from .stored_responses import ItemField, ResponseStore
 
@@ -57,6 +55,10 @@ REFUSED = {  # except for null and false
 # Fields of a request that its response repeats.
 ECHOED = "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key".split()
 ECHOED += ["safety_identifier", "user"]
+HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and results have forms of their own
+    "apply_patch|code_interpreter|computer|custom|file_search|image_generation|local_shell|mcp|shell"
+    "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
+)
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 
@@ -67,6 +69,28 @@ ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 def _as_items(given: Any) -> Any:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return parsing.without_unknown(items, ITEM_TYPES)
+
+
+class ToolField(Fields):
+    """A function that the client runs, a namespace of functions, or a tool of OpenAI's servers."""
+
+    type: str
+    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
+    description: str | None = None
+    parameters: parsing.Schema | None = None
+    strict: bool | None = None
+    namespace: str | None = Field(default=None, pattern=parsing.TOOL_NAME)  # within a tool choice
+    tools: list[ToolField] | None = None  # of a namespace
+
+
+class ToolChoiceField(Fields):
+    """The choice between text and tools."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolField] | None = None
 
 
 class ResponsesBody(SharedFields):
@@ -107,7 +131,7 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
     chat = Chat(
         messages=_parse_messages(body, store.previous(body.previous_response_id)),
-        tools=parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
+        tools=_parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
@@ -163,7 +187,7 @@ def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
             return {"role": "system" if role == "developer" else role, "content": text}
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
-            names[id] = name = joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
+            names[id] = name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
             given = parsing.required(item.arguments, f"{field}.arguments")
             call = parsing.call_turn(id, name, parsing.parse_arguments(given))
             return parsing.assistant_turn(None, calls=[call])
@@ -195,6 +219,71 @@ def decode_thinking(field: str | None) -> str:
         return ""
 
 
+# --- tools: functions, namespaces of them, and hosted tools, which are left out
+
+
+def _parse_tools(
+    given: Sequence[ToolField], choice: ToolChoiceField | None, parallel: bool | None
+) -> ToolUse | None:
+    """Return how the functions may be used; None without any. Raises Failure (400)."""
+    tools = [tool for tool, _, _ in _functions(given)]
+    choice = choice or ToolChoiceField(type="auto")
+    named, mode = None, choice.type
+    if choice.type == "allowed_tools":
+        allowed = [_joined_name(tool.namespace, tool.name or "") for tool in choice.tools or ()]
+        for name in allowed:  # each must be one of the tools
+            parsing.make_tool_use(tools, "required", name, None)
+        tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
+    elif choice.type == "function":
+        named = _joined_name(choice.namespace, choice.name or "")
+    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
+        raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
+    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, parallel)
+
+
+def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, str]]:
+    """Yield each function, its namespace and its name there. Raises Failure (400)."""
+    for i, outer in enumerate(tools):
+        field, space, members = f"tools.{i}", None, [outer]
+        if outer.type == "namespace":
+            space = parsing.required(outer.name, f"{field}.name")
+            members = parsing.required(outer.tools, f"{field}.tools")
+        for k, tool in enumerate(members):
+            place = f"{field}.tools.{k}" if space else field
+            if tool.type == "function":
+                name = parsing.required(tool.name, f"{place}.name")
+                about = [outer.description] if space and k == 0 else []  # the first tells what all are for
+                description = parsing.PARAGRAPH.join(filter(None, [*about, tool.description])) or None
+                joined, strict = _joined_name(space, name), bool(tool.strict)
+                yield Tool(joined, description, tool.parameters or {}, strict), space, name
+            elif not HOSTED_TOOLS.fullmatch(tool.type):
+                known = "only 'function' and 'namespace'"
+                raise unsupported(f"{place}: {tool.type!r} is not supported here, {known}", place)
+
+
+def _joined_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it, such as mcp__server__tool."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _notes_on(tools: Sequence[ToolField]) -> list[str]:
+    """Return a note on each type of tool that is left out."""
+    kinds = {tool.type for outer in tools for tool in (outer, *(outer.tools or ()))}
+    return [leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
+
+
+def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
+    """Return the functions and namespaces, without the tools that are left out."""
+    found: list[Json] = []
+    for tool in tools:
+        one: Json = {"type": tool.type, "name": tool.name, "description": tool.description}
+        if tool.type == "namespace":
+            found.append(one | {"tools": _tools_json(tool.tools or ())})
+        elif tool.type == "function":
+            found.append(one | {"parameters": tool.parameters or {}, "strict": bool(tool.strict)})
+    return found
+
+
 # --- answers
 
 
@@ -204,10 +293,8 @@ class ResponseWriter:
     def __init__(self, body: ResponsesBody, request: GenerationRequest, store: ResponseStore) -> None:
         self._store = None if body.store is False else store
         self._input = (*store.previous(body.previous_response_id), *body.input)
-        spaces = (
-            (tool.name, space.name) for _, tool, space in functions(body.tools or ()) if space is not None
-        )
-        self._spaces = {joined_name(space, name or ""): (space, name) for name, space in spaces}
+        named = _functions(body.tools or ())
+        self._spaces = {tool.name: (space, name) for tool, space, name in named if space is not None}
         self._response = _new_response(body, request)
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
@@ -337,7 +424,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     reasoning = body.reasoning or AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
-    notes = notes_on(body.tools or ())
+    notes = _notes_on(body.tools or ())
     if body.text is not None and body.text.verbosity in ("low", "high"):
         notes.append(NO_VERBOSITY)
     return {
@@ -365,7 +452,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
             "verbosity": (body.text.verbosity if body.text else None) or "medium",
         },
         "tool_choice": choice["type"] if len(choice) == 1 else choice,
-        "tools": tools_json(body.tools or ()),
+        "tools": _tools_json(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
