@@ -123,9 +123,6 @@ class MessagesBody(SharedFields, PromptBody):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     output_format: FormatField | None = None  # the earlier name of `output_config.format`
     stream: bool | None = None
-    container: Any = None
-    mcp_servers: list[Any] | None = None
-    speed: str | None = None
 
 
 # --- from the body to a request
@@ -141,10 +138,6 @@ async def count_tokens(http_request: Request, *, engine: CountedEngine, settings
 
 def parse(body: MessagesBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    for name, given in (("container", body.container), ("mcp_servers", body.mcp_servers)):
-        if given:
-            raise unsupported(f"{name}: nothing but the model runs here", name)
-    parsing.check_accepted("speed", body.speed, "standard")
     budget = body.thinking.budget_tokens if body.thinking else None
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -66,7 +65,6 @@ class LoadedModel:
     compile: CompileGrammar
     batch: Batch
     token_bytes: float  # K/V of one token, at most
-    max_bytes: Callable[[], int]  # of its caches
     last_used: float  # time.monotonic()
     idle_seconds: float | None  # unload it after this time; None: never
 
@@ -82,8 +80,9 @@ class LoadedModel:
 
     def has_room(self, tokens: int) -> bool:
         """Return True if a prompt of so many tokens fits beside what runs. Alone it always may try."""
-        used = self.prefix_cache.used_nbytes + self.batch.nbytes
-        return not used or used + tokens * self.token_bytes <= self.max_bytes() + self.batch.nbytes
+        used = self.prefix_cache.used_nbytes
+        is_alone = used + self.batch.nbytes == 0
+        return is_alone or used + tokens * self.token_bytes <= self.prefix_cache.max_bytes()
 
     @property
     def expires_at(self) -> float:
@@ -121,8 +120,6 @@ class Models:
         self._loaded: dict[str, LoadedModel] = {}
         self._described: set[str] = set()  # models whose cards were completed, or cannot be
         self.loading: str | None = None  # the model that is being loaded
-        self._text_lock = threading.Lock()
-        self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
         self._folder = None
         if settings.cache_folder is not None:
             self._folder = CacheFolder(settings.cache_folder, settings.cache_folder_bytes)
@@ -162,15 +159,11 @@ class Models:
         loaded = self._loaded.get(name)
         if loaded is not None:
             return loaded.pair.text
-        with self._text_lock:
-            try:
-                if name not in self._texts:
-                    folder = checkpoint_folders(self._served[name])[0]
-                    self._texts[name] = read_text(folder, repair_config(read_config(folder)))
-            except SpecError as error:
-                LOG.error("%s cannot be read: %s", name, error)
-                raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
-            return self._texts[name]
+        try:
+            return _read_text(checkpoint_folders(self._served[name])[0])
+        except SpecError as error:
+            LOG.error("%s cannot be read: %s", name, error)
+            raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
 
     def _describe(self, name: str, text: Text, context_length: int | None) -> None:
         tools = find_tool_format(text) is not None
@@ -280,7 +273,6 @@ class Models:
             compile,
             pair.batch(settings.limits.running),
             need.caches / need.context,
-            budget,
             time.monotonic(),
             settings.idle_seconds,
         )
@@ -370,6 +362,11 @@ def checkpoint_folders(served: ServedModel) -> list[Path]:
         elif name is not None:
             raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
     return found
+
+
+@lru_cache
+def _read_text(folder: Path) -> Text:
+    return read_text(folder, repair_config(read_config(folder)))
 
 
 def check_exists(served: ServedModel) -> None:

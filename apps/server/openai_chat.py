@@ -80,11 +80,7 @@ class ChatBody(CompletionBody):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
     thinking: ThinkingField | None = None  # the same
-
-    # Refused, except for values without effect.
-    modalities: list[str] | None = None
     service_tier: str | None = None
-    verbosity: str | None = None
 
 
 # --- from the body to a request
@@ -92,16 +88,10 @@ class ChatBody(CompletionBody):
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    _check_supported(body)
+    if body.service_tier not in (None, "auto", "default"):
+        raise unsupported("service_tier: there is only 'auto' or 'default'", "service_tier")
     chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
     return parse_request(body, model, chat, top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs))
-
-
-def _check_supported(body: ChatBody) -> None:
-    parsing.check_accepted("service_tier", body.service_tier, "auto", "default")
-    parsing.check_accepted("verbosity", body.verbosity, "medium")
-    if set(body.modalities or []) - {"text"}:
-        raise unsupported("modalities: only text is supported", "modalities")
 
 
 def _thinks(body: ChatBody) -> bool:

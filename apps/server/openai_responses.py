@@ -46,10 +46,8 @@ INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 REFUSED = {  # except for null and false
-    "background": "an answer comes whole or as a stream",
     "context_management": "send as much as the context holds",
     "conversation": "continue a response by previous_response_id",
-    "moderation": "no text leaves this machine",
     "prompt": "send the prompt itself",
 }
 # Fields of a request that its response repeats.
@@ -109,7 +107,6 @@ class ResponsesBody(SharedFields):
     reasoning: AnswerConfig | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    truncation: str | None = None
     store: bool | None = None
     previous_response_id: str | None = None
 
@@ -154,7 +151,6 @@ def _check_supported(body: ResponsesBody) -> None:
         if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
-    parsing.check_accepted("truncation", body.truncation, "disabled")
     if body.stream_options and not body.stream:
         raise invalid("stream_options: only for a stream", "stream_options")
     if body.stream_options and body.stream_options.get("include_obfuscation"):

@@ -89,6 +89,11 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((True,), "include_reasoning separate_reasoning"),
     (([],), "bad_words allowed_token_ids logits_processors samplers lora documents"),
     (({},), "extra_body"),
+    (([], ["text"]), "modalities"),
+    (([],), "mcp_servers"),
+    (("medium",), "verbosity"),
+    (("disabled",), "truncation"),
+    (("standard",), "speed"),
     (("auto", "deepseek"), "reasoning_format"),
     ((), "prompt_logprobs truncate_prompt_tokens chat_template structural_tag guided_whitespace_pattern"),
     ((), "thinking_budget custom_logit_processor"),
@@ -96,6 +101,7 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
 NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 REASONS = {  # parameters that are not supported -> why
     "audio": "answers are text",
+    "container": "nothing but the model runs here",
     "functions": "give `tools` instead",
     "function_call": "give `tool_choice` instead",
     "web_search_options": "nothing is ever fetched here",

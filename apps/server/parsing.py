@@ -113,13 +113,6 @@ def required(value: T | None, field: str) -> T:
     return value
 
 
-def check_accepted(field: str, value: str | None, *accepted: str) -> None:
-    """Raise Failure (400) unless a value is one of those that have no effect."""
-    if value is not None and value not in accepted:
-        known = " or ".join(map(repr, accepted))
-        raise unsupported(f"{field}: {value[:MAX_SHOWN_CHARS]!r} is not supported, only {known}", field)
-
-
 def check_limits(request: GenerationRequest, limits: Limits) -> None:
     """Raise Failure (400) if a request asks for more than the server gives to one."""
     prompt, n = request.prompt, request.n

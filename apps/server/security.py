@@ -6,7 +6,6 @@ answers in plain text, the second lets requests of foreign pages pass and only h
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import socket
@@ -18,7 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure
 from .http import error_response
-from .settings import ANY_ORIGIN, DEFAULT_PORTS, Settings, is_loopback, name_and_port, normal_origin
+from .settings import (
+    ANY_ORIGIN,
+    DEFAULT_PORTS,
+    Settings,
+    ip_address,
+    is_loopback,
+    name_and_port,
+    normal_origin,
+)
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
@@ -77,7 +84,7 @@ class Guards:
 
     def _check_host(self, headers: Headers) -> None:
         name = (name_and_port(f"http://{headers.get('host', '')}") or ("", 0))[0].rstrip(".")
-        if name in self._names or (self._is_public and _is_address(name)):  # no address can be rebound
+        if name in self._names or (self._is_public and ip_address(name)):  # no address can be rebound
             return
         message = "the server does not go by this name: start it with --allow-host NAME"
         raise Failure(403, message, type="permission_error", code="host_not_allowed")
@@ -124,14 +131,6 @@ def _is_own(origin: str, host: str) -> bool:
     """Return True if the page is ours: name and port of its origin are those of the request."""
     scheme = urlsplit(origin).scheme if normal_origin(origin) else ""
     return scheme in DEFAULT_PORTS and name_and_port(origin) == name_and_port(f"{scheme}://{host}")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

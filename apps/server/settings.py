@@ -79,10 +79,16 @@ class Settings:
 
 def is_loopback(host: str) -> bool:
     """Return True if only this machine can reach a server that is bound to `host`."""
+    address = ip_address(host)
+    return address.is_loopback if address else host.lower() == "localhost"
+
+
+def ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a host as an address; None if it is a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(name)
     except ValueError:
-        return host.lower() == "localhost"
+        return None
 
 
 def normal_origin(origin: str) -> str:
