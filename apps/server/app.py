@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -40,7 +39,6 @@ from .settings import CANNOT_LISTEN, Settings
 BACKLOG = 128  # connections that wait to be accepted
 RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
-CLOSE_POLL_S = 0.02  # between two checks whether it has
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
 LOGGERS = (LOG.name, "uvicorn.error")
 MAX_FRAMES = 6  # innermost places of an exception that are named; the outer ones are always the same
@@ -133,28 +131,17 @@ def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> No
 
 
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "mlx_spec",
-        "model": card.name,
-        "loaded": card.loaded,
-        "context_length": card.context_length,
-        "thinks": card.thinks,
-        "tools": card.tools,
-    }
+    facts = {key: value for key, value in vars(card).items() if key not in ("name", "aliases")}
+    return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
 
 
 async def _close(engine: EngineThread) -> None:
     """Close the engine, but do not wait for a model that is being loaded."""
     closing = threading.Thread(target=engine.close, name="mlx_spec closing", daemon=True)
     closing.start()
-    for _ in range(round(CLOSE_TIMEOUT_S / CLOSE_POLL_S)):
-        if not closing.is_alive():
-            return
-        await asyncio.sleep(CLOSE_POLL_S)
-    LOG.warning("the engine is still busy: leaving it")
+    await run_in_threadpool(closing.join, CLOSE_TIMEOUT_S)
+    if closing.is_alive():
+        LOG.warning("the engine is still busy: leaving it")
 
 
 # --- the process

@@ -106,13 +106,12 @@ class Metrics(Collector):
         yield _gauges("running", "Requests that are answered.", [], (status.running,))
         kinds = (("active", status.active), ("peak", status.peak), ("cache", status.cached))
         yield _gauges("memory_bytes", "Memory of MLX.", ["kind"], *kinds, ("budget", status.budget))
-        models = status.models
-        sizes = [(one.name, "weights", one.weights) for one in models]
-        sizes += [(one.name, "caches", one.caches) for one in models]
+        sizes = [(one.name, "weights", one.weights) for one in status.models]
+        sizes += [(one.name, "caches", one.caches) for one in status.models]
         yield _gauges("model_bytes", "By model.", ["model", "kind"], *sizes)
-        rows = [(one.name, sum(one.batch)) for one in models]
+        rows = [(one.name, sum(one.batch)) for one in status.models]
         yield _gauges("batch_rows", "Answers that decode.", ["model"], *rows)
-        passes = [(one.name, len(one.batch)) for one in models]
+        passes = [(one.name, len(one.batch)) for one in status.models]
         yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
 
     def json(self) -> dict[str, Any]:
@@ -130,9 +129,7 @@ class Metrics(Collector):
                 found[name] = sample.value
             elif "position" in labels:
                 by_position = found.setdefault(name, {}).setdefault(labels["drafter"], [])
-                position = int(labels["position"])
-                by_position += [0.0] * (position + 1 - len(by_position))
-                by_position[position] += sample.value
+                by_position.append(sample.value)  # they were counted in their order
             elif "kind" in labels:
                 found[f"{labels['kind']}_bytes"] = sample.value
         latest = dict(self._latest)  # the engine thread changes it
@@ -176,18 +173,16 @@ class CountedEngine:
     """An engine whose requests are counted while they run."""
 
     def __init__(self, engine: EngineThread, metrics: Metrics) -> None:
-        self._engine = engine
-        self._metrics = metrics
         self.resolve = engine.resolve
         self.count_tokens = engine.count_tokens
-
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> CountedJob:
-        """Admit a request as the engine does; `send` is called on its thread."""
-        return CountedJob(self._engine, self._metrics, request, send)
+        self.submit = partial(CountedJob, engine, metrics)  # as the engine does
 
 
 class CountedJob:
-    """A job whose rounds are counted a few times a second, and once more in the end."""
+    """A job whose rounds are counted a few times a second, and once more in the end.
+
+    `send` gets the events on the engine thread.
+    """
 
     def __init__(
         self,

@@ -172,25 +172,21 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
         if value and name not in HARMLESS:  # some clients always send what is empty, 0 or false
             why = REFUSED.get(name, "Ollama's API has no such field, or not for text")
             raise unsupported(f"{name[:MAX_SHOWN_CHARS]}: is not supported: {why}", name)
-    options = body.options
+    options, limit = body.options, body.options.num_predict
+    if limit is not None and limit < 1 and limit not in (-1, -2):
+        message = f"options.num_predict: {limit} is too few: give 1 or more, or -1 for no limit"
+        raise invalid(message, "options.num_predict")
     return start_request(
         options,
         model,
         _prompt(body, _thinks(body, model, engine)),
         None if body.format in (None, "") else as_format("json", body.format, "format"),
-        max_tokens=_limit(options.num_predict),
+        max_tokens=limit if limit and limit > 0 else None,
         stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
         keep_alive=parse_duration(body.keep_alive),
     )
-
-
-def _limit(given: int | None) -> int | None:
-    if given is not None and given < 1 and given not in (-1, -2):
-        message = f"options.num_predict: {given} is too few: give 1 or more, or -1 for no limit"
-        raise invalid(message, "options.num_predict")
-    return None if given is None or given < 0 else given
 
 
 def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:

@@ -184,8 +184,7 @@ def parse_format(given: FormatField | None, field: str, place: str = "schema") -
     places = {"json_schema": place, "regex": "pattern", "lark": "grammar"}
     if given.type in places:
         raise missing(f"{field}.{places[given.type]}")
-    known = "text, json_object, json_schema, regex or lark"
-    shown = given.type[:MAX_SHOWN_CHARS]
+    known, shown = "text, json_object, json_schema, regex or lark", given.type[:MAX_SHOWN_CHARS]
     raise unsupported(f"{field}.type: {shown!r} is not one of {known}", f"{field}.type")
 
 

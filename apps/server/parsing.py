@@ -59,11 +59,6 @@ def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def as_list(given: Any) -> Any:
-    """Return a string as a list of one."""
-    return [given] if isinstance(given, str) else given
-
-
 def as_type(given: Any) -> Any:
     """Return a word as an object of that type, as for a tool choice."""
     return {"type": given} if isinstance(given, str) else given
@@ -80,7 +75,9 @@ def without_unknown(given: Any, types: Collection[str]) -> Any:
 
 
 Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
-Texts = Annotated[list[str] | None, BeforeValidator(as_list)]
+Texts = Annotated[
+    list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
 
 
 async def read_body(request: Request, model: type[M]) -> M:

@@ -20,9 +20,8 @@ from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, expanded, f
 GB = 10**9
 ANY_ORIGIN = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443}
-CANNOT_LISTEN = (
-    "cannot listen on"  # begins the error of a server whose port is taken; the menu bar looks for it
-)
+# Begins the error of a server whose port is taken; the menu bar looks for it.
+CANNOT_LISTEN = "cannot listen on"
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,7 @@ def name_and_port(url: str) -> tuple[str, int] | None:
 DEMO = "demo"
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
+Names = list[str] | None
 MODELS = "Models (the first is loaded at once, the others when asked for)"
 model_option = partial(option, panel=MODELS)
 network_option = partial(option, panel="Network")
@@ -145,13 +145,10 @@ class Options:
         ),
     ] = None
     model: Annotated[
-        list[str] | None,
-        model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated"),
+        Names, model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated")
     ] = None
-    alias: Annotated[list[str] | None, model_option(value=ALIAS, help="another name of a model")] = None
-    pin: Annotated[
-        list[str] | None, model_option(value="NAME", help="never unload this model once it is loaded")
-    ] = None
+    alias: Annotated[Names, model_option(value=ALIAS, help="another name of a model")] = None
+    pin: Annotated[Names, model_option(value="NAME", help="never unload this model once it is loaded")] = None
     num_draft_tokens: Annotated[
         int | None,
         model_option(
@@ -178,11 +175,10 @@ class Options:
         Path | None, network_option(value="FILE", help="the same, read from a file", callback=expanded)
     ] = None
     allow_host: Annotated[
-        list[str] | None,
-        network_option(value="NAME", help="another name under which the server may be addressed"),
+        Names, network_option(value="NAME", help="another name under which the server may be addressed")
     ] = None
     cors_origin: Annotated[
-        list[str] | None,
+        Names,
         network_option(
             value="ORIGIN",
             help="web pages that may use the server, such as http://localhost:3000",
