@@ -57,11 +57,7 @@ BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 
 
 def _as_blocks(content: Any) -> Any:
-    return parsing.without_unknown([] if content is None else parsing.as_parts(content), BLOCK_TYPES)
-
-
-def _as_content(content: Any) -> Any:
-    return content if content is None else _as_blocks(content)
+    return parsing.without_unknown(parsing.as_parts(content), BLOCK_TYPES)
 
 
 class ContentBlock(ContentPart):
@@ -72,7 +68,7 @@ class ContentBlock(ContentPart):
     name: str | None = Field(default=None, min_length=1)
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Blocks = Field(default_factory=list)
+    content: Blocks | None = None
     is_error: bool | None = None
 
 
@@ -83,7 +79,7 @@ class AnthropicMessage(Fields):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], BeforeValidator(_as_content)]
+    content: Blocks
 
 
 class ToolField(Fields):
@@ -109,7 +105,7 @@ class PromptBody(Fields):
 
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1)
-    system: Blocks = Field(default_factory=list)
+    system: Blocks | None = None
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
     thinking: ThinkingField | None = None
@@ -166,15 +162,14 @@ def _parse_chat(body: PromptBody) -> Chat:
 def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> ToolUse | None:
     tools = []
     for i, tool in enumerate(given):
-        if tool.type is not None and HOSTED_TOOLS.match(tool.type):
+        field, kind = f"tools.{i}", tool.type or "custom"
+        if HOSTED_TOOLS.match(kind):
             continue
-        if tool.type not in (None, "custom"):
-            message = (
-                f"tools.{i}: {tool.type!r} is built into Anthropic's models: only custom tools work here"
-            )
-            raise unsupported(message, f"tools.{i}")
-        name = parsing.required(tool.name, f"tools.{i}.name")
-        schema = parsing.required(tool.input_schema, f"tools.{i}.input_schema")
+        if kind != "custom":
+            message = f"{field}: {kind!r} is built into Anthropic's models: only custom tools work here"
+            raise unsupported(message, field)
+        name = parsing.required(tool.name, f"{field}.name")
+        schema = parsing.required(tool.input_schema, f"{field}.input_schema")
         tools.append(Tool(name, tool.description, schema, bool(tool.strict)))
     choice = choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
@@ -212,7 +207,7 @@ def _parse_block(role: str, block: ContentBlock, place: str, names: dict[str, st
             call = parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input"))
             return parsing.assistant_turn(None, calls=[call])
         case "user", "tool_result":
-            text = _join_text(block.content, f"{place}.content")
+            text = _join_text(block.content or (), f"{place}.content")
             text = f"Error: {text}" if block.is_error else text
             return parsing.result_turn(block.tool_use_id, text, names, f"{place}.tool_use_id")
     raise parsing.unsupported_part(block, place)

@@ -26,13 +26,14 @@ from starlette.routing import Route
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.checkpoint import read_config
 
 from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
 from .engine_thread import EngineThread
 from .errors import LOG, unknown_model
 from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
-from .models import Loader, ModelCard, check_exists, load_served
+from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Guards
 from .settings import CANNOT_LISTEN, Settings
 
@@ -154,7 +155,8 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     log file cannot be used.
     """
     for model in settings.models:
-        check_exists(model)
+        for folder in checkpoint_folders(model, complete=False):
+            read_config(folder)
     listener = _bind(settings.host, settings.port)
     _configure_log(settings.log_file)
     engine = EngineThread(settings, loader)
@@ -220,7 +222,8 @@ def _bind(host: str, port: int) -> socket.socket:
         is_ipv6 = family == socket.AF_INET6
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_ipv6)
     except OSError as error:
-        problem = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
+        is_name = isinstance(error, socket.gaierror)  # the others name the address a second time
+        problem = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
         raise InvalidValue(
             f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
         ) from error

@@ -82,9 +82,8 @@ def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> 
     prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(text)
-    fills_in = isinstance(request.prompt, RawPrompts) and any(
-        isinstance(prompt, FillIn) for prompt in request.prompt.prompts
-    )
+    raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
+    fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
     ends = (*request.stop_tokens, *(fill_in_ends(text) if fills_in else ()))
     banned = text.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
@@ -127,7 +126,6 @@ def _grammar(
 
     None if all is free, or if the grammar is that of calls, only wanted, and does not compile.
     """
-    chat = request.prompt if isinstance(request.prompt, Chat) else None
     format = request.format
     if use is not None and dialect is not None:
         calls = answer_grammar(dialect, use, format)
@@ -135,16 +133,15 @@ def _grammar(
             format = OutputFormat("lark", calls, "tools" if format is None else format.param)
     if format is None:
         return None
+    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
     try:
-        found = compile(
-            format.kind, answer_schema(format.text) if format.kind == "json_schema" else format.text
-        )
+        found = compile(format.kind, source)
     except InvalidValue as error:
         if use is not None and dialect is not None and is_optional(use, request.format):
             LOG.warning("calls of tools are not constrained: %s", error)
             return None
         raise invalid(str(error), format.param) from error
-    found = found.thinking(chat is not None and chat.thinking)
+    found = found.thinking(isinstance(request.prompt, Chat) and request.prompt.thinking)
     if use is not None and dialect is not None and use.choice == "auto" and request.format is None:
         found = found.with_calls(dialect.open, dialect.close)
     return found

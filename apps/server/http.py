@@ -307,7 +307,6 @@ class LastResort:
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         begun = False
 
         async def watched(message: Message) -> None:

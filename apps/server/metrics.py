@@ -132,9 +132,10 @@ class Metrics(Collector):
                 by_position.append(sample.value)  # they were counted in their order
             elif "kind" in labels:
                 found[f"{labels['kind']}_bytes"] = sample.value
-        latest = dict(self._latest)  # the engine thread changes it
-        for model, statistics in latest.items():
-            models.setdefault(model, {})["last"] = _last_json(model, statistics)
+        last: dict[str, Any] | None = None
+        for model, now in tuple(self._latest.items()):  # the engine thread changes them
+            last = {"model": model, "acceptance_length": now.acceptance_length or None, **measurements(now)}
+            models.setdefault(model, {})["last"] = last
         status = self._status()
         for one in status.models:
             models.setdefault(one.name, {})["batch"] = {"sizes": list(one.batch), "obstacle": one.alone}
@@ -144,7 +145,7 @@ class Metrics(Collector):
             "queue": {"waiting": status.waiting, "running": status.running},
             "memory_bytes": status.active,
             "memory_budget_bytes": status.budget,
-            "last": _last_json(*list(latest.items())[-1]) if latest else None,
+            "last": last,
         }
 
     def _show_latest(self, model: str, statistics: Statistics) -> None:
@@ -162,11 +163,6 @@ def _gauges(name: str, about: str, labels: list[str], *samples: tuple[Any, ...])
     for *values, number in samples:
         found.add_metric(values, number)
     return found
-
-
-def _last_json(model: str, statistics: Statistics) -> dict[str, Any]:
-    length = statistics.acceptance_length or None
-    return {"model": model, "acceptance_length": length, **measurements(statistics)}
 
 
 class CountedEngine:
@@ -247,7 +243,6 @@ class RequestCounter:
     paths: frozenset[str]  # as declared; a path that a client made up is no label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

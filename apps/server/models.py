@@ -352,14 +352,17 @@ def _is_local(served: ServedModel) -> bool:
         return False
 
 
-def checkpoint_folders(served: ServedModel) -> list[Path]:
-    """Return the folders of target and drafter, if the drafter is a checkpoint. Raises NotFound."""
+def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Path]:
+    """Return the folders of target and drafter, if the drafter is a checkpoint.
+
+    Raises NotFound for what no load can find and, if they are to be `complete`, for what is to be downloaded.
+    """
     found = []
     for name in folders(served.target, served.drafter):
         folder = None if name is None else on_disk(name)
         if folder is not None:
             found.append(folder)
-        elif name is not None:
+        elif name is not None and complete:
             raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
     return found
 
@@ -367,14 +370,6 @@ def checkpoint_folders(served: ServedModel) -> list[Path]:
 @lru_cache
 def _read_text(folder: Path) -> Text:
     return read_text(folder, repair_config(read_config(folder)))
-
-
-def check_exists(served: ServedModel) -> None:
-    """Raise NotFound or BadCheckpoint for a model that no load will find. Nothing is downloaded."""
-    for name in folders(served.target, served.drafter):
-        folder = None if name is None else on_disk(name)
-        if folder is not None:
-            read_config(folder)
 
 
 def _warm_up(pair: Pair) -> None:

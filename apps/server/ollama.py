@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -67,6 +66,7 @@ REFUSED_PATHS = {
     "push": "nothing is ever uploaded here",
 }
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_inspect = lru_cache(inspect_checkpoint)
 DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 
 
@@ -341,15 +341,11 @@ def find_card(engine: EngineThread, name: str) -> ModelCard:
 # --- models
 
 
-@lru_cache
-def _inspect(folder: Path) -> CheckpointInfo:
-    return inspect_checkpoint(folder, folder.name)
-
-
 def _checkpoint(served: ServedModel) -> CheckpointInfo | None:
     """Return what the headers of a target say; None if it is not on this machine yet."""
     try:
-        return _inspect(checkpoint_folders(served)[0])
+        folder = checkpoint_folders(served)[0]
+        return _inspect(folder, folder.name)
     except SpecError:
         return None
 

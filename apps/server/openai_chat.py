@@ -41,7 +41,6 @@ class Message(Fields):
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Parts | None = None
-    name: str | None = None
     reasoning_content: str | None = None
     reasoning: Any = None  # another name of it, if it is text
     refusal: str | None = None
@@ -107,8 +106,8 @@ def _thinks(body: ChatBody) -> bool:
 
 
 def _template_variables(body: ChatBody) -> Json:
-    found = dict(body.chat_template_kwargs or {})
-    found.pop("enable_thinking", None)
+    given = body.chat_template_kwargs or {}
+    found = {name: value for name, value in given.items() if name != "enable_thinking"}
     for name in OWN_VARIABLES:
         if name in found:
             raise unsupported(f"chat_template_kwargs.{name}: is set by other fields", "chat_template_kwargs")

@@ -90,7 +90,7 @@ class PrefixCache:
 
     def shrink(self, reserved: int = 0) -> None:
         """Forget the sequences used longest ago until both limits hold and `reserved` bytes are left."""
-        self._forget(len(self) - self.count)
+        del self._free[: max(len(self) - self.count, 0)]
         while self._free and self.nbytes + reserved > self.max_bytes():
             del self._free[0]
 
@@ -122,7 +122,7 @@ class PrefixCache:
             known = 0 if sequence is None else sequence.reusable(prompt)
             stored = self.files.restore(prompt, known, self.open)
         if sequence is None or stored is not None:
-            self._forget(len(self) + 1 - self.count)
+            del self._free[: max(len(self) + 1 - self.count, 0)]
             sequence = stored or CachedSequence(self.open())
         else:
             self._free.remove(sequence)
@@ -136,9 +136,6 @@ class PrefixCache:
             if self.files is not None:
                 self.files.offer(sequence)
         self.shrink()
-
-    def _forget(self, count: int) -> None:
-        del self._free[: max(count, 0)]
 
     def _best_match(self, prompt: Sequence[int]) -> CachedSequence | None:
         """Return the free sequence with the longest common prefix, if that is most of what it holds.

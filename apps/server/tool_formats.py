@@ -37,6 +37,7 @@ PROBE_TOOL = Tool(
 )
 
 Message = Mapping[str, Any]
+WrittenCalls = list[tuple[str, str]]  # names, and arguments as JSON
 ParsedCall = tuple[str, dict[str, Any]]  # name, arguments
 ReadCalls = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]  # body, start -> calls, end
 
@@ -51,11 +52,9 @@ class Syntax:
     separator: str = ""  # between two calls
     needs_close: bool = False  # a body without its closing marker may be half a call that `read` accepts
 
-    def parse(
-        self, body: str, tools: Sequence[Tool], *, closed: bool = True
-    ) -> tuple[list[tuple[str, str]], str]:
+    def parse(self, body: str, tools: Sequence[Tool], *, closed: bool = True) -> tuple[WrittenCalls, str]:
         """Return the calls of a body, each with its arguments as JSON, and the text after the last one."""
-        calls: list[tuple[str, str]] = []
+        calls: WrittenCalls = []
         end = 0
         while (start := _skip_space(body, end)) < len(body) and (closed or not self.needs_close):
             try:
