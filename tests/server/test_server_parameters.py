@@ -85,6 +85,10 @@ def test_forms_of_response_format():
         assert found == schema("response_format.schema")
     given = {"type": "json_schema", "schema": SCHEMA}
     assert parsed(MESSAGES, output_format=given).format == schema("output_format.schema")
+    given = {"type": "regex", "pattern": "a+"}
+    assert parsed(MESSAGES, output_config={"format": given}).format == OutputFormat(
+        "regex", "a+", "output_config.format.pattern"
+    )
 
 
 @pytest.mark.parametrize(
