@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_spec.apps.command import guarded
-from mlx_spec.apps.server.settings import parse
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.load import draft_for, follow
 
-from .settings import Settings
+from .settings import Settings, parse
 
 NEEDED = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -17,11 +16,19 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec.sampling import Sampling
 
 from . import parsing
-from .errors import Failure, anthropic_body, invalid, unsupported
+from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
-from .parameters import SharedFields, leave_out_tool, start_request
-from .parsing import Fields
+from .parameters import (
+    AnswerConfig,
+    FormatField,
+    SharedFields,
+    ThinkingField,
+    leave_out_tool,
+    parse_format,
+    start_request,
+)
+from .parsing import ContentPart, Fields
 from .request import (
     Chat,
     ChoiceEnded,
@@ -29,7 +36,6 @@ from .request import (
     Failed,
     Finished,
     GenerationRequest,
-    OutputFormat,
     PromptRead,
     TextDelta,
     Tool,
@@ -41,13 +47,7 @@ from .request import (
 )
 from .settings import Settings
 
-THINKING = {"enabled": True, "adaptive": True, "disabled": False}  # types of `thinking`
-TOOL_CHOICES: dict[str, ToolChoice] = {
-    "auto": "auto",
-    "none": "none",
-    "any": "required",
-    "tool": "required",
-}
+TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
 BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
@@ -57,24 +57,18 @@ BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 
 
 def _as_blocks(content: Any) -> Any:
-    return parsing.without_unknown([] if content is None else parsing.as_parts(content), BLOCK_TYPES)
+    return parsing.without_unknown(parsing.as_parts(content), BLOCK_TYPES)
 
 
-def _as_content(content: Any) -> Any:
-    return content if content is None else _as_blocks(content)
-
-
-class ContentBlock(Fields):
+class ContentBlock(ContentPart):
     """A block of text or thinking, a tool call or its result."""
 
-    type: str
-    text: str | None = None
     thinking: str | None = None
     id: str | None = Field(default=None, min_length=1)
     name: str | None = Field(default=None, min_length=1)
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Blocks = Field(default_factory=list)
+    content: Blocks | None = None
     is_error: bool | None = None
 
 
@@ -85,7 +79,7 @@ class AnthropicMessage(Fields):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], BeforeValidator(_as_content)]
+    content: Blocks
 
 
 class ToolField(Fields):
@@ -106,38 +100,16 @@ class ToolChoiceField(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Fields):
-    """Turns thinking on. The budget is not enforced: `max_tokens` limits thinking and answer together."""
-
-    type: str
-    budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class FormatField(Fields):
-    """The form of the answer."""
-
-    type: str
-    schema_: parsing.Schema | None = Field(default=None, alias="schema")
-
-
-class OutputConfig(Fields):
-    """The form of the answer, and how hard to think about it."""
-
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: FormatField | None = None
-
-
 class PromptBody(Fields):
     """The fields that make up the prompt: those of `count_tokens`."""
 
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1)
-    system: Blocks = Field(default_factory=list)
+    system: Blocks | None = None
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
+    thinking: ThinkingField | None = None
+    output_config: AnswerConfig | None = None
 
 
 class MessagesBody(SharedFields, PromptBody):
@@ -147,9 +119,6 @@ class MessagesBody(SharedFields, PromptBody):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     output_format: FormatField | None = None  # the earlier name of `output_config.format`
     stream: bool | None = None
-    container: Any = None
-    mcp_servers: list[Any] | None = None
-    speed: str | None = None
 
 
 # --- from the body to a request
@@ -165,70 +134,47 @@ async def count_tokens(http_request: Request, *, engine: CountedEngine, settings
 
 def parse(body: MessagesBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    for name, given in (("container", body.container), ("mcp_servers", body.mcp_servers)):
-        if given:
-            raise unsupported(f"{name}: nothing but the model runs here", name)
-    parsing.check_accepted("speed", body.speed, "standard")
     budget = body.thinking.budget_tokens if body.thinking else None
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
         raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
-    return replace(
-        start_request(body, model, _parse_chat(body), _parse_format(body)),
+    form = parse_format(body.output_config.format if body.output_config else None, "output_config.format")
+    return start_request(
+        body,
+        model,
+        _parse_chat(body),
+        form or parse_format(body.output_format, "output_format"),
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences or ())),
     )
 
 
 def _parse_chat(body: PromptBody) -> Chat:
-    thinking = body.thinking.type if body.thinking else "disabled"
-    if thinking not in THINKING:
-        known = ", ".join(map(repr, THINKING))
-        raise unsupported(f"thinking.type: {thinking!r} is not supported, only {known}", "thinking.type")
     effort = body.output_config.effort if body.output_config else None
     return Chat(
         messages=_parse_messages(body),
         tools=_parse_tools(body.tools or [], body.tool_choice),
-        thinking=THINKING[thinking],
+        thinking=body.thinking is not None and body.thinking.type != "disabled",
         variables={} if effort is None else {"reasoning_effort": effort},
     )
-
-
-def _parse_format(body: MessagesBody) -> OutputFormat | None:
-    field, given = "output_config.format", body.output_config.format if body.output_config else None
-    if given is None:
-        field, given = "output_format", body.output_format
-    if given is None:
-        return None
-    if given.type != "json_schema":
-        raise unsupported(f"{field}.type: {given.type!r} is not supported, only 'json_schema'", field)
-    schema = parsing.required(given.schema_, f"{field}.schema")
-    return OutputFormat("json_schema", json.dumps(schema), field)
 
 
 def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> ToolUse | None:
     tools = []
     for i, tool in enumerate(given):
-        if tool.type is not None and HOSTED_TOOLS.match(tool.type):
+        field, kind = f"tools.{i}", tool.type or "custom"
+        if HOSTED_TOOLS.match(kind):
             continue
-        if tool.type not in (None, "custom"):
-            message = (
-                f"tools.{i}: {tool.type!r} is built into Anthropic's models: only custom tools work here"
-            )
-            raise unsupported(message, f"tools.{i}")
-        name = parsing.required(tool.name, f"tools.{i}.name")
-        schema = parsing.required(tool.input_schema, f"tools.{i}.input_schema")
+        if kind != "custom":
+            message = f"{field}: {kind!r} is built into Anthropic's models: only custom tools work here"
+            raise unsupported(message, field)
+        name = parsing.required(tool.name, f"{field}.name")
+        schema = parsing.required(tool.input_schema, f"{field}.input_schema")
         tools.append(Tool(name, tool.description, schema, bool(tool.strict)))
     choice = choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
-    return parsing.make_tool_use(
-        tools,
-        TOOL_CHOICES[choice.type],
-        named,
-        not choice.disable_parallel_tool_use,
-        required_word="any",
-        named_field="tool_choice.name",
-    )
+    is_parallel = not choice.disable_parallel_tool_use
+    return parsing.make_tool_use(tools, TOOL_CHOICES[choice.type], named, is_parallel)
 
 
 def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
@@ -239,67 +185,36 @@ def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
     names: dict[str, str] = {}  # of the called tools, by the ids of the calls
     for i, turn in enumerate(body.messages):
         field = f"messages.{i}.content"
-        if turn.role == "assistant":
-            turns.append(_parse_answer(turn.content, field, names))
-        elif turn.role == "system":
-            turns.append({"role": "system", "content": _join_text(turn.content, field)})
-        else:
-            turns += _parse_user_turn(turn.content, field, names)
+        if not turn.content:
+            turns.append({"role": turn.role, "content": ""})
+        turns += [
+            _parse_block(turn.role, block, f"{field}.{k}", names) for k, block in enumerate(turn.content)
+        ]
     return parsing.merge_turns(turns)
 
 
-def _parse_answer(content: Sequence[ContentBlock], field: str, names: dict[str, str]) -> Json:
-    texts, thinking, calls = [], [], []
-    for i, block in enumerate(content):
-        place = f"{field}.{i}"
-        match block.type:
-            case "text":
-                texts.append(parsing.required(block.text, f"{place}.text"))
-            case "thinking":
-                thinking.append(parsing.required(block.thinking, f"{place}.thinking"))
-            case "tool_use":
-                id = parsing.required(block.id, f"{place}.id")
-                names[id] = name = parsing.required(block.name, f"{place}.name")
-                calls.append(parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input")))
-            case "redacted_thinking":  # only the server that encrypted it can read it
-                pass
-            case _:
-                raise _unsupported_block(block, place)
-    return parsing.assistant_turn("".join(texts) if texts or not calls else None, "".join(thinking), calls)
+def _parse_block(role: str, block: ContentBlock, place: str, names: dict[str, str]) -> Json:
+    match role, block.type:
+        case _, "text":
+            return {"role": role, "content": parsing.required(block.text, f"{place}.text")}
+        case "assistant", "thinking":
+            return parsing.assistant_turn(None, parsing.required(block.thinking, f"{place}.thinking"))
+        case "assistant", "redacted_thinking":  # only the server that encrypted it can read it
+            return parsing.assistant_turn(None)
+        case "assistant", "tool_use":
+            id = parsing.required(block.id, f"{place}.id")
+            names[id] = name = parsing.required(block.name, f"{place}.name")
+            call = parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input"))
+            return parsing.assistant_turn(None, calls=[call])
+        case "user", "tool_result":
+            text = _join_text(block.content or (), f"{place}.content")
+            text = f"Error: {text}" if block.is_error else text
+            return parsing.result_turn(block.tool_use_id, text, names, f"{place}.tool_use_id")
+    raise parsing.unsupported_part(block, place)
 
 
-def _parse_user_turn(content: Sequence[ContentBlock], field: str, names: Mapping[str, str]) -> Iterator[Json]:
-    if not content:
-        yield {"role": "user", "content": ""}
-    for i, block in enumerate(content):
-        place = f"{field}.{i}"
-        match block.type:
-            case "text":
-                yield {"role": "user", "content": parsing.required(block.text, f"{place}.text")}
-            case "tool_result":
-                id = parsing.required(block.tool_use_id, f"{place}.tool_use_id")
-                if id not in names:
-                    message = f"{place}.tool_use_id: there is no tool_use {id!r} before it"
-                    raise invalid(message, f"{place}.tool_use_id")
-                text = _join_text(block.content, f"{place}.content")
-                text = f"Error: {text}" if block.is_error else text
-                yield {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
-            case _:
-                raise _unsupported_block(block, place)
-
-
-def _join_text(content: Iterable[ContentBlock], field: str) -> str:
-    """Return blocks that must be text as one text."""
-    texts = []
-    for i, block in enumerate(content):
-        if block.type != "text":
-            raise _unsupported_block(block, f"{field}.{i}")
-        texts.append(parsing.required(block.text, f"{field}.{i}.text"))
-    return parsing.PARAGRAPH.join(texts)
-
-
-def _unsupported_block(block: ContentBlock, field: str) -> Failure:
-    return unsupported(f"{field}: a block of type {block.type!r} is not supported here", field)
+def _join_text(content: Sequence[ContentBlock], field: str) -> str:
+    return parsing.PARAGRAPH.join(parsing.part_texts(content, field))
 
 
 # --- answers
@@ -324,11 +239,9 @@ class MessageWriter:
         self._notes: Json = {"mlx_spec": {"notes": notes}} if notes else {}
 
     def frames(self, event: Event | None) -> Iterator[str]:
-        """Yield the text of a stream for an event, or for silence."""
         return (named_event(content["type"], content) for content in self.read(event))
 
     def whole(self, events: Iterable[Event]) -> Json:
-        """Return a response without a stream."""
         for event in events:
             for _ in self.read(event):
                 pass
@@ -350,7 +263,8 @@ class MessageWriter:
                 yield from self._add_call(event)
             case ChoiceEnded():
                 yield from self._close_block()
-                self._end = _end_json(event)
+                reason = "stop_sequence" if event.stop is not None else STOP_REASONS[event.reason]
+                self._end = {"stop_reason": reason, "stop_sequence": event.stop}
             case Finished():
                 yield from self._finish(event)
             case Failed(failure=failure):
@@ -409,12 +323,6 @@ class MessageWriter:
     def _envelope(self, content: list[Json]) -> Json:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content, **self._end, "usage": self._usage, **self._notes}
-
-
-def _end_json(event: ChoiceEnded) -> Json:
-    if event.reason == "stop" and event.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": event.stop}
-    return {"stop_reason": STOP_REASONS[event.reason], "stop_sequence": None}
 
 
 def _usage_json(usage: Usage) -> Json:

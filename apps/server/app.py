@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -27,27 +26,20 @@ from starlette.routing import Route
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.checkpoint import read_config
 
-from . import (
-    anthropic_messages,
-    ollama_models,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-    stored_responses,
-)
+from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
 from .engine_thread import EngineThread
 from .errors import LOG, unknown_model
 from .http import LastResort, add_error_handlers, answer
 from .metrics import CountedEngine, Metrics, RequestCounter
-from .models import Loader, ModelCard, check_exists, load_served
+from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Guards
 from .settings import CANNOT_LISTEN, Settings
 
 BACKLOG = 128  # connections that wait to be accepted
 RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
-CLOSE_POLL_S = 0.02  # between two checks whether it has
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
 LOGGERS = (LOG.name, "uvicorn.error")
 MAX_FRAMES = 6  # innermost places of an exception that are named; the outer ones are always the same
@@ -90,7 +82,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     _add_read_routes(app, engine, metrics)
-    ollama_models.add_routes(app, engine, counted, settings)
+    ollama.add_routes(app, engine, counted, settings)
     stored_responses.add_routes(app, store)
     app.include_router(page.router())
     add_error_handlers(app)
@@ -140,28 +132,17 @@ def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> No
 
 
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "mlx_spec",
-        "model": card.name,
-        "loaded": card.loaded,
-        "context_length": card.context_length,
-        "thinks": card.thinks,
-        "tools": card.tools,
-    }
+    facts = {key: value for key, value in vars(card).items() if key not in ("name", "aliases")}
+    return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
 
 
 async def _close(engine: EngineThread) -> None:
     """Close the engine, but do not wait for a model that is being loaded."""
     closing = threading.Thread(target=engine.close, name="mlx_spec closing", daemon=True)
     closing.start()
-    for _ in range(round(CLOSE_TIMEOUT_S / CLOSE_POLL_S)):
-        if not closing.is_alive():
-            return
-        await asyncio.sleep(CLOSE_POLL_S)
-    LOG.warning("the engine is still busy: leaving it")
+    await run_in_threadpool(closing.join, CLOSE_TIMEOUT_S)
+    if closing.is_alive():
+        LOG.warning("the engine is still busy: leaving it")
 
 
 # --- the process
@@ -174,13 +155,16 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     log file cannot be used.
     """
     for model in settings.models:
-        check_exists(model)
+        for folder in checkpoint_folders(model, complete=False):
+            read_config(folder)
     listener = _bind(settings.host, settings.port)
     _configure_log(settings.log_file)
     engine = EngineThread(settings, loader)
     server = Server(settings, engine)
     names = ", ".join(model.name for model in settings.models)
-    print(f"mlx-spec: {names} at {_url(settings.host, listener)}/v1 (Ctrl-C stops the server)", flush=True)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    print(f"mlx-spec: {names} at {url} (Ctrl-C stops the server)", flush=True)
     threading.Thread(target=server.watch, name="mlx_spec watching", daemon=True).start()
     server.run([listener])
     status = 1 if server.problem else 0
@@ -235,25 +219,14 @@ def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises InvalidValue."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        is_ipv6 = family == socket.AF_INET6
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_ipv6)
     except OSError as error:
-        problem = (error.strerror or str(error)).lower()
+        is_name = isinstance(error, socket.gaierror)  # the others name the address a second time
+        problem = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
         raise InvalidValue(
             f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
         ) from error
-    return listener
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 # --- the log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from mlx_spec.errors import SpecError
@@ -22,23 +23,20 @@ ANTHROPIC_TYPES = {
 }
 
 
+@dataclass(eq=False)
 class Failure(Exception):
     """A request that is refused or failed: an HTTP status and the parts of OpenAI's error object."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,  # seconds, sent as a header
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
-        self.type, self.param, self.code = type, param, code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    _: KW_ONLY
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None  # seconds, sent as a header
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -52,11 +50,6 @@ def anthropic_body(failure: Failure) -> dict[str, Any]:
     default = "invalid_request_error" if failure.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(failure.status, default)
     return {"type": "error", "error": {"type": kind, "message": failure.message}}
-
-
-def anthropic_status(failure: Failure) -> int:
-    """Return the HTTP status that Anthropic's protocol has for a failure."""
-    return ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> Failure:

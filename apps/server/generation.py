@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, is_optional
-from mlx_spec.batch.scheduler import Result
+from mlx_spec.batch.scheduler import Batch, Result
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.engine import RunningSequence
 from mlx_spec.errors import InvalidValue, PromptTooLong
@@ -41,6 +42,7 @@ from .request import (
     FinishReason,
     GenerationRequest,
     OutputFormat,
+    Prompt,
     PromptProgress,
     PromptRead,
     RawPrompts,
@@ -80,9 +82,8 @@ def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> 
     prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(text)
-    fills_in = isinstance(request.prompt, RawPrompts) and any(
-        isinstance(prompt, FillIn) for prompt in request.prompt.prompts
-    )
+    raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
+    fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
     ends = (*request.stop_tokens, *(fill_in_ends(text) if fills_in else ()))
     banned = text.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
@@ -105,7 +106,7 @@ def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ..
     return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
 
 
-def _raw_tokens(prompt: str | tuple[int, ...] | FillIn, text: Text, model: str) -> list[int]:
+def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
     if isinstance(prompt, FillIn):
         found = fill_in_prompt(prompt, text)
         if found is None:
@@ -119,16 +120,12 @@ def _raw_tokens(prompt: str | tuple[int, ...] | FillIn, text: Text, model: str) 
 
 
 def _grammar(
-    request: GenerationRequest,
-    use: ToolUse | None,
-    dialect: ToolFormat | None,
-    compile: CompileGrammar,
+    request: GenerationRequest, use: ToolUse | None, dialect: ToolFormat | None, compile: CompileGrammar
 ) -> Grammar | None:
     """Return the grammar of what the request asks for, combined with what its tools need.
 
     None if all is free, or if the grammar is that of calls, only wanted, and does not compile.
     """
-    chat = request.prompt if isinstance(request.prompt, Chat) else None
     format = request.format
     if use is not None and dialect is not None:
         calls = answer_grammar(dialect, use, format)
@@ -136,16 +133,15 @@ def _grammar(
             format = OutputFormat("lark", calls, "tools" if format is None else format.param)
     if format is None:
         return None
+    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
     try:
-        found = compile(
-            format.kind, answer_schema(format.text) if format.kind == "json_schema" else format.text
-        )
+        found = compile(format.kind, source)
     except InvalidValue as error:
         if use is not None and dialect is not None and is_optional(use, request.format):
             LOG.warning("calls of tools are not constrained: %s", error)
             return None
         raise invalid(str(error), format.param) from error
-    found = found.thinking(chat is not None and chat.thinking)
+    found = found.thinking(isinstance(request.prompt, Chat) and request.prompt.thinking)
     if use is not None and dialect is not None and use.choice == "auto" and request.format is None:
         found = found.with_calls(dialect.open, dialect.close)
     return found
@@ -154,29 +150,49 @@ def _grammar(
 # --- on the engine thread
 
 
+@dataclass(eq=False)
 class BatchRow:
-    """A choice that runs: it reads its prompt in steps, then its rounds arrive from the model's batch."""
+    """A choice that runs: it reads its prompt in steps, then its rounds arrive from the model's batch.
 
-    def __init__(self, model: LoadedModel, prompt: Sequence[int], known: int = 0) -> None:
-        self.steps: Steps  # all that it does
-        self.arrived: deque[Result] = deque()  # rounds not read yet, or the error that ended it
-        self.caches: CachedSequence | None = None  # those that it reads its prompt into
-        self._batch = model.batch
-        self._prompt = prompt
-        self._known = known  # tokens of the prompt that its caches will hold from the beginning, at least
-        self._id: int | None = None  # in the batch
-        self._is_last = False  # the last round was read
+    Rounds become events. Only the borders of text deltas depend on the rounds.
+    """
+
+    batch: Batch
+    prompt: list[int]
+    place: tuple[int, int]  # which prompt that is, and which choice of it; the first one reads it for all
+    index: int  # of the choice in the answer
+    sources: Sequence[str]  # names of the drafters, by the index that rounds hold
+    known: int  # tokens of the prompt that its caches will hold from the beginning, at least
+    arrived: deque[Result] = field(default_factory=deque)  # rounds not read yet, or the error that ended it
+    steps: Steps = field(init=False)  # all that it does
+    caches: CachedSequence | None = None  # those that it reads its prompt into
+    generation: Generation = field(init=False)
+    answer: AnswerStream = field(init=False)
+    calls: ToolCallReader | None = None
+    _id: int | None = None  # in the batch
+    _is_last: bool = False  # the last round was read
 
     @property
     def unread(self) -> int:
         """Return the tokens of its prompt that are to be read; 0 if it decodes."""
         if self._id is not None:
             return 0
-        return len(self._prompt) - (self._known if self.caches is None else self.caches.parts.target.size)
+        return len(self.prompt) - (self.known if self.caches is None else self.caches.parts.target.size)
+
+    @property
+    def is_first(self) -> bool:
+        """Return True for the first choice of a prompt."""
+        return self.place[1] == 0
+
+    @property
+    def statistics(self) -> Statistics:
+        """Return the statistics so far. Only the first choice of a prompt counts the tokens of the prompt."""
+        found = self.generation.statistics
+        return found if self.is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
 
     def join(self, sequence: RunningSequence) -> None:
         """Let the batch decode a sequence whose prompt was read."""
-        self._id = self._batch.add(sequence, park=True, receive=self.arrived.append)
+        self._id = self.batch.add(sequence, park=True, receive=self.arrived.append)
 
     def __next__(self) -> Round:
         if self._is_last:
@@ -190,34 +206,60 @@ class BatchRow:
     def close(self) -> None:
         """Leave the batch."""
         if self._id is not None:
-            self._batch.remove(self._id)
+            self.batch.remove(self._id)
+
+    def read(self, parts: Sequence[TextPart]) -> Iterator[Event]:
+        """Yield the events of a round that completed this text."""
+        yield from self._events(parts)
+        yield RoundDone(self.index, self.statistics, self.sources)
+
+    def end(self) -> Iterator[Event]:
+        """Yield the text that was held back, and the reason of the end."""
+        yield from self._events(self.generation.end())
+        if self.calls is not None:
+            yield from self.calls.end()
+        yield ChoiceEnded(self.index, self._finish_reason(), self.answer.finished)
+
+    def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
+        for part in parts:
+            if part.kind != "call":
+                spans = tuple(SourceSpan(s.text, self._source(s.drafter), s.position) for s in part.spans)
+                yield TextDelta(self.index, part.kind, part.text, part.logprobs, spans)
+            elif self.calls is not None:
+                yield from self.calls.read(part)
+
+    def _source(self, drafter: int | None) -> str | None:
+        return None if drafter is None else self.sources[drafter]
+
+    def _finish_reason(self) -> FinishReason:
+        if self.answer.finished is not None:
+            return "stop"
+        if self.statistics.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self.calls is not None and self.calls.complete else "stop"
 
 
+@dataclass(eq=False)
 class RunningRequest:
     """Answers a request. Each choice is a row of the model's batch; a prompt is read once for all of them."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        model: LoadedModel,
-        send: Callable[[Event], None],
-        submitted: float,  # time.perf_counter()
-    ) -> None:
-        self.rows: list[BatchRow] = []  # those that run
-        self._request = request
-        self._model = model
-        self._pair = model.pair
-        self._send = send
-        self._submitted = submitted
-        self._queued_seconds = time.perf_counter() - submitted
-        self._first_token_seconds: float | None = None
-        self._longest_pause = 0.0  # seconds between two rounds of a choice
+    request: GenerationRequest
+    model: LoadedModel
+    send: Callable[[Event], None]
+    submitted: float  # time.perf_counter()
+    rows: list[BatchRow] = field(default_factory=list)  # those that run
+    _begun: list[BatchRow] = field(default_factory=list)  # all rows that have begun
+    _waiting: deque[tuple[int, int]] = field(default_factory=deque)  # places of rows that have not begun
+    _snapshots: dict[int, Snapshot | None] = field(default_factory=dict)  # of prompts that were read
+    _scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # of prompts, where they are echoed
+    _first_token_seconds: float | None = None
+    _longest_pause: float = 0.0  # seconds between two rounds of a choice
+
+    def __post_init__(self) -> None:
+        self._queued_seconds = time.perf_counter() - self.submitted
+        self._pair = self.model.pair
         self._prepared: PreparedRequest
         self._sources: Sequence[str]  # names of the drafters, by the index that rounds hold
-        self._waiting: deque[tuple[int, int]] = deque()  # prompt and choice of rows that have not begun
-        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts that were read, for their other choices
-        self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
-        self._choices: list[ChoiceStream] = []
 
     def begin(self, prepared: PreparedRequest) -> bool:
         """Begin once the request is prepared. Return True if that is all of it. Raises Failure."""
@@ -225,35 +267,36 @@ class RunningRequest:
             try:
                 self._pair.token_limit(prompt, NO_LIMIT)
             except PromptTooLong as error:
-                raise invalid(str(error), self._request.prompt_param, "context_length_exceeded") from error
+                raise invalid(str(error), self.request.prompt_param, "context_length_exceeded") from error
             except InvalidValue as error:
-                param = self._request.prompt_param if isinstance(self._request.prompt, RawPrompts) else None
+                param = self.request.prompt_param if isinstance(self.request.prompt, RawPrompts) else None
                 raise invalid(str(error), param) from error
         self._prepared = prepared
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         self._sources = (*self._pair.drafter_names, *grammar, *prediction)
-        self._waiting.extend(
-            (number, i) for number in range(len(prepared.prompts)) for i in range(self._request.n)
-        )
+        self._waiting.extend(product(range(len(prepared.prompts)), range(self.request.n)))
         return self._end_if_done()
 
     @property
     def next_row(self) -> tuple[int, int] | None:
-        """Return prompt and choice of the first row that could begin: one choice reads a prompt for all."""
+        """Return the place of the first row that could begin: one choice reads a prompt for all."""
         return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
 
-    def has_room(self, found: tuple[int, int]) -> bool:
+    def has_room(self, place: tuple[int, int]) -> bool:
         """Return True if memory suffices for a row."""
-        return self._model.has_room(len(self._prepared.prompts[found[0]]))
+        return self.model.has_room(len(self._prepared.prompts[place[0]]))
 
-    def begin_row(self, found: tuple[int, int]) -> None:
+    def begin_row(self, place: tuple[int, int]) -> None:
         """Begin a row."""
-        self._waiting.remove(found)
-        prompt, snapshot = self._prepared.prompts[found[0]], self._snapshots.get(found[0])
-        row = BatchRow(self._model, prompt, 0 if snapshot is None else len(prompt) - 1)
-        row.steps = self._generate_choice(row, *found)
+        self._waiting.remove(place)
+        number, i = place
+        prompt, index = self._prepared.prompts[number], number * self.request.n + i
+        known = 0 if self._snapshots.get(number) is None else len(prompt) - 1
+        row = BatchRow(self.model.batch, prompt, place, index, self._sources, known)
+        row.steps = self._generate(row)
         self.rows.append(row)
+        self._begun.append(row)
 
     def step(self, row: BatchRow) -> bool:
         """Do a step of a row. Return True if it was the last of the request. Raises Failure and SpecError."""
@@ -270,201 +313,124 @@ class RunningRequest:
     def _end_if_done(self) -> bool:
         if self.rows or self._waiting:
             return False
-        self._send(self._finished())
+        self.send(self._finished())
         return True
 
-    def _generate_choice(self, row: BatchRow, number: int, i: int) -> Steps:
-        """Generate choice i of a prompt. All but the first begin with the rows that it has read."""
-        prompt, cache = self._prepared.prompts[number], self._model.prefix_cache
-        echo = isinstance(self._request.prompt, RawPrompts) and self._request.prompt.echo
-        is_scored = echo and self._request.top_logprobs is not None and i == 0
-        with cache.borrow(prompt, self._snapshots.get(number)) as sequence:
+    def _generate(self, row: BatchRow) -> Steps:
+        """Generate a choice. All but the first of a prompt begin with the rows that it has read."""
+        cache, number = self.model.prefix_cache, row.place[0]
+        echo = isinstance(self.request.prompt, RawPrompts) and self.request.prompt.echo
+        is_scored = echo and self.request.top_logprobs is not None and row.is_first
+        with cache.borrow(row.prompt, self._snapshots.get(number)) as sequence:
             row.caches = sequence
-            choice, running = self._new_choice(row, sequence, number, i, reuse=not is_scored)
-            scores = self._scores.setdefault(number, [])
-            scoring = self._score_prompt(sequence, prompt, scores) if is_scored else None
-            yield from self._prefill(choice, sequence, prompt, scoring)
+            if is_scored:
+                sequence.rewind_to_prefix(())  # no token of the prompt counts as cached
+            running = self._prepare_row(row, sequence)
+            yield from self._prefill(row, sequence, self._score_prompt(row, sequence) if is_scored else None)
             cache.shrink()
-            if i == 0:
-                statistics = choice.statistics
-                self._send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
-                self._snapshots[number] = cache.snapshot(sequence) if self._request.n > 1 else None
+            if row.is_first:
+                statistics = row.statistics
+                self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
+                self._snapshots[number] = cache.snapshot(sequence) if self.request.n > 1 else None
             if all(number != waiting for waiting, _ in self._waiting):
                 self._snapshots[number] = None  # nobody needs it
             if echo:
-                self._send(self._echo(choice.index, number, prompt, scores))
-            if self._request.max_tokens != 0:
-                yield from self._decode(row, choice, running)
-            for event in choice.end():
-                self._send(event)
+                self.send(self._echo(row))
+            if self.request.max_tokens != 0:
+                yield from self._decode(row, running)
+            for event in row.end():
+                self.send(event)
 
-    def _new_choice(
-        self, row: BatchRow, sequence: CachedSequence, number: int, i: int, *, reuse: bool
-    ) -> tuple[ChoiceStream, RunningSequence]:
-        """Begin choice i of a prompt; without `reuse` no token of the prompt counts as cached."""
-        request, prepared = self._request, self._prepared
-        prompt, sampling = prepared.prompts[number], prepared.sampling
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=sampling.seed + i)  # else all choices would be the same
+    def _prepare_row(self, row: BatchRow, sequence: CachedSequence) -> RunningSequence:
+        request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
+        if sampling.seed is not None:  # else all choices would be the same
+            sampling = replace(sampling, seed=sampling.seed + row.place[1])
         running = self._pair.prepare(
             sequence.parts,
-            prompt,
+            row.prompt,
             sampling=sampling,
             max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
             stop=prepared.ends,
             top_logprobs=request.top_logprobs,
             prediction=prepared.prediction,
         )
-        if not reuse:
-            sequence.rewind_to_prefix(())
-        index, calls, markers = number * request.n + i, None, None
-        if prepared.dialect is not None and isinstance(request.prompt, Chat) and request.prompt.tools:
+        markers, chat = None, request.prompt if isinstance(request.prompt, Chat) else None
+        if prepared.dialect is not None and chat is not None and chat.tools:
             markers = prepared.dialect.syntax.marks
-            calls = ToolCallReader(index, prepared.dialect, request.prompt.tools.tools)
-        chat_prompt = prompt if isinstance(request.prompt, Chat) else None
-        answer = AnswerStream(
-            self._pair.text, chat_prompt, stop=request.stop, ends=prepared.ends, calls=markers
+            row.calls = ToolCallReader(row.index, prepared.dialect, chat.tools.tools)
+        row.answer = AnswerStream(
+            self._pair.text,
+            None if chat is None else row.prompt,
+            stop=request.stop,
+            ends=prepared.ends,
+            calls=markers,
         )
-        generation = Generation(sequence, prompt, row, answer)
-        choice = ChoiceStream(index, generation, answer, calls, self._sources, is_first=i == 0)
-        self._choices.append(choice)
-        return choice, running
+        row.generation = Generation(sequence, row.prompt, row, row.answer)
+        return running
 
-    def _prefill(
-        self,
-        choice: ChoiceStream,
-        sequence: CachedSequence,
-        prompt: list[int],
-        scoring: Iterable[None] | None,
-    ) -> Steps:
+    def _prefill(self, row: BatchRow, sequence: CachedSequence, scoring: Iterable[None] | None) -> Steps:
         """Process the prompt in steps, and report them if the request wants it."""
-        target, cached = sequence.parts.target, sequence.parts.target.size
-        reports = self._request.progress and cached < len(prompt) - 1
+        parts, batch, length = sequence.parts, self.model.batch, len(row.prompt)
+        target, cached = parts.target, parts.target.size
+        reports = self.request.progress and cached < length - 1
         if reports:
-            self._send(PromptProgress(len(prompt), cached, cached))
-        parts, batch = sequence.parts, self._model.batch
-        steps = (
-            engine.prefill(parts.target, parts.drafters, prompt, batch.chunk) if scoring is None else scoring
-        )
-        for _ in choice.generation.prefill(batch.timed(steps, target)):
+            self.send(PromptProgress(length, cached, cached))
+        steps = scoring or engine.prefill(target, parts.drafters, row.prompt, batch.chunk)
+        for _ in row.generation.prefill(batch.timed(steps, target)):
             if reports:
-                self._send(PromptProgress(len(prompt), cached, target.size))
+                self.send(PromptProgress(length, cached, target.size))
             yield
 
-    def _score_prompt(
-        self, sequence: CachedSequence, prompt: list[int], scores: list[TokenLogprob]
-    ) -> Iterator[None]:
-        """Process a prompt and add the logprobs of its tokens to `scores`; the first token has none."""
-        pair, top = self._pair, self._request.top_logprobs or 0
-        processor = LogitsProcessor(replace(self._request.sampling, grammar=None), 0, pair.info.vocab_size)
-        scores.append(TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan))
+    def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[None]:
+        """Process a prompt and keep the logprobs of its tokens; the first token has none."""
+        pair, top, prompt = self._pair, self.request.top_logprobs or 0, row.prompt
+        processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
+        scores = [TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan)]
+        self._scores[row.place[0]] = scores
         parts = sequence.parts
         for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.text, top):
             scores.extend(more)
             yield
 
-    def _echo(self, index: int, number: int, prompt: list[int], scores: list[TokenLogprob]) -> TextDelta:
+    def _echo(self, row: BatchRow) -> TextDelta:
         """Return the prompt as the beginning of its choice."""
-        assert isinstance(self._request.prompt, RawPrompts)
-        given = self._request.prompt.prompts[number]
-        text = given if isinstance(given, str) else self._pair.text.decode(prompt)
-        return TextDelta(index, "answer", text, tuple(scores), (SourceSpan(text, None, 0),))
+        assert isinstance(self.request.prompt, RawPrompts)
+        number = row.place[0]
+        given = self.request.prompt.prompts[number]
+        text = given if isinstance(given, str) else self._pair.text.decode(row.prompt)
+        scores = tuple(self._scores.get(number, ()))
+        return TextDelta(row.index, "answer", text, scores, (SourceSpan(text, None, 0),))
 
-    def _decode(self, row: BatchRow, choice: ChoiceStream, running: RunningSequence) -> Steps:
+    def _decode(self, row: BatchRow, running: RunningSequence) -> Steps:
         """Decode in the batch: a step for each of its rounds."""
         row.join(running)
-        with closing(row), closing(choice.generation.rounds()) as rounds:
+        with closing(row), closing(row.generation.rounds()) as rounds:
             yield
             last = math.inf
             for round, parts in rounds:
                 now = time.perf_counter()
                 if self._first_token_seconds is None:
-                    self._first_token_seconds = now - self._submitted
+                    self._first_token_seconds = now - self.submitted
                 self._longest_pause, last = max(self._longest_pause, now - last), now
-                for event in choice.read(parts):
-                    self._send(event)
-                if round.finish_reason is None and choice.answer.finished is None:
+                for event in row.read(parts):
+                    self.send(event)
+                if round.finish_reason is None and row.answer.finished is None:
                     yield
 
     def _finished(self) -> Finished:
-        self._choices.sort(key=lambda choice: choice.index)
-        total = added([choice.statistics for choice in self._choices])
+        rows = sorted(self._begun, key=lambda row: row.index)
+        total = added([row.statistics for row in rows])
         expected = self._prepared.prediction
-        outputs = [choice.generation.tokens for choice in self._choices]
+        outputs = [row.generation.tokens for row in rows]
         counts = [prediction_counts(expected, tokens) for tokens in outputs if expected]
         usage = Usage(
             total.prompt_tokens,
             total.reused_tokens,
             sum(map(len, outputs)),
-            sum(choice.answer.reasoning_tokens for choice in self._choices),
+            sum(row.answer.reasoning_tokens for row in rows),
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-        drafted = "+".join(self._sources[drafter] for drafter in total.by_drafter)
-        return Finished(
-            usage,
-            Timings(
-                total,
-                drafted or None,
-                self._queued_seconds,
-                self._first_token_seconds or 0.0,
-                self._longest_pause,
-            ),
-        )
-
-
-class ChoiceStream:
-    """Turns the rounds of one choice into events. Only the borders of text deltas depend on the rounds."""
-
-    def __init__(
-        self,
-        index: int,
-        generation: Generation,
-        answer: AnswerStream,
-        calls: ToolCallReader | None,
-        sources: Sequence[str],
-        *,
-        is_first: bool,  # of its prompt
-    ) -> None:
-        self.index = index
-        self.generation = generation
-        self.answer = answer
-        self._calls = calls
-        self._sources = sources
-        self._is_first = is_first
-
-    @property
-    def statistics(self) -> Statistics:
-        """Return the statistics so far. Only the first choice of a prompt counts the tokens of the prompt."""
-        found = self.generation.statistics
-        return found if self._is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
-
-    def read(self, parts: Sequence[TextPart]) -> Iterator[Event]:
-        """Yield the events of a round that completed this text."""
-        yield from self._events(parts)
-        yield RoundDone(self.index, self.statistics, self._sources)
-
-    def end(self) -> Iterator[Event]:
-        """Yield the text that was held back, and the reason of the end."""
-        yield from self._events(self.generation.end())
-        if self._calls is not None:
-            yield from self._calls.end()
-        yield ChoiceEnded(self.index, self._finish_reason(), self.answer.finished)
-
-    def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
-        for part in parts:
-            if part.kind != "call":
-                spans = tuple(SourceSpan(s.text, self._source(s.drafter), s.position) for s in part.spans)
-                yield TextDelta(self.index, part.kind, part.text, part.logprobs, spans)
-            elif self._calls is not None:
-                yield from self._calls.read(part)
-
-    def _source(self, drafter: int | None) -> str | None:
-        return None if drafter is None else self._sources[drafter]
-
-    def _finish_reason(self) -> FinishReason:
-        if self.answer.finished is not None:
-            return "stop"
-        if self.statistics.finish_reason != "stop":
-            return "length"
-        return "tool_calls" if self._calls is not None and self._calls.complete else "stop"
+        drafted = "+".join(self._sources[drafter] for drafter in total.by_drafter) or None
+        first = self._first_token_seconds or 0.0
+        return Finished(usage, Timings(total, drafted, self._queued_seconds, first, self._longest_pause))

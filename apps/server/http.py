@@ -23,20 +23,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import LOG, Failure, anthropic_body, anthropic_status, hung_up, internal_error
+from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
 from .metrics import CountedEngine
 from .parameters import check_unknown
 from .parsing import check_limits, read_body
-from .request import (
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    PromptProgress,
-    PromptRead,
-    RoundDone,
-)
+from .request import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, GenerationRequest
 from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
@@ -44,11 +35,10 @@ OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
-LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
-STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptProgress, PromptRead, RoundDone, ChoiceEnded}
 
 T = TypeVar("T")
 Json = dict[str, Any]
+Events = AsyncGenerator[Event | None, None]  # None stands for silence
 
 
 class Writer(Protocol):
@@ -127,7 +117,7 @@ async def read_events(
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
-) -> AsyncGenerator[Event | None, None]:
+) -> Events:
     """Yield the events of a request, the last of which is `Finished` or `Failed`; None after each silence.
 
     Closing the generator early cancels the request. Raises Failure if the engine does not admit it.
@@ -174,7 +164,8 @@ async def answer_body(
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not body.stream:
-        events = await _while_connected(http_request, _collect(engine, request))
+        found = _collect(read_events(engine, request, wakes=LAST_EVENTS))
+        events = await _while_connected(http_request, found)
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)
     try:
@@ -191,9 +182,7 @@ async def answer_body(
 class EventStream(StreamingResponse):
     """A stream of events, which closes its source in the end."""
 
-    def __init__(
-        self, source: AsyncGenerator[Event | None, None], frames: AsyncIterator[str], media_type: str
-    ) -> None:
+    def __init__(self, source: Events, frames: AsyncIterator[str], media_type: str) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type=media_type, headers=headers)
         self._source = source
@@ -221,19 +210,16 @@ def json_line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
 
-async def _collect(engine: CountedEngine, request: GenerationRequest) -> list[Event]:
-    found: list[Event] = []
-    async with aclosing(read_events(engine, request, wakes=LAST_EVENTS)) as source:
-        async for event in source:
-            if isinstance(event, Failed):
-                raise event.failure
-            if event is not None:
-                found.append(event)
-    return found
+async def _collect(source: Events) -> list[Event]:
+    async with aclosing(source):
+        events = [event async for event in source if event is not None]
+    if isinstance(last := events[-1], Failed):
+        raise last.failure
+    return events
 
 
 async def _frames(
-    first: Event | None, source: AsyncGenerator[Event | None, None], writer: Writer, keepalive_s: float
+    first: Event | None, source: Events, writer: Writer, keepalive_s: float
 ) -> AsyncIterator[str]:
     """Yield the text of a stream. Events that write nothing, as those in a tool call, count as silence."""
     try:
@@ -280,7 +266,8 @@ async def _disconnected(http_request: Request) -> None:
 def error_response(path: str, failure: Failure) -> Response:
     """Return the response to a request for `path` that failed before its response began."""
     if path.startswith(ANTHROPIC_PATH):
-        response = JSONResponse(anthropic_body(failure), anthropic_status(failure))
+        status = ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
+        response = JSONResponse(anthropic_body(failure), status)
     elif path.startswith(OLLAMA_PATH):
         response = JSONResponse({"error": failure.message}, failure.status)
     else:
@@ -295,13 +282,11 @@ def error_response(path: str, failure: Failure) -> Response:
 def add_error_handlers(app: Starlette) -> None:
     """Let `app` answer what its routes raise, in the dialect of the path."""
 
-    async def on_failure(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Failure)
-        return error_response(request.url.path, error)
-
-    async def on_http_exception(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    async def respond(request: Request, error: Exception) -> Response:
         path = request.url.path
+        if isinstance(error, Failure):
+            return error_response(path, error)
+        assert isinstance(error, HTTPException)
         message, code = str(error.detail), None
         if error.status_code == 404:
             message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
@@ -311,46 +296,28 @@ def add_error_handlers(app: Starlette) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    app.add_exception_handler(Failure, on_failure)
-    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Failure, respond)
+    app.add_exception_handler(HTTPException, respond)
 
 
+@dataclass
 class LastResort:
-    """ASGI middleware: a bug of ours becomes a 500 without details, or the error at the end of a stream."""
+    """ASGI middleware: a bug of ours becomes a 500 without details."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        begun: Message | None = None
+        begun = False
 
         async def watched(message: Message) -> None:
             nonlocal begun
-            begun = message if begun is None else begun
+            begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self.app(scope, receive, watched)
         except Exception as error:
-            if scope["type"] != "http":
+            if scope["type"] != "http" or begun:
                 raise
             LOG.error("a request failed", exc_info=error)
-            if begun is None:
-                await error_response(scope["path"], internal_error())(scope, receive, send)
-            else:
-                await send(
-                    {"type": "http.response.body", "body": _last_event(scope, begun), "more_body": False}
-                )
-
-
-def _last_event(scope: Scope, begun: Message) -> bytes:
-    """Return the error that ends a stream whose writer failed; nothing if it is no stream."""
-    types, failure = [value for _, value in begun.get("headers", ())], internal_error()
-    if JSON_LINES.encode() in types:
-        return f"{json_line({'error': failure.message})}\n".encode()
-    if not any(value.startswith(EVENT_STREAM.encode()) for value in types):
-        return b""
-    if scope["path"].startswith(ANTHROPIC_PATH):
-        return named_event("error", anthropic_body(failure)).encode()
-    return data_event(failure.body).encode()
+            await error_response(scope["path"], internal_error())(scope, receive, send)

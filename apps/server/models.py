@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -19,7 +17,7 @@ from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
 from mlx_spec.batch import Batch
 from mlx_spec.device import memory_for_models
-from mlx_spec.errors import InvalidValue, NotFound, SpecError
+from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub.catalog import repair_config
@@ -67,7 +65,6 @@ class LoadedModel:
     compile: CompileGrammar
     batch: Batch
     token_bytes: float  # K/V of one token, at most
-    max_bytes: Callable[[], int]  # of its caches
     last_used: float  # time.monotonic()
     idle_seconds: float | None  # unload it after this time; None: never
 
@@ -83,8 +80,9 @@ class LoadedModel:
 
     def has_room(self, tokens: int) -> bool:
         """Return True if a prompt of so many tokens fits beside what runs. Alone it always may try."""
-        used = self.prefix_cache.used_nbytes + self.batch.nbytes
-        return not used or used + tokens * self.token_bytes <= self.max_bytes() + self.batch.nbytes
+        used = self.prefix_cache.used_nbytes
+        is_alone = used + self.batch.nbytes == 0
+        return is_alone or used + tokens * self.token_bytes <= self.prefix_cache.max_bytes()
 
     @property
     def expires_at(self) -> float:
@@ -92,16 +90,6 @@ class LoadedModel:
         if self.idle_seconds is None:
             return math.inf
         return time.time() - time.monotonic() + self.last_used + self.idle_seconds
-
-
-def _grammar_cache(text: Text, vocab_size: int, seconds: float) -> CompileGrammar:
-    """Return `compile_grammar` for a model; it keeps what was compiled last. For any thread."""
-
-    @lru_cache(MAX_GRAMMARS)
-    def compile(kind: GrammarKind, source: str) -> Grammar:
-        return compile_grammar(kind, source, text, vocab_size, seconds=seconds)
-
-    return compile
 
 
 def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ranks | None = None) -> Pair:
@@ -120,7 +108,6 @@ class Models:
     """Names and texts are for any thread. Only the engine thread may load and unload."""
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
-        _check_names(settings)
         self._settings = settings
         self._loader = loader
         self._served = {served.name: served for served in settings.models}
@@ -131,10 +118,8 @@ class Models:
             for name in self._served
         }
         self._loaded: dict[str, LoadedModel] = {}
-        self._facts: dict[str, dict[str, Any]] = {}  # of cards
+        self._described: set[str] = set()  # models whose cards were completed, or cannot be
         self.loading: str | None = None  # the model that is being loaded
-        self._text_lock = threading.Lock()
-        self._texts: dict[str, Text] = {}  # of models that were not loaded when their text was needed
         self._folder = None
         if settings.cache_folder is not None:
             self._folder = CacheFolder(settings.cache_folder, settings.cache_folder_bytes)
@@ -156,10 +141,14 @@ class Models:
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Return all models, loaded or not. The files of one that never was are read, once."""
-        return tuple(
-            replace(card, loaded=name in self._loaded, **self._known(name))
-            for name, card in self._cards.items()
-        )
+        for name, served in self._served.items():
+            with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
+                if name not in self._described and _is_local(served):
+                    self._described.add(name)
+                    config = read_config(checkpoint_folders(served)[0])
+                    length = integer(text_config(config), "max_position_embeddings")
+                    self._describe(name, self.text(name), length)
+        return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
         """Return the models that are loaded."""
@@ -170,26 +159,16 @@ class Models:
         loaded = self._loaded.get(name)
         if loaded is not None:
             return loaded.pair.text
-        with self._text_lock:
-            try:
-                if name not in self._texts:
-                    folder = checkpoint_folders(self._served[name])[0]
-                    self._texts[name] = read_text(folder, repair_config(read_config(folder)))
-            except SpecError as error:
-                LOG.error("%s cannot be read: %s", name, error)
-                raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
-            return self._texts[name]
+        try:
+            return _read_text(checkpoint_folders(self._served[name])[0])
+        except SpecError as error:
+            LOG.error("%s cannot be read: %s", name, error)
+            raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
 
-    def _known(self, name: str) -> dict[str, Any]:
-        """Return what loading a model has shown, or else what its files say, if they are on this machine."""
-        served = self._served[name]
-        with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
-            if name not in self._facts and _is_local(served):
-                self._facts[name] = {}
-                config = read_config(checkpoint_folders(served)[0])
-                length = integer(text_config(config), "max_position_embeddings")
-                self._facts[name] = _facts(self.text(name), length) | self._facts[name]
-        return self._facts.get(name, {})
+    def _describe(self, name: str, text: Text, context_length: int | None) -> None:
+        tools = find_tool_format(text) is not None
+        card = self._cards[name]
+        self._cards[name] = replace(card, context_length=context_length, thinks=text.thinks, tools=tools)
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if it has to wait until a busy one is done.
@@ -277,19 +256,25 @@ class Models:
         finally:
             self.loading = None
         name, budget = served.name, partial(self._cache_budget, served.name)
-        conversations, limits = self._settings.conversations, self._settings.limits
+        text, settings = pair.text, self._settings
+        size, seconds = pair.info.vocab_size, settings.limits.grammar_seconds
+
+        @lru_cache(MAX_GRAMMARS)
+        def compile(kind: GrammarKind, source: str) -> Grammar:
+            return compile_grammar(kind, source, text, size, seconds=seconds)
+
         need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
-        self._facts[name] = _facts(pair.text, pair.info.context_length)
+        self._described.add(name)
+        self._describe(name, text, pair.info.context_length)
         self._loaded[name] = LoadedModel(
             name,
             pair,
-            PrefixCache(pair.open, conversations, budget, files),
-            _grammar_cache(pair.text, pair.info.vocab_size, limits.grammar_seconds),
-            pair.batch(limits.running),
+            PrefixCache(pair.open, settings.conversations, budget, files),
+            compile,
+            pair.batch(settings.limits.running),
             need.caches / need.context,
-            budget,
             time.monotonic(),
-            self._settings.idle_seconds,
+            settings.idle_seconds,
         )
         LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 
@@ -367,42 +352,24 @@ def _is_local(served: ServedModel) -> bool:
         return False
 
 
-def checkpoint_folders(served: ServedModel) -> list[Path]:
-    """Return the folders of target and drafter, if the drafter is a checkpoint. Raises NotFound."""
-    target, drafter = folders(served.target, served.drafter)
-    return [_local_folder(name) for name in (target, drafter) if name is not None]
+def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Path]:
+    """Return the folders of target and drafter, if the drafter is a checkpoint.
 
-
-def _local_folder(name: str) -> Path:
-    found = on_disk(name)
-    if found is None:
-        raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
-    return found
-
-
-def check_exists(served: ServedModel) -> None:
-    """Raise NotFound or BadCheckpoint for a model that no load will find. Nothing is downloaded."""
+    Raises NotFound for what no load can find and, if they are to be `complete`, for what is to be downloaded.
+    """
+    found = []
     for name in folders(served.target, served.drafter):
         folder = None if name is None else on_disk(name)
         if folder is not None:
-            read_config(folder)
+            found.append(folder)
+        elif name is not None and complete:
+            raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
+    return found
 
 
-def _facts(text: Text, context_length: int | None) -> dict[str, Any]:
-    tools = find_tool_format(text) is not None
-    return {"context_length": context_length, "thinks": text.thinks, "tools": tools}
-
-
-def _check_names(settings: Settings) -> None:
-    names = [served.name for served in settings.models]
-    if not names:
-        raise InvalidValue("a server needs a model: name at least one")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidValue(f"two models are called {twice!r}: give each a name of its own")
-    for alias, name in settings.aliases:
-        if name not in names:
-            raise InvalidValue(f"alias {alias!r} stands for {name!r}, which is none of {', '.join(names)}")
+@lru_cache
+def _read_text(folder: Path) -> Text:
+    return read_text(folder, repair_config(read_config(folder)))
 
 
 def _warm_up(pair: Pair) -> None:

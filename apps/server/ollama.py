@@ -1,54 +1,72 @@
-"""`/api/chat` and `/api/generate`: Ollama's native API.
+"""Ollama's native API: `/api/chat`, `/api/generate`, and what its clients ask about models.
 
 Bodies become the same requests as those of the other protocols. Streams are lines of JSON.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from mlx_spec import __version__
+from mlx_spec.errors import SpecError
+from mlx_spec.hub.inspect import CheckpointInfo, inspect_checkpoint
 from mlx_spec.text.fill_in import FillIn
 
 from . import parsing
 from .engine_thread import EngineThread
-from .errors import invalid, unsupported
-from .http import JSON_LINES, Api, Json, json_line
-from .models import ModelCard
+from .errors import Failure, invalid, unsupported
+from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer_body, json_line
+from .metrics import CountedEngine
+from .models import ModelCard, checkpoint_folders
 from .openai_chat import ToolField, parse_logprobs, parse_tool
-from .parameters import HARMLESS, SharedFields, start_request
+from .parameters import HARMLESS, SharedFields, as_format, check_unknown, start_request
 from .parsing import MAX_SHOWN_CHARS, Fields
 from .request import (
+    AnswerPart,
     Chat,
-    ChoiceEnded,
     Event,
     Failed,
     Finished,
     GenerationRequest,
-    OutputFormat,
     RawPrompts,
     TextDelta,
     ToolCall,
+    answer_parts,
     logprob_json,
     timings_json,
 )
+from .settings import ServedModel, Settings
 
+VERSION = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
 LATEST = ":latest"  # the tag of a name without one
 REFUSED = {  # field -> why it is not supported
     "images": "only text is read here",
     "template": "the model's own chat template is used",
     "context": "give the conversation to /api/chat",
 }
+REFUSED_PATHS = {
+    "embed": "there are no embeddings here",
+    "embeddings": "there are no embeddings here",
+    "create": "make a model with `mlx-spec convert`",
+    "copy": "name a model with `mlx-spec serve --alias`",
+    "delete": "remove a model with `mlx-spec rm`",
+    "push": "nothing is ever uploaded here",
+}
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_inspect = lru_cache(inspect_checkpoint)
 DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 
 
@@ -56,9 +74,6 @@ DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 
 
 ModelName = Annotated[str | None, AfterValidator(lambda name: name and name.removesuffix(LATEST))]
-Texts = Annotated[
-    list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-]
 
 
 class OllamaOptions(SharedFields):
@@ -68,7 +83,7 @@ class OllamaOptions(SharedFields):
     top_k: int = 40
     top_p: Annotated[float, Field(ge=0, le=1)] = 0.9
     num_predict: int | None = None  # -1 and -2: until the context ends
-    stop: Texts = None
+    stop: parsing.Texts = None
 
     @model_validator(mode="before")
     @classmethod
@@ -140,6 +155,14 @@ class OllamaGenerate(OllamaBody):
     raw: bool | None = None
 
 
+class OllamaName(Fields):
+    """The name of a model, for the routes that need no more; `name` is an older field."""
+
+    model: ModelName = None
+    name: ModelName = None
+    stream: bool | None = None
+
+
 # --- from a body to a request
 
 
@@ -149,30 +172,21 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
         if value and name not in HARMLESS:  # some clients always send what is empty, 0 or false
             why = REFUSED.get(name, "Ollama's API has no such field, or not for text")
             raise unsupported(f"{name[:MAX_SHOWN_CHARS]}: is not supported: {why}", name)
-    options = body.options
-    return replace(
-        start_request(options, model, _prompt(body, _thinks(body, model, engine)), _format(body.format)),
-        max_tokens=_limit(options.num_predict),
+    options, limit = body.options, body.options.num_predict
+    if limit is not None and limit < 1 and limit not in (-1, -2):
+        message = f"options.num_predict: {limit} is too few: give 1 or more, or -1 for no limit"
+        raise invalid(message, "options.num_predict")
+    return start_request(
+        options,
+        model,
+        _prompt(body, _thinks(body, model, engine)),
+        None if body.format in (None, "") else as_format("json", body.format, "format"),
+        max_tokens=limit if limit and limit > 0 else None,
         stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
         keep_alive=parse_duration(body.keep_alive),
     )
-
-
-def _limit(given: int | None) -> int | None:
-    if given is not None and given < 1 and given not in (-1, -2):
-        message = f"options.num_predict: {given} is too few: give 1 or more, or -1 for no limit"
-        raise invalid(message, "options.num_predict")
-    return None if given is None or given < 0 else given
-
-
-def _format(given: Any) -> OutputFormat | None:
-    if isinstance(given, dict):
-        return OutputFormat("json_schema", json.dumps(given), "format")
-    if given not in (None, "", "json"):
-        raise unsupported("format: give 'json' or a JSON schema", "format")
-    return OutputFormat("json_object", param="format") if given else None
 
 
 def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
@@ -260,7 +274,6 @@ class LinesWriter:
         self._reason = "unload" if request.keep_alive == 0 else "load"  # unless a choice ends
 
     def frames(self, event: Event | None) -> Iterator[str]:
-        """Yield the lines of an event; an empty piece for silence."""
         if isinstance(event, Failed):
             yield f"{json_line({'error': event.failure.message})}\n"
             return
@@ -269,34 +282,27 @@ class LinesWriter:
             yield f"{json_line(found)}\n"
 
     def whole(self, events: Iterable[Event]) -> Json:
-        """Return a response without a stream."""
         events = list(events)
         return self._object(events) | ({} if events else {"done": True, "done_reason": self._reason})
 
-    def _object(self, events: Iterable[Event]) -> Json:
-        texts, calls, logprobs = {"answer": "", "thinking": ""}, list[Json](), list[Json]()
-        end: Json = {"done": False}
-        for event in events:
-            match event:
-                case TextDelta():
-                    texts[event.kind] += event.text
-                    logprobs += map(logprob_json, event.logprobs)
-                case ToolCall():
-                    function = {"name": event.name, "arguments": json.loads(event.arguments or "{}")}
-                    calls.append({"id": event.id, "function": {"index": event.call, **function}})
-                case ChoiceEnded():
-                    self._reason = "length" if event.reason == "length" else "stop"
-                case Finished():
-                    end = {"done": True, "done_reason": self._reason}
-                    end |= {} if self._is_empty else self._measured(event)
-        head = {"model": self._model, "created_at": timestamp(time.time())}
-        thinking = {"thinking": texts["thinking"]} if texts["thinking"] else {}
+    def _object(self, events: Sequence[Event]) -> Json:
+        part = next(iter(answer_parts(events)), AnswerPart(0))
+        if part.end is not None:
+            self._reason = "length" if part.end.reason == "length" else "stop"
+        thinking = {"thinking": text} if (text := part.text("thinking")) else {}
         if self._is_chat:
-            message = {"role": "assistant", "content": texts["answer"], **thinking}
-            piece: Json = {"message": message | ({"tool_calls": calls} if calls else {})}
+            piece: Json = {"message": {"role": "assistant", "content": part.text(), **thinking}}
+            if part.calls:
+                piece["message"]["tool_calls"] = [_call_json(call) for call in part.calls]
         else:
-            piece = {"response": texts["answer"], **thinking}
-        return head | piece | ({"logprobs": logprobs} if logprobs else {}) | end
+            piece = {"response": part.text(), **thinking}
+        if logprobs := [logprob_json(token) for delta in part.deltas for token in delta.logprobs]:
+            piece["logprobs"] = logprobs
+        end: Json = {"done": False}
+        if events and isinstance(last := events[-1], Finished):
+            end = {"done": True, "done_reason": self._reason}
+            end |= {} if self._is_empty else self._measured(last)
+        return {"model": self._model, "created_at": timestamp(time.time()), **piece, **end}
 
     def _measured(self, event: Finished) -> Json:
         statistics = event.timings.statistics
@@ -309,6 +315,11 @@ class LinesWriter:
             "eval_duration": _nanoseconds(statistics.decode_seconds),
             "timings": timings_json(event.timings),  # ours
         }
+
+
+def _call_json(call: ToolCall) -> Json:
+    arguments = json.loads(call.arguments or "{}")
+    return {"id": call.id, "function": {"index": call.call, "name": call.name, "arguments": arguments}}
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -327,10 +338,123 @@ def find_card(engine: EngineThread, name: str) -> ModelCard:
     return next(card for card in engine.models() if card.name == name)
 
 
-def apis(engine: EngineThread) -> dict[str, Api]:
-    """Return both routes. `engine` knows which models can think."""
-    read = partial(parse, engine=engine)
+# --- models
+
+
+def _checkpoint(served: ServedModel) -> CheckpointInfo | None:
+    """Return what the headers of a target say; None if it is not on this machine yet."""
+    try:
+        folder = checkpoint_folders(served)[0]
+        return _inspect(folder, folder.name)
+    except SpecError:
+        return None
+
+
+def _model_json(name: str, found: CheckpointInfo | None) -> Json:
+    tagged = name if ":" in name else name + LATEST
+    details: Json = {"parent_model": "", "format": "safetensors"}
+    if found is not None:
+        millions = found.parameters / 1e6
+        details |= {
+            "family": found.family,
+            "families": [found.family],
+            "parameter_size": f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B",
+            "quantization_level": found.precision,
+        }
+    digest = hashlib.sha256(repr((name, found)).encode()).hexdigest()
+    size = found.size if found else 0
+    return {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": details}
+
+
+def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
+    """Return what `/api/show` tells of a model. Values that only a loaded model knows are left out."""
+    info: Json = {"general.basename": card.name}
+    if found is not None:
+        values = {
+            "context_length": card.context_length or found.context,
+            "embedding_length": found.hidden_size,
+            "block_count": found.layers,
+            "attention.head_count": found.heads,
+            "attention.head_count_kv": found.kv_heads,
+            "vocab_size": found.vocab_size,
+        }
+        info |= {"general.architecture": found.family, "general.parameter_count": found.parameters}
+        info |= {f"{found.family}.{key}": value for key, value in values.items() if value is not None}
+    extras = [name for name, can in (("tools", card.tools), ("thinking", card.thinks)) if can]
     return {
-        "chat": Api(OllamaChat, read, LinesWriter, JSON_LINES),
-        "generate": Api(OllamaGenerate, read, LinesWriter, JSON_LINES),
+        "modified_at": timestamp(card.created),
+        "details": _model_json(card.name, found)["details"],
+        "capabilities": ["completion", *extras],
+        "model_info": info,
+        "parameters": "",
+        "template": "",
+        "modelfile": "",
     }
+
+
+# --- routes
+
+
+def add_routes(app: FastAPI, engine: EngineThread, counted: CountedEngine, settings: Settings) -> None:
+    """Add all routes under `/api/`."""
+    checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
+
+    async def respond(http_request: Request, *, api: Api) -> Response:
+        body = await parsing.read_body(http_request, api.body)
+        name = engine.resolve(body.model or None)
+        request = api.parse(body, name)
+        check_unknown(body.options, settings.allow_extra_parameters)
+        unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
+        if unloads and not find_card(engine, name).loaded:
+            return JSONResponse(api.writer(body, request).whole(()))  # it need not be loaded to be unloaded
+        return await answer_body(http_request, body, engine=counted, settings=settings, api=api)
+
+    for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
+        api = Api(body, partial(parse, engine=engine), LinesWriter, JSON_LINES)
+        app.add_route(OLLAMA_PATH + path, partial(respond, api=api), methods=["POST"])
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": VERSION, "mlx_spec": __version__})
+
+    async def tags(_: Request) -> Response:
+        listed = [
+            _model_json(name, checkpoints[card.name]()) | {"modified_at": timestamp(card.created)}
+            for card in engine.models()
+            for name in (card.name, *card.aliases)
+        ]
+        return JSONResponse({"models": listed})
+
+    async def running(_: Request) -> Response:
+        listed = []
+        for status in engine.status().models:
+            shown = _model_json(status.name, checkpoints[status.name]())
+            size, context = status.weights + status.caches, find_card(engine, status.name).context_length
+            shown |= {"size": size, "size_vram": size, "expires_at": timestamp(status.expires_at)}
+            listed.append(shown | {"context_length": context})
+        return JSONResponse({"models": listed})
+
+    async def show(http_request: Request) -> Response:
+        given = await parsing.read_body(http_request, OllamaName)
+        card = find_card(engine, engine.resolve(given.model or given.name))
+        return JSONResponse(_shown(card, checkpoints[card.name]()))
+
+    async def pull(http_request: Request) -> Response:
+        given = await parsing.read_body(http_request, OllamaName)
+        try:
+            engine.resolve(given.model or given.name)
+        except Failure as failure:
+            way = "fetch it with `mlx-spec convert`, then serve it"
+            raise Failure(failure.status, f"{failure.message}; {way}", code=failure.code) from failure
+        return Response(json_line({"status": "success"}) + "\n", media_type=JSON_LINES)
+
+    async def refuse(http_request: Request) -> Response:
+        path = http_request.url.path
+        raise unsupported(f"{path}: is not supported: {REFUSED_PATHS[path.removeprefix(OLLAMA_PATH)]}", path)
+
+    app.add_route("/api/version", version)
+    app.add_route("/api/tags", tags)
+    app.add_route("/api/ps", running)
+    app.add_route("/api/show", show, methods=["POST"])
+    app.add_route("/api/pull", pull, methods=["POST"])
+    for path in REFUSED_PATHS:
+        app.add_route(OLLAMA_PATH + path, refuse, methods=["POST", "DELETE"])

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-
-from mlx_spec.types import TokenLogprob
 
 from . import parsing
 from .errors import invalid, unsupported
 from .http import Api, Json
 from .openai_common import ChunkWriter, CompletionBody, parse_request
+from .parameters import Effort, ThinkingField
 from .parsing import Fields, Parts
-from .request import (
-    Chat,
-    ChoiceEnded,
-    Event,
-    GenerationRequest,
-    PromptRead,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolUse,
-    logprob_json,
-)
+from .request import AnswerPart, Chat, GenerationRequest, Tool, ToolCall, ToolUse, logprob_json
 
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
@@ -54,7 +41,6 @@ class Message(Fields):
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Parts | None = None
-    name: str | None = None
     reasoning_content: str | None = None
     reasoning: Any = None  # another name of it, if it is text
     refusal: str | None = None
@@ -74,49 +60,26 @@ class Function(Fields):
 
 
 class ToolField(Fields):
-    """A tool; only functions are supported."""
+    """A tool, or a choice of one; only functions are supported."""
 
     type: str
     function: Function | None = None
 
 
-class FunctionName(Fields):
-    """A function by its name."""
-
-    name: str
-
-
-class ToolChoiceField(Fields):
-    """The choice between text and tools."""
-
-    type: str
-    function: FunctionName | None = None
-
-
-class ThinkingField(Fields):
-    """Turns thinking on or off."""
-
-    type: Literal["enabled", "disabled"]
-
-
 class ChatBody(CompletionBody):
     """The body of a request."""
 
-    messages: list[Message]
+    messages: list[Message] = Field(min_length=1)
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
+    tool_choice: Annotated[ToolField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
     thinking: ThinkingField | None = None  # the same
-
-    # Refused, except for values without effect.
-    modalities: list[str] | None = None
     service_tier: str | None = None
-    verbosity: str | None = None
 
 
 # --- from the body to a request
@@ -124,23 +87,16 @@ class ChatBody(CompletionBody):
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    _check_supported(body)
+    if body.service_tier not in (None, "auto", "default"):
+        raise unsupported("service_tier: there is only 'auto' or 'default'", "service_tier")
     chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
-    top = parse_logprobs(body.logprobs, body.top_logprobs)
-    return replace(parse_request(body, model, chat), top_logprobs=top)
-
-
-def _check_supported(body: ChatBody) -> None:
-    parsing.check_accepted("service_tier", body.service_tier, "auto", "default")
-    parsing.check_accepted("verbosity", body.verbosity, "medium")
-    if set(body.modalities or []) - {"text"}:
-        raise unsupported("modalities: only text is supported", "modalities")
+    return parse_request(body, model, chat, top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs))
 
 
 def _thinks(body: ChatBody) -> bool:
     wanted = (body.chat_template_kwargs or {}).get("enable_thinking", body.enable_thinking)
     if wanted is None and body.thinking is not None:
-        wanted = body.thinking.type == "enabled"
+        wanted = body.thinking.type != "disabled"
     if wanted is None:
         return body.reasoning_effort not in parsing.NO_THINKING
     if not isinstance(wanted, bool):
@@ -150,8 +106,8 @@ def _thinks(body: ChatBody) -> bool:
 
 
 def _template_variables(body: ChatBody) -> Json:
-    found = dict(body.chat_template_kwargs or {})
-    found.pop("enable_thinking", None)
+    given = body.chat_template_kwargs or {}
+    found = {name: value for name, value in given.items() if name != "enable_thinking"}
     for name in OWN_VARIABLES:
         if name in found:
             raise unsupported(f"chat_template_kwargs.{name}: is set by other fields", "chat_template_kwargs")
@@ -170,7 +126,7 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
 
 def _parse_tools(body: ChatBody) -> ToolUse | None:
     tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
-    given, named = body.tool_choice or ToolChoiceField(type="auto"), None
+    given, named = body.tool_choice or ToolField(type="auto"), None
     choice = parsing.OPENAI_TOOL_CHOICES.get(given.type)
     if choice is None:
         shown = given.type[: parsing.MAX_SHOWN_CHARS]
@@ -194,8 +150,6 @@ def parse_tool(tool: ToolField, field: str) -> Tool:
 
 
 def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
-    if not body.messages:
-        raise invalid("messages: is empty: give at least one", "messages")
     turns = []
     names: dict[str, str] = {}  # of the called functions, by the ids of the calls
     for i, message in enumerate(body.messages):
@@ -215,11 +169,7 @@ def _parse_message(message: Message, field: str, names: dict[str, str]) -> Json:
     text = parsing.PARAGRAPH.join(parsing.part_texts(content, f"{field}.content"))
     if message.role != "tool":
         return {"role": "user" if message.role == "user" else "system", "content": text}
-    place = f"{field}.tool_call_id"
-    id = parsing.required(message.tool_call_id, place)
-    if id not in names:
-        raise invalid(f"{place}: there is no call {id[: parsing.MAX_SHOWN_CHARS]!r} before it", place)
-    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+    return parsing.result_turn(message.tool_call_id, text, names, f"{field}.tool_call_id")
 
 
 def _parse_answer(message: Message, field: str, names: dict[str, str]) -> Json:
@@ -256,60 +206,43 @@ class ChatWriter(ChunkWriter):
         self._n = request.n
         self._with_logprobs = request.top_logprobs is not None
 
-    def _start(self, event: Event) -> Iterator[Json]:
-        match event:
-            case PromptRead():
-                for i in range(self._n):
-                    yield _delta_choice(i, {"role": "assistant", "content": ""})
-            case ToolCall(index=index, call=call):
-                yield _delta_choice(index, {"tool_calls": [{"index": call, **_call_json(event)}]})
+    def _start(self) -> Iterable[Json]:
+        begun = {"role": "assistant", "content": ""}
+        return [_choice_json(AnswerPart(i), "delta", begun, with_logprobs=False) for i in range(self._n)]
 
-    def _delta(self, delta: TextDelta) -> Json:
-        if delta.kind == "thinking":
-            return _delta_choice(delta.index, {"reasoning_content": delta.text})
-        choice = _delta_choice(delta.index, {"content": delta.text})
-        return {**choice, "logprobs": _logprobs_json(delta.logprobs) if delta.logprobs else None}
+    def _piece(self, part: AnswerPart) -> Json:
+        kinds = {delta.kind for delta in part.deltas}
+        delta: Json = {}
+        if "thinking" in kinds:
+            delta["reasoning_content"] = part.text("thinking")
+        if "answer" in kinds:
+            delta["content"] = part.text()
+        if part.calls:
+            delta["tool_calls"] = [{"index": call.call, **_call_json(call)} for call in part.calls]
+        return _choice_json(part, "delta", delta, with_logprobs=bool(part.logprobs()))
 
-    def _end(self, event: ChoiceEnded) -> Json:
-        return {**_delta_choice(event.index, {}), "finish_reason": event.reason}
-
-    def _choices(self, events: Iterable[Event]) -> list[Json]:
-        found: list[list[Event]] = [[] for _ in range(self._n)]
-        for event in events:
-            if isinstance(event, TextDelta | ToolCall | ChoiceEnded):
-                found[event.index].append(event)
-        return [self._choice(i, own) for i, own in enumerate(found)]
-
-    def _choice(self, index: int, events: Iterable[Event]) -> Json:
-        texts, calls, reason = {"answer": "", "thinking": ""}, list[Json](), None
-        tokens: list[TokenLogprob] = []
-        for event in events:
-            match event:
-                case TextDelta(kind=kind, text=text):
-                    texts[kind] += text
-                    tokens += event.logprobs if kind == "answer" else ()
-                case ToolCall():
-                    calls.append(_call_json(event))
-                case ChoiceEnded():
-                    reason = event.reason
-        content = texts["answer"] or (None if calls else "")
+    def _whole(self, part: AnswerPart) -> Json:
+        content = part.text() or (None if part.calls else "")
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": texts["thinking"]} if texts["thinking"] else {}
-        message |= {"tool_calls": calls} if calls else {}
-        logprobs = _logprobs_json(tokens) if self._with_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        if thinking := part.text("thinking"):
+            message["reasoning_content"] = thinking
+        if part.calls:
+            message["tool_calls"] = [_call_json(call) for call in part.calls]
+        return _choice_json(part, "message", message, with_logprobs=self._with_logprobs)
 
 
-def _delta_choice(index: int, delta: Json) -> Json:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+def _choice_json(part: AnswerPart, name: str, content: Json, *, with_logprobs: bool) -> Json:
+    logprobs = {"content": [logprob_json(token) for token in part.logprobs()], "refusal": None}
+    return {
+        "index": part.index,
+        name: content,
+        "logprobs": logprobs if with_logprobs else None,
+        "finish_reason": part.end and part.end.reason,
+    }
 
 
 def _call_json(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _logprobs_json(tokens: Iterable[TokenLogprob]) -> Json:
-    return {"content": [logprob_json(token) for token in tokens], "refusal": None}
 
 
 API = Api(ChatBody, parse, ChatWriter)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from mlx_spec.text.fill_in import FillIn
 from mlx_spec.types import TokenLogprob
@@ -18,19 +18,30 @@ from .http import Api, Json, data_event
 from .openai_common import KEEPALIVE, ChunkWriter, CompletionBody, parse_request
 from .parsing import Fields
 from .request import (
+    AnswerPart,
     ChoiceEnded,
     Event,
     Failed,
     Finished,
     GenerationRequest,
+    Prompt,
     RawPrompts,
     TextDelta,
+    answer_parts,
     finite,
     timings_json,
 )
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
-PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those"
+PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those; no list may be empty"
+SOME = Field(min_length=1, fail_fast=True)  # lists are long: the first bad element is enough
+Tokens = Annotated[tuple[StrictInt, ...], SOME]
+Texts = Annotated[tuple[StrictStr, ...], SOME]
+PROMPTS: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        StrictStr | Texts | Tokens | Annotated[tuple[Tokens, ...], SOME], Field(union_mode="left_to_right")
+    ]
+)
 INFILL_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's own
 STOP_TYPES = {"stop": "eos", "length": "limit", "tool_calls": "eos"}
 
@@ -49,50 +60,25 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
-    prompts = RawPrompts(_with_suffix(body, _parse_prompts(body.prompt)), echo=bool(body.echo))
-    found = parse_request(body, model, prompts, 0 if body.echo else 1)
-    return replace(
-        found,
-        max_tokens=DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens,
-        top_logprobs=body.logprobs,
-        prompt_param="prompt",
-    )
+    prompts = RawPrompts(tuple(_parse_prompts(body)), echo=bool(body.echo))
+    least = 0 if body.echo else 1
+    found = parse_request(body, model, prompts, least, top_logprobs=body.logprobs, prompt_param="prompt")
+    return found if found.max_tokens is not None else replace(found, max_tokens=DEFAULT_MAX_TOKENS)
 
 
-def _with_suffix(
-    body: TextBody, prompts: tuple[str | tuple[int, ...], ...]
-) -> tuple[str | tuple[int, ...] | FillIn, ...]:
-    """Return the prompts; with a suffix, each is the text before a gap."""
-    if not body.suffix:
-        return prompts
-    if body.echo:
+def _parse_prompts(body: TextBody) -> Iterator[Prompt]:
+    """Yield the prompts; with a suffix, each is the text before a gap."""
+    try:
+        found = PROMPTS.validate_python(body.prompt)
+    except ValidationError as error:
+        code = "missing_required_parameter" if body.prompt is None else "invalid_value"
+        raise invalid(f"prompt: {PROMPT_FORMS}", "prompt", code) from error
+    if body.suffix and body.echo:
         raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise unsupported("suffix: only with a prompt that is text", "suffix")
-    return tuple(FillIn(text, body.suffix) for text in texts)
-
-
-def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    if given is None:
-        raise invalid(f"prompt: is missing: {PROMPT_FORMS}", "prompt", "missing_required_parameter")
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, list) or not given:
-        raise invalid(f"prompt: {PROMPT_FORMS}", "prompt")
-    if all(isinstance(one, str) for one in given):
-        return tuple(given)
-    return (_parse_tokens(given),) if _is_token(given[0]) else tuple(map(_parse_tokens, given))
-
-
-def _parse_tokens(given: Any) -> tuple[int, ...]:
-    if not isinstance(given, list) or not given or not all(map(_is_token, given)):
-        raise invalid(f"prompt: {PROMPT_FORMS}, and none of them empty", "prompt")
-    return tuple(given)
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    for prompt in [found] if isinstance(found, str) or isinstance(found[0], int) else found:
+        if body.suffix and not isinstance(prompt, str):
+            raise unsupported("suffix: only with a prompt that is text", "suffix")
+        yield FillIn(prompt, body.suffix) if body.suffix else prompt
 
 
 # --- answers
@@ -107,33 +93,16 @@ class TextWriter(ChunkWriter):
         assert isinstance(request.prompt, RawPrompts)
         self._offsets = [Offsets() for _ in range(len(request.prompt.prompts) * request.n)]
 
-    def _delta(self, delta: TextDelta) -> Json:
-        offsets = self._offsets[delta.index]
-        logprobs = logprobs_json(delta.logprobs, offsets) if self._with_logprobs else None
-        return _choice(delta.index, delta.text, logprobs, None)
+    def _piece(self, part: AnswerPart) -> Json:
+        return self._whole(part) if part.deltas else self._choice(part, None)
 
-    def _end(self, event: ChoiceEnded) -> Json:
-        return _choice(event.index, "", None, event.reason)
+    def _whole(self, part: AnswerPart) -> Json:
+        offsets = self._offsets[part.index]
+        return self._choice(part, logprobs_json(part.logprobs(), offsets) if self._with_logprobs else None)
 
-    def _choices(self, events: Iterable[Event]) -> list[Json]:
-        count = len(self._offsets)
-        texts, reasons = [""] * count, [""] * count
-        tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
-        for event in events:
-            match event:
-                case TextDelta(index=i):
-                    texts[i] += event.text
-                    tokens[i] += event.logprobs
-                case ChoiceEnded(index=i, reason=reason):
-                    reasons[i] = reason
-        return [
-            _choice(i, texts[i], logprobs_json(tokens[i], own) if self._with_logprobs else None, reasons[i])
-            for i, own in enumerate(self._offsets)
-        ]
-
-
-def _choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, part: AnswerPart, logprobs: Json | None) -> Json:
+        reason = part.end and part.end.reason
+        return {"index": part.index, "text": part.text(), "logprobs": logprobs, "finish_reason": reason}
 
 
 class Offsets:
@@ -206,8 +175,6 @@ class InfillBody(CompletionBody):
     n_indent: int | None = None
     t_max_prompt_ms: int | None = None
     t_max_predict_ms: int | None = None
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
 
 
 def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
@@ -218,7 +185,7 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
     given = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
     sampling = INFILL_DEFAULTS | body.model_dump(include=set(INFILL_DEFAULTS), exclude_none=True)
     filled = body.model_copy(update=sampling)
-    return replace(parse_request(filled, model, RawPrompts((given,))), prompt_param="input_prefix")
+    return parse_request(filled, model, RawPrompts((given,)), prompt_param="input_prefix")
 
 
 class InfillWriter:
@@ -226,40 +193,33 @@ class InfillWriter:
 
     def __init__(self, body: InfillBody, request: GenerationRequest) -> None:
         self._model, self._fields = request.model, body.response_fields
-        self._end = ChoiceEnded(0, "stop")
+        self._end = AnswerPart(0)  # of a stream
 
     def frames(self, event: Event | None) -> Iterator[str]:
-        """Yield the text of a stream for an event, or for silence."""
         match event:
             case None:
                 yield KEEPALIVE
             case TextDelta(text=text) if text:
                 yield data_event({"index": 0, "content": text, "stop": False})
             case ChoiceEnded():
-                self._end = event
+                self._end = AnswerPart(0, end=event)
             case Finished():
-                yield data_event(self._last("", event))
+                yield data_event(self._last(self._end, event))
             case Failed(failure=failure):
                 yield data_event(failure.body)
 
     def whole(self, events: Iterable[Event]) -> Json:
-        """Return a response without a stream."""
-        text = ""
-        for event in events:
-            match event:
-                case TextDelta():
-                    text += event.text
-                case ChoiceEnded():
-                    self._end = event
-                case Finished():
-                    return self._last(text, event)
-        raise AssertionError("an answer without an end")
+        events = list(events)
+        (answer,), last = answer_parts(events), events[-1]
+        assert isinstance(last, Finished)
+        return self._last(answer, last)
 
-    def _last(self, text: str, event: Finished) -> Json:
-        usage, end = event.usage, self._end
+    def _last(self, part: AnswerPart, event: Finished) -> Json:
+        usage, end = event.usage, part.end
+        assert end is not None
         found: Json = {
             "index": 0,
-            "content": text,
+            "content": part.text(),
             "stop": True,
             "model": self._model,
             "tokens_predicted": usage.completion_tokens,

@@ -1,13 +1,16 @@
-"""`/v1/responses`: OpenAI's Responses API."""
+"""`/v1/responses`: OpenAI's Responses API.
+
+A namespace, as agents send it for a server of tools, is opened: the model sees its functions under joined
+names, and a call goes back to the client in two parts.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -18,7 +21,7 @@ from pydantic import BeforeValidator, Field
 from . import parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parameters import SharedFields, start_request
+from .parameters import AnswerConfig, FormatField, SharedFields, leave_out_tool, parse_format, start_request
 from .parsing import ContentPart, Fields
 from .request import (
     Chat,
@@ -29,19 +32,12 @@ from .request import (
     GenerationRequest,
     OutputFormat,
     TextDelta,
+    Tool,
     ToolCall,
+    ToolUse,
     Usage,
     logprob_json,
     timings_json,
-)
-from .responses_tools import (
-    ToolChoiceField,
-    ToolField,
-    functions,
-    joined_name,
-    notes_on,
-    parse_tools,
-    tools_json,
 )
 from .stored_responses import ItemField, ResponseStore
 
@@ -50,21 +46,17 @@ INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 REFUSED = {  # except for null and false
-    "background": "an answer comes whole or as a stream",
     "context_management": "send as much as the context holds",
     "conversation": "continue a response by previous_response_id",
-    "moderation": "no text leaves this machine",
     "prompt": "send the prompt itself",
 }
-ECHOED = {
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "previous_response_id",
-    "prompt_cache_key",
-    "safety_identifier",
-    "user",
-}  # fields of a request that its response repeats
+# Fields of a request that its response repeats.
+ECHOED = "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key".split()
+ECHOED += ["safety_identifier", "user"]
+HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and results have forms of their own
+    "apply_patch|code_interpreter|computer|custom|file_search|image_generation|local_shell|mcp|shell"
+    "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
+)
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
 
@@ -77,28 +69,26 @@ def _as_items(given: Any) -> Any:
     return parsing.without_unknown(items, ITEM_TYPES)
 
 
-class TextFormat(Fields):
-    """The form of the answer."""
+class ToolField(Fields):
+    """A function that the client runs, a namespace of functions, or a tool of OpenAI's servers."""
+
+    type: str
+    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
+    description: str | None = None
+    parameters: parsing.Schema | None = None
+    strict: bool | None = None
+    namespace: str | None = Field(default=None, pattern=parsing.TOOL_NAME)  # within a tool choice
+    tools: list[ToolField] | None = None  # of a namespace
+
+
+class ToolChoiceField(Fields):
+    """The choice between text and tools."""
 
     type: str
     name: str | None = None
-    description: str | None = None
-    schema_: parsing.Schema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextConfig(Fields):
-    """The form and length of the answer."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ReasoningConfig(Fields):
-    """The effort of thinking. Thinking is returned as it is, without a summary."""
-
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolField] | None = None
 
 
 class ResponsesBody(SharedFields):
@@ -113,16 +103,14 @@ class ResponsesBody(SharedFields):
     tools: list[ToolField] | None = None
     tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
+    text: AnswerConfig | None = None
+    reasoning: AnswerConfig | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    truncation: str | None = None
     store: bool | None = None
     previous_response_id: str | None = None
 
-    # Without effect; most are sent back.
-    client_metadata: dict[str, Any] | None = None
+    # Without effect, but sent back.
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -140,12 +128,15 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
     chat = Chat(
         messages=_parse_messages(body, store.previous(body.previous_response_id)),
-        tools=parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
+        tools=_parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
-    return replace(
-        start_request(body, model, chat, _parse_format(body.text)),
+    return start_request(
+        body,
+        model,
+        chat,
+        _parse_format(body.text.format if body.text else None),
         max_tokens=body.max_output_tokens,
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
         prompt_param="input",
@@ -160,7 +151,6 @@ def _check_supported(body: ResponsesBody) -> None:
         if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
-    parsing.check_accepted("truncation", body.truncation, "disabled")
     if body.stream_options and not body.stream:
         raise invalid("stream_options: only for a stream", "stream_options")
     if body.stream_options and body.stream_options.get("include_obfuscation"):
@@ -168,18 +158,10 @@ def _check_supported(body: ResponsesBody) -> None:
         raise unsupported(f"{field}: true is not supported", field)
 
 
-def _parse_format(text: TextConfig | None) -> OutputFormat | None:
-    field, given = "text.format", text.format if text else None
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return OutputFormat("json_object", param=field)
-    if given.type != "json_schema":
-        known = "only text, json_object and json_schema"
-        raise unsupported(f"{field}.type: {given.type!r} is not supported, {known}", field)
-    parsing.required(given.name, f"{field}.name")
-    schema = parsing.required(given.schema_, f"{field}.schema")
-    return OutputFormat("json_schema", json.dumps(schema), field)
+def _parse_format(given: FormatField | None) -> OutputFormat | None:
+    if given is not None and given.type == "json_schema":
+        parsing.required(given.name, "text.format.name")
+    return parse_format(given, "text.format")
 
 
 def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
@@ -201,17 +183,13 @@ def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
             return {"role": "system" if role == "developer" else role, "content": text}
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
-            names[id] = name = joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
+            names[id] = name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
             given = parsing.required(item.arguments, f"{field}.arguments")
             call = parsing.call_turn(id, name, parsing.parse_arguments(given))
             return parsing.assistant_turn(None, calls=[call])
         case "function_call_output":
-            id = parsing.required(item.call_id, f"{field}.call_id")
-            if id not in names:
-                place = f"{field}.call_id"
-                raise invalid(f"{place}: there is no function_call {id!r} before it", place)
             text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
-            return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+            return parsing.result_turn(item.call_id, text, names, f"{field}.call_id")
         case "reasoning":
             texts = _part_texts(item.content or item.summary or [], field)
             return parsing.assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
@@ -237,6 +215,71 @@ def decode_thinking(field: str | None) -> str:
         return ""
 
 
+# --- tools: functions, namespaces of them, and hosted tools, which are left out
+
+
+def _parse_tools(
+    given: Sequence[ToolField], choice: ToolChoiceField | None, parallel: bool | None
+) -> ToolUse | None:
+    """Return how the functions may be used; None without any. Raises Failure (400)."""
+    tools = [tool for tool, _, _ in _functions(given)]
+    choice = choice or ToolChoiceField(type="auto")
+    named, mode = None, choice.type
+    if choice.type == "allowed_tools":
+        allowed = [_joined_name(tool.namespace, tool.name or "") for tool in choice.tools or ()]
+        for name in allowed:  # each must be one of the tools
+            parsing.make_tool_use(tools, "required", name, None)
+        tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
+    elif choice.type == "function":
+        named = _joined_name(choice.namespace, choice.name or "")
+    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
+        raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
+    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, parallel)
+
+
+def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, str]]:
+    """Yield each function, its namespace and its name there. Raises Failure (400)."""
+    for i, outer in enumerate(tools):
+        field, space, members = f"tools.{i}", None, [outer]
+        if outer.type == "namespace":
+            space = parsing.required(outer.name, f"{field}.name")
+            members = parsing.required(outer.tools, f"{field}.tools")
+        for k, tool in enumerate(members):
+            place = f"{field}.tools.{k}" if space else field
+            if tool.type == "function":
+                name = parsing.required(tool.name, f"{place}.name")
+                about = [outer.description] if space and k == 0 else []  # the first tells what all are for
+                description = parsing.PARAGRAPH.join(filter(None, [*about, tool.description])) or None
+                joined, strict = _joined_name(space, name), bool(tool.strict)
+                yield Tool(joined, description, tool.parameters or {}, strict), space, name
+            elif not HOSTED_TOOLS.fullmatch(tool.type):
+                known = "only 'function' and 'namespace'"
+                raise unsupported(f"{place}: {tool.type!r} is not supported here, {known}", place)
+
+
+def _joined_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it, such as mcp__server__tool."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _notes_on(tools: Sequence[ToolField]) -> list[str]:
+    """Return a note on each type of tool that is left out."""
+    kinds = {tool.type for outer in tools for tool in (outer, *(outer.tools or ()))}
+    return [leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
+
+
+def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
+    """Return the functions and namespaces, without the tools that are left out."""
+    found: list[Json] = []
+    for tool in tools:
+        one: Json = {"type": tool.type, "name": tool.name, "description": tool.description}
+        if tool.type == "namespace":
+            found.append(one | {"tools": _tools_json(tool.tools or ())})
+        elif tool.type == "function":
+            found.append(one | {"parameters": tool.parameters or {}, "strict": bool(tool.strict)})
+    return found
+
+
 # --- answers
 
 
@@ -246,10 +289,8 @@ class ResponseWriter:
     def __init__(self, body: ResponsesBody, request: GenerationRequest, store: ResponseStore) -> None:
         self._store = None if body.store is False else store
         self._input = (*store.previous(body.previous_response_id), *body.input)
-        spaces = (
-            (tool.name, space.name) for _, tool, space in functions(body.tools or ()) if space is not None
-        )
-        self._spaces = {joined_name(space, name or ""): (space, name) for name, space in spaces}
+        named = _functions(body.tools or ())
+        self._spaces = {tool.name: (space, name) for tool, space, name in named if space is not None}
         self._response = _new_response(body, request)
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
@@ -259,12 +300,10 @@ class ResponseWriter:
         self._started = False
 
     def frames(self, event: Event | None) -> Iterator[str]:
-        """Yield the text of a stream for an event, or for silence."""
         for content in self._read(event):
             yield named_event(content["type"], {**content, "sequence_number": next(self._numbers)})
 
     def whole(self, events: Iterable[Event]) -> Json:
-        """Return a response without a stream."""
         for event in events:
             for _ in self._read(event):
                 pass
@@ -313,7 +352,7 @@ class ResponseWriter:
         else:
             self._item = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
             self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._item_event("added", self._item, "in_progress")
+        yield self._event("output_item.added", item={**self._item, "status": "in_progress"})
         yield self._part_event("content_part.added", part=dict(self._part))
 
     def _grow(self, **more: Any) -> Json:
@@ -327,41 +366,36 @@ class ResponseWriter:
         if not item:
             return
         whole = {key: part[key] for key in ("text", "logprobs") if key in part}
-        done = self._part_event(f"{part['type']}.done", **whole)
-        part_done = self._part_event("content_part.done", part=part)
-        self._item = {}
-        yield done
-        yield part_done
+        yield self._part_event(f"{part['type']}.done", **whole)
+        yield self._part_event("content_part.done", part=part)
         item["content"] = [part]
         if item["type"] == "reasoning" and self._encode_thinking:
             item["encrypted_content"] = encode_thinking(part["text"])
+        self._item = {}
         yield self._end_item(item, status)
-
-    def _part_event(self, name: str, **more: Any) -> Json:
-        place = {"item_id": self._item["id"], "output_index": len(self._response["output"])}
-        return {"type": f"response.{name}", **place, "content_index": 0, **more}
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._close_item("completed")
         space, called = self._spaces.get(call.name, (None, call.name))
-        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call.id, "name": called}
-        head |= {} if space is None else {"namespace": space}
-        place = {"item_id": head["id"], "output_index": len(self._response["output"])}
-        name = "response.function_call_arguments"
-        yield self._item_event("added", {**head, "arguments": ""}, "in_progress")
+        id, name = f"fc_{uuid4().hex}", "function_call_arguments"
+        item: Json = {"id": id, "type": "function_call", "call_id": call.id, "name": called, "arguments": ""}
+        item |= {} if space is None else {"namespace": space}
+        yield self._event("output_item.added", item={**item, "status": "in_progress"})
         if call.arguments:
-            yield {"type": f"{name}.delta", **place, "delta": call.arguments}
-        yield {"type": f"{name}.done", **place, "name": called, "arguments": call.arguments}
-        yield self._end_item({**head, "arguments": call.arguments}, "completed")
+            yield self._event(f"{name}.delta", item_id=id, delta=call.arguments)
+        yield self._event(f"{name}.done", item_id=id, name=called, arguments=call.arguments)
+        yield self._end_item({**item, "arguments": call.arguments}, "completed")
 
-    def _item_event(self, name: str, content: Json, status: str) -> Json:
-        place = {"type": f"response.output_item.{name}", "output_index": len(self._response["output"])}
-        return {**place, "item": {**content, "status": status}}
-
-    def _end_item(self, content: Json, status: str) -> Json:
-        event = self._item_event("done", content, status)
+    def _end_item(self, item: Json, status: str) -> Json:
+        event = self._event("output_item.done", item={**item, "status": status})
         self._response["output"].append(event["item"])
         return event
+
+    def _part_event(self, name: str, /, **more: Any) -> Json:
+        return self._event(name, item_id=self._item["id"], content_index=0, **more)
+
+    def _event(self, name: str, /, **more: Any) -> Json:
+        return {"type": f"response.{name}", "output_index": len(self._response["output"]), **more}
 
     def _finish(self, event: Finished) -> Json:
         status = "completed" if self._response["incomplete_details"] is None else "incomplete"
@@ -373,7 +407,8 @@ class ResponseWriter:
         return {"type": f"response.{status}", "response": self._response}
 
     def _fail(self, failure: Failure) -> Iterator[Json]:
-        error = {"code": _error_code(failure), "message": failure.message}
+        code = "invalid_prompt" if failure.status < 500 else "server_error"  # the nearest of the protocol's
+        error = {"code": "rate_limit_exceeded" if failure.status == 429 else code, "message": failure.message}
         yield {"type": "error", **error, "param": failure.param}
         yield from self._close_item("incomplete")
         self._response |= {"status": "failed", "error": error}
@@ -382,10 +417,10 @@ class ResponseWriter:
 
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     """Return a response without an answer. It repeats the parameters of the request."""
-    reasoning = body.reasoning or ReasoningConfig()
+    reasoning = body.reasoning or AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
-    notes = notes_on(body.tools or ())
+    notes = _notes_on(body.tools or ())
     if body.text is not None and body.text.verbosity in ("low", "high"):
         notes.append(NO_VERBOSITY)
     return {
@@ -400,7 +435,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "model": request.model,
         "output": [],
         "usage": None,
-        **body.model_dump(include=ECHOED),
+        **body.model_dump(include=set(ECHOED)),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
@@ -413,7 +448,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
             "verbosity": (body.text.verbosity if body.text else None) or "medium",
         },
         "tool_choice": choice["type"] if len(choice) == 1 else choice,
-        "tools": tools_json(body.tools or ()),
+        "tools": _tools_json(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
@@ -428,13 +463,6 @@ def _usage_json(usage: Usage) -> Json:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-def _error_code(failure: Failure) -> str:
-    """Return the nearest of the codes that the protocol has for a failed response."""
-    if failure.status == 429:
-        return "rate_limit_exceeded"
-    return "invalid_prompt" if failure.status < 500 else "server_error"
 
 
 def make_api(store: ResponseStore) -> Api:

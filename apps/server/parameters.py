@@ -8,68 +8,49 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
-from .errors import LOG, invalid, unsupported
-from .parsing import MAX_SHOWN_CHARS, Fields
+from .errors import LOG, invalid, missing, unsupported
+from .parsing import MAX_SHOWN_CHARS, Fields, Schema
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
-SAMPLING = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-}  # fields that `Sampling` has by the same names
+# Fields that `Sampling` has by the same names.
+SAMPLING = set("temperature top_p top_k min_p presence_penalty frequency_penalty seed min_tokens".split())
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of thinking
 MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
 
-# The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.
-CONSTRAINTS: Mapping[str, str] = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "structured_outputs.json": "json",
-    "structured_outputs.json_object": "json",
-    "structured_outputs.regex": "regex",
-    "structured_outputs.choice": "choice",
-    "structured_outputs.grammar": "grammar",
-    "regex": "regex",
-    "ebnf": "grammar",
-    "grammar": "grammar",
-    "json_schema": "json",
-    "format": "json",
-}
-GROUP = "structured_outputs"
-SYNONYMS = (  # of parameters, by protocol
-    (
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "max_new_tokens",
-        "n_predict",
-        "num_predict",
-    ),
-    ("stop", "stop_sequences"),
-)
+# How the form of an answer is given.
 FORMS = {
     "json": "a JSON schema",
     "regex": "a regular expression",
     "choice": "a list of texts",
     "grammar": "a Lark grammar",
 }
+GROUP = "structured_outputs"
+# The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.
+CONSTRAINTS: Mapping[str, str] = {
+    **{f"guided_{form}": form for form in FORMS},
+    **{f"{GROUP}.{form}": form for form in FORMS},
+    f"{GROUP}.json_object": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+    "format": "json",
+}
+SYNONYMS = (  # of parameters, by protocol
+    "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split(),
+    ["stop", "stop_sequences"],
+)
 
 # No text depends on these.
 HARMLESS = frozenset(
@@ -108,6 +89,11 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((True,), "include_reasoning separate_reasoning"),
     (([],), "bad_words allowed_token_ids logits_processors samplers lora documents"),
     (({},), "extra_body"),
+    (([], ["text"]), "modalities"),
+    (([],), "mcp_servers"),
+    (("medium",), "verbosity"),
+    (("disabled",), "truncation"),
+    (("standard",), "speed"),
     (("auto", "deepseek"), "reasoning_format"),
     ((), "prompt_logprobs truncate_prompt_tokens chat_template structural_tag guided_whitespace_pattern"),
     ((), "thinking_budget custom_logit_processor"),
@@ -115,6 +101,7 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
 NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 REASONS = {  # parameters that are not supported -> why
     "audio": "answers are text",
+    "container": "nothing but the model runs here",
     "functions": "give `tools` instead",
     "function_call": "give `tool_choice` instead",
     "web_search_options": "nothing is ever fetched here",
@@ -144,10 +131,67 @@ class SharedFields(Fields):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
 
 
+class JsonSchema(Fields):
+    """A schema and its name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None  # the answer matches any schema
+
+
+class FormatField(JsonSchema):
+    """The form of the answer; `regex` and `lark` are ours, `schema` beside `json_object` is llama.cpp's."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+    grammar: str | None = None
+
+
+class ThinkingField(Fields):
+    """Turns thinking on or off. No budget is enforced: the limit of tokens counts thinking and answer."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class AnswerConfig(Fields):
+    """The form and length of the answer, and the effort of thinking, as protocols group them."""
+
+    format: FormatField | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # thinking is returned as it is
+
+
+def parse_format(given: FormatField | None, field: str, place: str = "schema") -> OutputFormat | None:
+    """Return the form of the answer. Raises Failure (400). `place` is where the protocol has the schema."""
+    match given:
+        case None | FormatField(type="text"):
+            return None
+        case FormatField(type="json_object", schema_=None):
+            return OutputFormat("json_object", param=field)
+        case FormatField(type="json_object" | "json_schema", schema_=dict(schema)):
+            return OutputFormat("json_schema", json.dumps(schema), f"{field}.schema")
+        case FormatField(type="json_schema", json_schema=JsonSchema(schema_=dict(schema))):
+            return OutputFormat("json_schema", json.dumps(schema), f"{field}.json_schema.schema")
+        case FormatField(type="regex", pattern=str(pattern)):
+            return OutputFormat("regex", pattern, f"{field}.pattern")
+        case FormatField(type="lark", grammar=str(grammar)):
+            return OutputFormat("lark", grammar, f"{field}.grammar")
+    places = {"json_schema": place, "regex": "pattern", "lark": "grammar"}
+    if given.type in places:
+        raise missing(f"{field}.{places[given.type]}")
+    known, shown = "text, json_object, json_schema, regex or lark", given.type[:MAX_SHOWN_CHARS]
+    raise unsupported(f"{field}.type: {shown!r} is not one of {known}", f"{field}.type")
+
+
 def start_request(
-    body: SharedFields, model: str, prompt: Chat | RawPrompts, own: OutputFormat | None = None
+    body: SharedFields, model: str, prompt: Chat | RawPrompts, own: OutputFormat | None, **more: Any
 ) -> GenerationRequest:
-    """Return a request with the parameters that all protocols share. Raises Failure (400).
+    """Return a request with the parameters that all protocols share, and `more`. Raises Failure (400).
 
     `own` is the form of the answer as the protocol itself gives it.
     """
@@ -161,6 +205,7 @@ def start_request(
         stop_tokens=tuple(dict.fromkeys(tokens)),
         ignore_eos=bool(body.ignore_eos),
         format=_parse_constraint(body, own),
+        **more,
     )
 
 
@@ -199,31 +244,25 @@ def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFor
     Raises Failure (400), also if there are several.
     """
     found = [] if own is None else [own]
-    for name, value in _constraints(body.model_extra or {}):
-        if value not in (None, "", False):
-            found.append(_as_format(CONSTRAINTS[name], value, name))
+    given = body.model_extra or {}
+    group = given.get(GROUP) or {}
+    if not isinstance(group, Mapping):
+        raise invalid(f"{GROUP}: give an object", GROUP)
+    grouped = {f"{GROUP}.{key[:MAX_SHOWN_CHARS]}": value for key, value in group.items()}
+    for name, value in {**given, **grouped}.items():
+        if name in CONSTRAINTS and value not in (None, "", False):
+            found.append(as_format(CONSTRAINTS[name], value, name))
+        is_option = name.startswith(f"{GROUP}.disable_")  # of the backends of vLLM
+        if name in grouped and name not in CONSTRAINTS and value not in (None, False) and not is_option:
+            raise unsupported(f"{name}: is not supported here", name)
     if len(found) > 1:
         first, second = (each.param for each in found[:2])
         raise invalid(f"{second}: {first} gives the form of the answer, too: leave one of them out", second)
     return found[0] if found else None
 
 
-def _constraints(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in given.items():
-        if name in CONSTRAINTS:
-            yield name, value
-    group = given.get(GROUP)
-    if not isinstance(group, Mapping | None):
-        raise invalid(f"{GROUP}: give an object", GROUP)
-    for key, value in (group or {}).items():
-        name = f"{GROUP}.{key[:MAX_SHOWN_CHARS]}"
-        if name in CONSTRAINTS:
-            yield name, value
-        elif value not in (None, False) and not key.startswith("disable_"):  # of the backends of vLLM
-            raise unsupported(f"{name}: is not supported here", name)
-
-
-def _as_format(kind: str, value: Any, field: str) -> OutputFormat:
+def as_format(kind: str, value: Any, field: str) -> OutputFormat:
+    """Return the form of an answer that one of FORMS gives. Raises Failure (400)."""
     match kind, value:
         case "json", True | "json":
             return OutputFormat("json_object", param=field)

@@ -75,6 +75,9 @@ def without_unknown(given: Any, types: Collection[str]) -> Any:
 
 
 Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
+Texts = Annotated[
+    list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -105,13 +108,6 @@ def required(value: T | None, field: str) -> T:
     if value is None:
         raise missing(field)
     return value
-
-
-def check_accepted(field: str, value: str | None, *accepted: str) -> None:
-    """Raise Failure (400) unless a value is one of those that have no effect."""
-    if value is not None and value not in accepted:
-        known = " or ".join(map(repr, accepted))
-        raise unsupported(f"{field}: {value[:MAX_SHOWN_CHARS]!r} is not supported, only {known}", field)
 
 
 def check_limits(request: GenerationRequest, limits: Limits) -> None:
@@ -147,19 +143,13 @@ def _check_count(what: str, count: int, limit: int, param: str) -> None:
 
 
 def make_tool_use(
-    tools: Sequence[Tool],
-    choice: ToolChoice,
-    named: str | None,
-    parallel: bool | None,
-    *,
-    required_word: str = "required",
-    named_field: str = "tool_choice",
+    tools: Sequence[Tool], choice: ToolChoice, named: str | None, parallel: bool | None
 ) -> ToolUse | None:
     """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call."""
     if named is not None and named not in [tool.name for tool in tools]:
-        raise invalid(f"{named_field}: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", named_field)
+        raise invalid(f"tool_choice: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
     if choice == "required" and not tools:
-        raise invalid(f"tool_choice: {required_word!r} needs tools", "tool_choice")
+        raise invalid("tool_choice: a call that is required needs tools", "tool_choice")
     return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
 
 
@@ -172,18 +162,33 @@ def part_texts(parts: Sequence[ContentPart], field: str, types: Sequence[str] = 
     for i, part in enumerate(parts):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*types, "refusal"):
-            kind = part.type[:MAX_SHOWN_CHARS]
-            message = f"{field}.{i}: a part of type {kind!r} is not supported here: only text is read"
-            raise unsupported(message, f"{field}.{i}")
+            raise unsupported_part(part, f"{field}.{i}")
         if text is None:
             raise missing(f"{field}.{i}.{'refusal' if part.type == 'refusal' else 'text'}")
         texts.append(text)
     return texts
 
 
+def unsupported_part(part: ContentPart, field: str) -> Failure:
+    """Return the failure for a part that is not read here: 400."""
+    kind = part.type[:MAX_SHOWN_CHARS]
+    return unsupported(f"{field}: a part of type {kind!r} is not supported here: only text is read", field)
+
+
 def call_turn(id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return an earlier tool call as chat templates take it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result_turn(id: str | None, text: str, names: Mapping[str, str], field: str) -> dict[str, Any]:
+    """Return the result of an earlier tool call as chat templates take it. Raises Failure (400).
+
+    `names` are those of the called functions, by the ids of the calls; `field` has the id.
+    """
+    id = required(id, field)
+    if id not in names:
+        raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
+    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
 
 
 def parse_arguments(text: str) -> dict[str, Any] | str:
@@ -205,26 +210,20 @@ def assistant_turn(
 
 
 def merge_turns(turns: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Join neighbours of one role, as chat templates want it; results of tools stay apart."""
+    """Join neighbours of one role, as chat templates want it; results of tools stay apart.
+
+    Texts of a user or the system become paragraphs, those of the model stay as they were generated.
+    """
     merged: list[dict[str, Any]] = []
     for turn in turns:
-        if merged and turn["role"] == merged[-1]["role"] != "tool":
-            merged[-1] = _join_turns(merged[-1], turn)
-        else:
+        last = merged[-1] if merged else {}
+        if turn["role"] != last.get("role") or turn["role"] == "tool":
             merged.append(dict(turn))
+            continue
+        between = "" if turn["role"] == "assistant" else PARAGRAPH
+        for key, joint in (("content", between), ("reasoning_content", "")):
+            texts = [each[key] for each in (last, turn) if each.get(key) is not None]
+            last |= {key: joint.join(texts)} if texts else {}
+        if calls := turn.get("tool_calls"):
+            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
     return tuple(merged)
-
-
-def _join_turns(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Join texts of a user or the system as paragraphs, those of the model as they were generated."""
-    between = "" if a["role"] == "assistant" else PARAGRAPH
-    content = _join_texts(a, b, "content", between)
-    calls = [*a.get("tool_calls", ()), *b.get("tool_calls", ())]
-    if a["role"] == "assistant":
-        return assistant_turn(content, _join_texts(a, b, "reasoning_content", ""), calls)
-    return {"role": a["role"], "content": content}
-
-
-def _join_texts(a: Mapping[str, Any], b: Mapping[str, Any], key: str, between: str) -> str | None:
-    texts = [turn[key] for turn in (a, b) if turn.get(key) is not None]
-    return between.join(texts) if texts else None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -39,17 +39,11 @@ from mlx_spec.types import CacheState
 
 from .errors import LOG
 
+Snapshot = tuple[list[int], CacheState]  # of a sequence, with its tokens: others can begin with it
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The tokens that caches held, and what they held: other sequences can begin with it."""
-
-    tokens: list[int]
-    state: CacheState
-
-
+@dataclass(eq=False)
 class PrefixCache:
     """Free sequences, the one used last at the end; those in use belong to their requests.
 
@@ -57,19 +51,12 @@ class PrefixCache:
     use stays in any case. Those in `files` outlive the server. Only the engine thread may use this class.
     """
 
-    def __init__(
-        self,
-        open: Callable[[], SequenceParts],
-        count: int,
-        max_bytes: Callable[[], int],
-        files: PrefixFiles | None = None,
-    ) -> None:
-        self._open = open
-        self._count = count
-        self._max_bytes = max_bytes
-        self._files = files
-        self._free: list[CachedSequence] = []
-        self._used: list[CachedSequence] = []
+    open: Callable[[], SequenceParts]
+    count: int
+    max_bytes: Callable[[], int]
+    files: PrefixFiles | None = None
+    _free: list[CachedSequence] = field(default_factory=list)
+    _used: list[CachedSequence] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._free) + len(self._used)
@@ -103,14 +90,14 @@ class PrefixCache:
 
     def shrink(self, reserved: int = 0) -> None:
         """Forget the sequences used longest ago until both limits hold and `reserved` bytes are left."""
-        self._forget(len(self) - self._count)
-        while self._free and self.nbytes + reserved > self._max_bytes():
+        del self._free[: max(len(self) - self.count, 0)]
+        while self._free and self.nbytes + reserved > self.max_bytes():
             del self._free[0]
 
     def close(self) -> None:
         """Write what is worth it to the files, the sequences used last first."""
-        if self._files is not None:
-            self._files.close(self._free[::-1])
+        if self.files is not None:
+            self.files.close(self._free[::-1])
 
     def snapshot(self, sequence: CachedSequence) -> Snapshot | None:
         """Return a copy of what a lent sequence holds; None if a drafter of it cannot be copied."""
@@ -119,11 +106,11 @@ class PrefixCache:
         except InvalidValue:
             return None
         mx.eval(list(state.arrays.values()))  # the next write finds no other reference to the buffers
-        return Snapshot(sequence.tokens, state)
+        return sequence.tokens, state
 
     def _copy(self, snapshot: Snapshot) -> CachedSequence:
-        sequence = CachedSequence(self._open())
-        sequence.restore(snapshot.tokens, snapshot.state)
+        sequence = CachedSequence(self.open())
+        sequence.restore(*snapshot)
         self._used.append(sequence)
         self.shrink()
         return sequence
@@ -131,12 +118,12 @@ class PrefixCache:
     def _take(self, prompt: Sequence[int]) -> CachedSequence:
         sequence = self._best_match(prompt) or self._replaceable(prompt)
         stored = None
-        if self._files is not None:
+        if self.files is not None:
             known = 0 if sequence is None else sequence.reusable(prompt)
-            stored = self._files.restore(prompt, known, self._open)
+            stored = self.files.restore(prompt, known, self.open)
         if sequence is None or stored is not None:
-            self._forget(len(self) + 1 - self._count)
-            sequence = stored or CachedSequence(self._open())
+            del self._free[: max(len(self) + 1 - self.count, 0)]
+            sequence = stored or CachedSequence(self.open())
         else:
             self._free.remove(sequence)
         self._used.append(sequence)
@@ -146,12 +133,9 @@ class PrefixCache:
         self._used.remove(sequence)
         if sequence.tokens:
             self._free.append(sequence)
-            if self._files is not None:
-                self._files.offer(sequence)
+            if self.files is not None:
+                self.files.offer(sequence)
         self.shrink()
-
-    def _forget(self, count: int) -> None:
-        del self._free[: max(count, 0)]
 
     def _best_match(self, prompt: Sequence[int]) -> CachedSequence | None:
         """Return the free sequence with the longest common prefix, if that is most of what it holds.
@@ -166,7 +150,7 @@ class PrefixCache:
 
     def _replaceable(self, prompt: Sequence[int]) -> CachedSequence | None:
         """Return the sequence that a new one would displace, if it shares anything with the prompt."""
-        if len(self) < self._count or not self._free:
+        if len(self) < self.count or not self._free:
             return None
         oldest = self._free[0]
         return oldest if oldest.shared(prompt) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,11 +52,14 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
 
 
+Prompt = str | tuple[int, ...] | FillIn
+
+
 @dataclass(frozen=True)
 class RawPrompts:
     """Texts or tokens to continue. Each gets n choices; choice i continues prompt i // n."""
 
-    prompts: tuple[str | tuple[int, ...] | FillIn, ...]
+    prompts: tuple[Prompt, ...]
     echo: bool = False  # each choice begins with its prompt and its logprobs: nan for the first token
 
 
@@ -199,6 +202,40 @@ class Failed:
 
 
 Event = PromptProgress | PromptRead | TextDelta | ToolCall | RoundDone | ChoiceEnded | Finished | Failed
+LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
+STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptProgress, PromptRead, RoundDone, ChoiceEnded}
+
+
+@dataclass
+class AnswerPart:
+    """The content of some events of a choice: its whole answer, or a part of it."""
+
+    index: int
+    deltas: list[TextDelta] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    end: ChoiceEnded | None = None
+
+    def text(self, kind: Literal["answer", "thinking"] = "answer") -> str:
+        """Return the text of one kind."""
+        return "".join(delta.text for delta in self.deltas if delta.kind == kind)
+
+    def logprobs(self) -> list[TokenLogprob]:
+        """Return the logprobs of the answer, without those of thinking."""
+        return [token for delta in self.deltas if delta.kind == "answer" for token in delta.logprobs]
+
+
+def answer_parts(events: Iterable[Event]) -> list[AnswerPart]:
+    """Return the content of events, a part for each choice that they belong to."""
+    found: dict[int, AnswerPart] = {}
+    for event in events:
+        match event:
+            case TextDelta(index=i):
+                found.setdefault(i, AnswerPart(i)).deltas.append(event)
+            case ToolCall(index=i):
+                found.setdefault(i, AnswerPart(i)).calls.append(event)
+            case ChoiceEnded(index=i):
+                found.setdefault(i, AnswerPart(i)).end = event
+    return [found[i] for i in sorted(found)]
 
 
 # --- as JSON
@@ -213,14 +250,15 @@ def timings_json(timings: Timings) -> dict[str, Any]:
     """
     return {
         "draft_kind": timings.draft_kind,
-        **_measurements(timings.statistics),
+        **measurements(timings.statistics),
         "queued_ms": _milliseconds(timings.queued_seconds),
         "ttft_ms": _milliseconds(timings.first_token_seconds),
         "longest_pause_ms": _milliseconds(timings.longest_pause_seconds),
     }
 
 
-def _measurements(statistics: Statistics) -> dict[str, Any]:
+def measurements(statistics: Statistics) -> dict[str, Any]:
+    """Return the part of `timings` that an answer has while it goes on."""
     processed = statistics.prompt_tokens - statistics.reused_tokens
     return {
         "draft_rounds": statistics.speculative_rounds,
@@ -252,7 +290,7 @@ def statistics_json(event: RoundDone) -> dict[str, Any]:
         event.drafters[i]: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
         for i, positions in event.statistics.by_drafter.items()
     }
-    return {"index": event.index, **_measurements(event.statistics), "by_drafter": by_drafter}
+    return {"index": event.index, **measurements(event.statistics), "by_drafter": by_drafter}
 
 
 def logprob_json(token: TokenLogprob) -> dict[str, Any]:

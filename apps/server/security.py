@@ -6,7 +6,6 @@ answers in plain text, the second lets requests of foreign pages pass and only h
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import socket
@@ -18,13 +17,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure
 from .http import error_response
-from .settings import Settings, is_loopback
+from .settings import (
+    ANY_ORIGIN,
+    DEFAULT_PORTS,
+    Settings,
+    ip_address,
+    is_loopback,
+    name_and_port,
+    normal_origin,
+)
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
 OPEN_PREFIX = "/page/"
-DEFAULT_PORTS = {"http": 80, "https": 443}
-ANY_ORIGIN = "*"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{0,1024}")
 
 
@@ -57,7 +62,8 @@ class Guards:
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                     await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
                     return
-            if not _is_open(scope):
+            path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
+            if not (reads and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))):
                 self._check_key(headers)
             length = headers.get("content-length", "")
             if length.isdecimal():  # a body that is too large is not even read
@@ -77,8 +83,8 @@ class Guards:
         await self._app(scope, limited, send)
 
     def _check_host(self, headers: Headers) -> None:
-        name = (_name_and_port(f"http://{headers.get('host', '')}") or ("", 0))[0].rstrip(".")
-        if name in self._names or (self._is_public and _is_address(name)):  # no address can be rebound
+        name = (name_and_port(f"http://{headers.get('host', '')}") or ("", 0))[0].rstrip(".")
+        if name in self._names or (self._is_public and ip_address(name)):  # no address can be rebound
             return
         message = "the server does not go by this name: start it with --allow-host NAME"
         raise Failure(403, message, type="permission_error", code="host_not_allowed")
@@ -121,45 +127,10 @@ def _marked(send: Send, headers: dict[str, str]) -> Send:
     return marked
 
 
-def normal_origin(origin: str) -> str:
-    """Return an origin for comparison: lower case, with a port; empty if it is none."""
-    if origin == ANY_ORIGIN:
-        return ANY_ORIGIN
-    found = _name_and_port(origin)
-    if found is None:
-        return ""
-    return f"{urlsplit(origin).scheme.lower()}://{found[0]}:{found[1]}"
-
-
 def _is_own(origin: str, host: str) -> bool:
     """Return True if the page is ours: name and port of its origin are those of the request."""
-    found = _name_and_port(origin)
-    scheme = urlsplit(origin).scheme.lower() if found else ""
-    return scheme in DEFAULT_PORTS and found == _name_and_port(f"{scheme}://{host}")
-
-
-def _name_and_port(url: str) -> tuple[str, int] | None:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return None
-    if not parts.hostname or parts.username is not None or parts.path.strip("/"):
-        return None
-    return parts.hostname.lower(), DEFAULT_PORTS.get(parts.scheme, 0) if port is None else port
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_open(scope: Scope) -> bool:
-    path = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
+    scheme = urlsplit(origin).scheme if normal_origin(origin) else ""
+    return scheme in DEFAULT_PORTS and name_and_port(origin) == name_and_port(f"{scheme}://{host}")
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

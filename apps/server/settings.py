@@ -18,9 +18,10 @@ from .. import command
 from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, expanded, flag, option
 
 GB = 10**9
-CANNOT_LISTEN = (
-    "cannot listen on"  # begins the error of a server whose port is taken; the menu bar looks for it
-)
+ANY_ORIGIN = "*"
+DEFAULT_PORTS = {"http": 80, "https": 443}
+# Begins the error of a server whose port is taken; the menu bar looks for it.
+CANNOT_LISTEN = "cannot listen on"
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,48 @@ class Settings:
 
 def is_loopback(host: str) -> bool:
     """Return True if only this machine can reach a server that is bound to `host`."""
+    address = ip_address(host)
+    return address.is_loopback if address else host.lower() == "localhost"
+
+
+def ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a host as an address; None if it is a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(name)
     except ValueError:
-        return host.lower() == "localhost"
+        return None
+
+
+def normal_origin(origin: str) -> str:
+    """Return an origin for comparison: lower case, with a port; empty if it is none."""
+    if origin == ANY_ORIGIN:
+        return ANY_ORIGIN
+    found = name_and_port(origin)
+    if found is None or origin.startswith("//"):
+        return ""
+    return f"{urlsplit(origin).scheme}://{found[0]}:{found[1]}"
+
+
+def name_and_port(url: str) -> tuple[str, int] | None:
+    """Return the name of a host, in lower case, and its port; None if a URL is more than an origin."""
+    try:
+        parts = urlsplit(url)
+        port = DEFAULT_PORTS.get(parts.scheme, 0) if parts.port is None else parts.port
+    except ValueError:
+        return None
+    is_more = parts.username is not None or parts.path.strip("/") or parts.query
+    return (parts.hostname, port) if parts.hostname and not is_more else None
 
 
 DEMO = "demo"
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
+Names = list[str] | None
 MODELS = "Models (the first is loaded at once, the others when asked for)"
 model_option = partial(option, panel=MODELS)
 network_option = partial(option, panel="Network")
 limit_option = partial(option, panel="Limits")
+folder_option = partial(limit_option, value="FOLDER", callback=expanded)
 
 
 @dataclass(frozen=True)
@@ -115,13 +145,10 @@ class Options:
         ),
     ] = None
     model: Annotated[
-        list[str] | None,
-        model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated"),
+        Names, model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated")
     ] = None
-    alias: Annotated[list[str] | None, model_option(value=ALIAS, help="another name of a model")] = None
-    pin: Annotated[
-        list[str] | None, model_option(value="NAME", help="never unload this model once it is loaded")
-    ] = None
+    alias: Annotated[Names, model_option(value=ALIAS, help="another name of a model")] = None
+    pin: Annotated[Names, model_option(value="NAME", help="never unload this model once it is loaded")] = None
     num_draft_tokens: Annotated[
         int | None,
         model_option(
@@ -148,11 +175,10 @@ class Options:
         Path | None, network_option(value="FILE", help="the same, read from a file", callback=expanded)
     ] = None
     allow_host: Annotated[
-        list[str] | None,
-        network_option(value="NAME", help="another name under which the server may be addressed"),
+        Names, network_option(value="NAME", help="another name under which the server may be addressed")
     ] = None
     cors_origin: Annotated[
-        list[str] | None,
+        Names,
         network_option(
             value="ORIGIN",
             help="web pages that may use the server, such as http://localhost:3000",
@@ -187,25 +213,13 @@ class Options:
     ] = Settings.conversations
     cache_folder: Annotated[
         Path | None,
-        limit_option(
-            value="FOLDER",
-            help="keep long prompts here, to read them once; private",
-            default="do not",
-            callback=expanded,
-        ),
+        folder_option(help="keep long prompts here, to read them once; private", default="do not"),
     ] = None
     cache_folder_gb: Annotated[
         float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
     ] = None
-
     store: Annotated[
-        Path | None,
-        limit_option(
-            value="FOLDER",
-            help="keep stored responses here, too",
-            default="in memory only",
-            callback=expanded,
-        ),
+        Path | None, folder_option(help="keep stored responses here, too", default="in memory only")
     ] = None
 
     def settings(self) -> Settings:
@@ -217,8 +231,15 @@ class Options:
             raise BadOptions("--cache-folder-gb goes with --cache-folder: name the folder, too")
         size = Settings.cache_folder_bytes if self.cache_folder_gb is None else self.cache_folder_gb * GB
         for origin in self.cors_origin or []:
-            _check_origin(origin)
+            if not normal_origin(origin):
+                raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")
         models = self._models()
+        names = [model.name for model in models]
+        aliases = [_split("--alias", text, ALIAS) for text in self.alias or []]
+        for alias, name in aliases:
+            _check_known("--alias", name, names)
+            if alias in names:
+                raise BadOptions(f"--alias {alias}: a model goes by that name")
         return Settings(
             models=models,
             host=self.host,
@@ -226,7 +247,7 @@ class Options:
             api_key=key,
             hosts=tuple(self.allow_host or []),
             origins=tuple(self.cors_origin or []),
-            aliases=_aliases(self.alias or [], [model.name for model in models]),
+            aliases=tuple(aliases),
             memory_bytes=None if self.memory is None else round(self.memory * GB),
             idle_seconds=self.idle,
             conversations=self.conversations,
@@ -243,32 +264,24 @@ class Options:
         named = [_split("--model", text, NAMED) for text in self.model or []]
         if named and self.drafter is not None and self.target is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
-        found: list[tuple[str, str, str | None]] = []
+        found: list[ServedModel] = []
         if self.target is not None or DEMO not in [name for name, _ in named]:
             target = DEMO if self.target is None else self.target
-            found.append((typed_path(target).name or target, target, self.drafter))
+            found.append(self._model(typed_path(target).name or target, target, self.drafter))
         for name, text in named:
             target, _, drafter = text.partition(",")
-            found.append((name, target, drafter or None))
-        names = [name for name, _, _ in found]
+            found.append(self._model(name, target, drafter or None))
+        names = [model.name for model in found]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise BadOptions(f"two models are called {twice!r}: give each a name of its own")
-        pinned = self.pin or []
-        for name in pinned:
+        for name in self.pin or []:
             _check_known("--pin", name, names)
-        return tuple(
-            ServedModel(
-                name,
-                target,
-                drafter,
-                self.num_draft_tokens,
-                self.kv_bits,
-                pinned=name in pinned,
-                ahead=self.ahead,
-            )
-            for name, target, drafter in found
-        )
+        return tuple(found)
+
+    def _model(self, name: str, target: str, drafter: str | None) -> ServedModel:
+        pinned, k = name in (self.pin or []), self.num_draft_tokens
+        return ServedModel(name, target, drafter, k, self.kv_bits, pinned=pinned, ahead=self.ahead)
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
@@ -278,15 +291,6 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         return options.settings()
     except BadOptions as error:
         command.refuse("mlx-spec serve", str(error))
-
-
-def _aliases(texts: Sequence[str], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    found = [_split("--alias", text, ALIAS) for text in texts]
-    for alias, name in found:
-        _check_known("--alias", name, names)
-        if alias in names:
-            raise BadOptions(f"--alias {alias}: a model goes by that name")
-    return tuple(found)
 
 
 def _split(option: str, text: str, form: str) -> tuple[str, str]:
@@ -312,15 +316,3 @@ def _key(key: str | None, file: Path | None) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise BadOptions("the API key must be printable ASCII, not empty, without spaces around it")
     return key
-
-
-def _check_origin(origin: str) -> None:
-    if origin == "*":
-        return
-    try:
-        parts = urlsplit(origin)
-        is_origin = bool(parts.scheme and parts.hostname) and parts.port != 0
-    except ValueError:
-        is_origin = False
-    if not is_origin or parts.path or parts.query or parts.username is not None:
-        raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")

@@ -7,7 +7,6 @@ is only looked up in memory: it never becomes a path.
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import write_atomically
 
 from .errors import LOG, MAX_NAME_CHARS, Failure, invalid, unsupported
 from .http import Json
@@ -33,7 +33,7 @@ MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and litt
 MAX_GONE = 10_000  # ids that are gone, kept so that an error can say why; 1 MB of memory
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of a page, as in OpenAI's API
 FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
-UNFINISHED = ".unfinished"  # ends the names of files that are being written
+UNFINISHED = ".resp_*.tmp"  # names of files that were being written
 ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # others: messages
 
 
@@ -97,13 +97,13 @@ class ResponseStore:
         """Keep a response and the items that it answered; the oldest responses make room."""
         stored = StoredResponse(response, tuple(item.identified() for item in items))
         dumped = [item.model_dump(exclude_none=True) for item in stored.input]
-        text = json.dumps({"response": response, "input": dumped}, ensure_ascii=False).encode()
+        text = json.dumps({"response": response, "input": dumped}, ensure_ascii=False)
         if self._folder is not None:
             try:
-                _write(self._folder, f"{response['id']}.json", text)
+                write_atomically(self._folder / f"{response['id']}.json", text)
             except OSError as error:
                 LOG.warning("a response is kept in memory only: %s", error.strerror)
-        self._add(response["id"], stored, len(text))
+        self._add(response["id"], stored, len(text.encode()))
 
     def find(self, id: str) -> StoredResponse:
         """Return a response. Raises Failure (404)."""
@@ -148,13 +148,11 @@ class ResponseStore:
         """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for unfinished in folder.glob(f"resp_*{UNFINISHED}"):
+            for unfinished in folder.glob(UNFINISHED):
                 unfinished.unlink()
             files = [file for file in folder.iterdir() if FILE.fullmatch(file.name) and file.is_file()]
             files.sort(key=lambda file: file.stat().st_mtime_ns)
-            probe, name = tempfile.mkstemp(dir=folder)
-            os.close(probe)
-            os.unlink(name)
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise InvalidValue(f"--store {folder} cannot be used: {error.strerror}") from error
         for file in files:
@@ -169,18 +167,6 @@ class ResponseStore:
                 LOG.warning("a damaged file of --store is ignored: %s", file.name)
                 continue
             self._add(file.stem, stored, len(data))
-
-
-def _write(folder: Path, name: str, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all. Raises OSError."""
-    handle, unfinished = tempfile.mkstemp(dir=folder, prefix="resp_", suffix=UNFINISHED)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(unfinished, folder / name)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
 
 
 # --- routes

@@ -24,7 +24,6 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.stream import TextPart
 from mlx_spec.text.tokenizer import Markers
-from mlx_spec.types import TokenLogprob
 
 # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: mistral, minicpm5 and kimi_k3 have other
 # markers, kimi_k2 needs call ids of its own, laguna is the same as glm47; json_tools, gemma4 and qwen3_coder
@@ -38,6 +37,7 @@ PROBE_TOOL = Tool(
 )
 
 Message = Mapping[str, Any]
+WrittenCalls = list[tuple[str, str]]  # names, and arguments as JSON
 ParsedCall = tuple[str, dict[str, Any]]  # name, arguments
 ReadCalls = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]  # body, start -> calls, end
 
@@ -52,11 +52,9 @@ class Syntax:
     separator: str = ""  # between two calls
     needs_close: bool = False  # a body without its closing marker may be half a call that `read` accepts
 
-    def parse(
-        self, body: str, tools: Sequence[Tool], *, closed: bool = True
-    ) -> tuple[list[tuple[str, str]], str]:
+    def parse(self, body: str, tools: Sequence[Tool], *, closed: bool = True) -> tuple[WrittenCalls, str]:
         """Return the calls of a body, each with its arguments as JSON, and the text after the last one."""
-        calls: list[tuple[str, str]] = []
+        calls: WrittenCalls = []
         end = 0
         while (start := _skip_space(body, end)) < len(body) and (closed or not self.needs_close):
             try:
@@ -88,25 +86,22 @@ class ToolCallReader:
 
     def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool]) -> None:
         self._index, self._syntax, self._tools = index, format.syntax, tools
-        self._body: list[str] = []  # text since the opening marker
-        self._is_open = False  # the opening marker was read, the closing one was not
-        self._logprobs: list[TokenLogprob] = []  # of the tokens of the body
+        self._parts: list[TextPart] = []  # since the opening marker
         self.complete = 0  # calls so far
 
     def read(self, part: TextPart) -> list[Event]:
         """Return the events that a part of kind "call" completes."""
-        self._is_open = True
-        self._body.append(part.text)
-        self._logprobs += part.logprobs
+        self._parts.append(part)
         return self._take(closed=True) if part.closed else []
 
     def end(self) -> list[Event]:
         """Return the events of a body that the end of the answer cut off."""
-        return self._take(closed=False) if self._is_open else []
+        return self._take(closed=False) if self._parts else []
 
     def _take(self, *, closed: bool) -> list[Event]:
-        body, logprobs = "".join(self._body), tuple(self._logprobs)
-        self._body, self._logprobs, self._is_open = [], [], False
+        body = "".join(part.text for part in self._parts)
+        logprobs = tuple(token for part in self._parts for token in part.logprobs)
+        self._parts = []
         calls, rest = self._syntax.parse(body, self._tools, closed=closed)
         events: list[Event] = []
         for name, arguments in calls:

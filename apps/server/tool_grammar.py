@@ -16,14 +16,10 @@ from typing import Any
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import ToolFormat, close_objects, resolve, schema_types, type_of
+from mlx_spec.grammar import matcher
 
 # One way to write white space: what follows from it is drafted for nothing.
-JSON_OPTIONS = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": True,
-}
+JSON_OPTIONS = {**matcher.JSON_OPTIONS, "coerce_one_of": True}
 UNIONS = ("anyOf", "oneOf", "allOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPE: Mapping[str, tuple[str, ...]] = {
@@ -131,12 +127,6 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
 
-    def reserve(self, kind: str) -> str:
-        """Return a new name; its rule may come later."""
-        name = f"{kind}_{len(self._rules)}"
-        self._rules[name] = ""
-        return name
-
     def define(self, name: str, expression: str, options: str = "") -> str:
         """Set the rule of `name`, with llguidance's `options`. Return the name."""
         self._rules[name] = f"{name}{options}: {expression}"
@@ -144,7 +134,7 @@ class Rules:
 
     def add(self, kind: str, expression: str, options: str = "") -> str:
         """Add a rule under a new name. Return the name."""
-        return self.define(self.reserve(kind), expression, options)
+        return self.define(f"{kind}_{len(self._rules)}", expression, options)
 
     def source(self) -> str:
         """Return all rules as text."""
@@ -282,7 +272,7 @@ class _SchemaValues(ABC):
         if rest:
             return self.value(self._merge(rest, found), depth + 1)
         if reference not in self._references:  # named before it is read: it may contain itself
-            self._references[reference] = self.rules.reserve("ref")
+            self._references[reference] = self.rules.add("ref", "")
             self.rules.define(self._references[reference], self.value(found, depth + 1))
         return self._references[reference]
 

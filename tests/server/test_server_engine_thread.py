@@ -32,7 +32,7 @@ from test_session import make_pair
 
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.generation import ChoiceStream
+from mlx_spec.apps.server.generation import BatchRow
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import (
     ChoiceEnded,
@@ -372,14 +372,14 @@ def test_an_error_fails_one_request(
     other.until(RoundDone)
     request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}), max_tokens=60)
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
-        read = ChoiceStream.read
+        read = BatchRow.read
 
         def breaks(self: Any, parts: Any) -> Any:
             if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 3:
                 raise RuntimeError("a secret of the house")
             return read(self, parts)
 
-        broken.setattr(ChoiceStream, "read", breaks)
+        broken.setattr(BatchRow, "read", breaks)
         found = failure(answer(engine, request))
     assert (found.status, found.code) == (500, "internal_error")
     assert "secret" not in found.message and "a secret of the house" in caplog.text

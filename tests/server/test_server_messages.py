@@ -176,7 +176,7 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
         (thinking(64), "thinking.budget_tokens max_tokens 64"),
         ({"container": "c1"}, "container"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 bash_20250124"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice.name 'rain'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice 'rain'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ],
 )

@@ -20,7 +20,6 @@ from mlx_spec.apps.server.models import Models, load_served, memory_need
 from mlx_spec.apps.server.request import RoundDone
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
-from mlx_spec.errors import InvalidValue
 
 ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
 NEED = memory_need(ONE)
@@ -54,19 +53,6 @@ def test_names_and_aliases() -> None:
         with pytest.raises(Failure, match="no model") as caught:
             models.resolve(name)
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (Settings(()), "needs a model"),
-        (Settings((ONE, ONE)), "two models are called 'one'"),
-        (Settings((ONE,), aliases=(("a", "two"),)), "alias 'a' stands for 'two'"),
-    ],
-)
-def test_settings_that_cannot_be(wrong: Settings, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message):
-        EngineThread(wrong)
 
 
 # --- room

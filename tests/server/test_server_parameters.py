@@ -73,17 +73,22 @@ def test_forms_of_response_format():
         assert parsed(CHAT, response_format=given).format == expected
     for given, expected in (
         ({"type": "json_object"}, OutputFormat("json_object", param="text.format")),
-        ({"type": "json_schema", "name": "n", "schema": SCHEMA}, schema("text.format")),
+        ({"type": "json_schema", "name": "n", "schema": SCHEMA}, schema("text.format.schema")),
+        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "text.format.pattern")),
     ):
         assert parsed(RESPONSES, text={"format": given}).format == expected
     given = {"type": "json_schema", "schema": SCHEMA}
     request = parsed(MESSAGES, output_config={"format": given, "effort": "low"})
-    assert request.format == schema("output_config.format") and not request.prompt.thinking
+    assert request.format == schema("output_config.format.schema") and not request.prompt.thinking
     for kind in ("json_object", "json_schema"):
         found = parsed(CHAT, response_format={"type": kind, "schema": SCHEMA}).format
         assert found == schema("response_format.schema")
     given = {"type": "json_schema", "schema": SCHEMA}
-    assert parsed(MESSAGES, output_format=given).format == schema("output_format")
+    assert parsed(MESSAGES, output_format=given).format == schema("output_format.schema")
+    given = {"type": "regex", "pattern": "a+"}
+    assert parsed(MESSAGES, output_config={"format": given}).format == OutputFormat(
+        "regex", "a+", "output_config.format.pattern"
+    )
 
 
 @pytest.mark.parametrize(

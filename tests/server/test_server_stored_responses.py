@@ -167,7 +167,7 @@ def test_responses_outlive_the_server(tmp_path: Path, stub: Stub, caplog: Any):
     for i, data in enumerate(damaged):
         (folder / f"resp_{i:032x}.json").write_bytes(data)
     (folder / "notes.txt").write_text("mine")
-    (folder / "resp_x.unfinished").write_text("half")
+    (folder / ".resp_x.tmp").write_text("half")
     caplog.set_level(logging.WARNING, "mlx_spec.server")
     endpoint = stubbed(stub, Settings(DEMO, store=folder))
     assert len([line for line in caplog.messages if "damaged" in line]) == len(damaged)
@@ -181,7 +181,7 @@ def test_responses_outlive_the_server(tmp_path: Path, stub: Stub, caplog: Any):
         "tool",
     ]
     assert endpoint.client.delete(f"{RESPONSES}/{first['id']}").json()["deleted"] and not file.exists()
-    assert (folder / "notes.txt").exists() and not (folder / "resp_x.unfinished").exists()
+    assert (folder / "notes.txt").exists() and not (folder / ".resp_x.tmp").exists()
 
 
 @pytest.mark.parametrize("id", ["..%2F..%2Fx", "../x", "resp_" + "A" * 32, "resp_%00", "x" * 5000])

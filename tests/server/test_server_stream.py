@@ -169,10 +169,9 @@ def test_a_failure_after_the_headers_ends_the_stream():
 @pytest.mark.parametrize(
     ("path", "writer", "name", "begins"),
     [
-        (CHAT, ChatWriter, "_delta", "data: "),
-        (TEXT, TextWriter, "_delta", "data: "),
+        (CHAT, ChatWriter, "_piece", "data: "),
+        (TEXT, TextWriter, "_piece", "data: "),
         (MESSAGES, MessageWriter, "_add_text", "event: error\ndata: "),
-        (MESSAGES, MessageWriter, "read", "event: error\ndata: "),  # it cannot even write the failure
         (RESPONSES, ResponseWriter, "_add_text", "event: response.failed\ndata: "),
     ],
 )

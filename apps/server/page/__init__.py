@@ -50,8 +50,7 @@ def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
     headers = {**HEADERS, "etag": tag}
 
     async def send(request: Request) -> Response:
-        known = request.headers.get("if-none-match", "")
-        if tag in known:
+        if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=kind, headers=headers)
 
