@@ -18,7 +18,6 @@ from mlx_spec.types import (
     Drafter,
     DraftingSampler,
     DraftRequest,
-    Features,
     FeatureSpec,
     Sampler,
     TargetParts,
@@ -66,7 +65,7 @@ class AheadRequest:
         return (accepted, history[-1]) if list(history[:-1]) == expected else None
 
 
-class SequenceDrafter:
+class SequenceDrafter(Drafter):
     """Defaults for a drafter that has no caches and needs nothing that it cannot compute by itself."""
 
     @property
@@ -88,14 +87,6 @@ class SequenceDrafter:
     def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts of several sequences, one after the other."""
         return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """Process new tokens. Every drafter has its own."""
-        raise NotImplementedError
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return at most `limit` tokens. Every drafter has its own."""
-        raise NotImplementedError
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Do nothing: `Ahead` is the one that drafts ahead."""
