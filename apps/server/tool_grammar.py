@@ -16,10 +16,10 @@ from typing import Any
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import ToolFormat, close_objects, resolve, schema_types, type_of
-from mlx_spec.grammar import matcher
+from mlx_spec.grammar.sandbox import JSON_FORM
 
 # One way to write white space: what follows from it is drafted for nothing.
-JSON_OPTIONS = {**matcher.JSON_OPTIONS, "coerce_one_of": True}
+JSON_OPTIONS = {**JSON_FORM, "coerce_one_of": True}
 UNIONS = ("anyOf", "oneOf", "allOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPE: Mapping[str, tuple[str, ...]] = {
