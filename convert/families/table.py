@@ -1,16 +1,19 @@
-"""Drafter families and name tables: which source tensor becomes which of ours.
+"""Drafter families: what a conversion takes from a checkpoint and what it makes of it.
 
-A table is a tuple of rows. `take` reads a checkpoint by one: nothing missing, every shape as the configs say.
+`read` brings the tensors of a checkpoint under our names, a family merges or drops some of them, and `finish`
+compares them with the network that will run them: nothing missing, nothing left over, every shape right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import KEY, Conventions, required
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -19,26 +22,44 @@ from mlx_spec.hub.files import shortened
 
 Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
 Config = Mapping[str, Any]  # of a config.json
-Sizes = Mapping[str, int]  # length of an axis by its name in the tables
-Change = Callable[[mx.array, Sizes], tuple[mx.array, ...]]
+Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 
 # As other quantizers name their parts. Full precision is asked for instead: quantizing twice loses twice.
 QUANTIZED = (".scales", ".qweight", ".weight_packed", ".weight_scale")
 FP8_SCALE = "_scale_inv"  # one factor a block of an 8-bit weight (DeepSeek-V3)
 FP8_BLOCK = 128
 COMPUTED = "rotary_emb.inv_freq"
+TRUNK = "part of the target, not of its head"
+
+
+def all_but(*kept: str) -> Callable[[str], bool]:
+    """Return a rule: quantize weights, but no norms and no name that ends in `kept`."""
+
+    def quantizable(name: str) -> bool:
+        parts = name.split(".")
+        return parts[-1] == "weight" and not any("norm" in part for part in parts) and not name.endswith(kept)
+
+    return quantizable
+
+
+any_weight = all_but()
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A drafter in our form. Every tensor of the source is in `used` or in `dropped`."""
+    """A drafter in our form, or a target in mlx-lm's. Nothing is computed yet.
 
-    config: dict[str, Any]  # config.json to write; its model_type is the name of the family
-    tensors: dict[str, mx.array]  # lazy, by our names
+    Every tensor of the source is in `used`, in `dropped` or in `unused`.
+    """
+
+    config: dict[str, Any]  # config.json to write; of a drafter its model_type is the name of the family
+    tensors: dict[str, mx.array]  # by our names, or mlx-lm's
     used: frozenset[str]  # source tensors that went in
-    dropped: Mapping[str, str]  # source tensor -> why it is rightly left out
-    quantizable: Callable[[str], bool]  # by our names
+    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensor -> why it is rightly left out
+    quantizable: Callable[[str], bool] = any_weight  # by our names
     notes: tuple[str, ...] = ()  # conventions found, for pair.json
+    unused: frozenset[str] = frozenset()  # source tensors of a model, of which nobody said why
+    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
 
 
 @dataclass(frozen=True)
@@ -54,140 +75,119 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a table. `{e}` numbers the experts, the first axis of ours."""
-
-    source: str
-    ours: str  # several, blank-separated, where `change` makes several of one
-    form: str  # the axes of the source tensor, blank-separated, by their names in Sizes
-    change: Change | None = None
-    optional: bool = False
-
-
-@dataclass(frozen=True)
 class PublishedTensors:
-    """A checkpoint under the names of a table."""
+    """The tensors of a drafter by our names. A family merges, splits and drops some of them."""
 
-    tensors: Tensors
-    names: Mapping[str, str]  # name in the table -> name in the checkpoint
     title: str  # for the errors: "the EAGLE-3 drafter"
-    block: int = FP8_BLOCK
+    own: Prefixes
+    tensors: dict[str, mx.array] = field(default_factory=dict)  # unread
+    names: dict[str, str] = field(default_factory=dict)  # our name -> name in the checkpoint
+    dropped: dict[str, str] = field(default_factory=dict)  # name in the checkpoint -> why
+
+    def drop(self, name: str, why: str) -> None:
+        """Leave a tensor out, if it is there."""
+        if name in self.tensors:
+            del self.tensors[name]
+            self.dropped[self.names[name]] = why
+
+    def refuse_missing(self, missing: Collection[str], count: int) -> None:
+        """Raise BadCheckpoint if some of `count` tensors, by our names, are missing."""
+        if missing:
+            names = sorted(map(self._as_published, missing))
+            raise BadCheckpoint(
+                f"{self.title} lacks {len(missing)} of {count} tensors ({shortened(names)}): "
+                "download it again, or take a complete checkpoint"
+            )
+
+    def _as_published(self, name: str) -> str:
+        found = (theirs + name.removeprefix(ours) for theirs, ours in self.own if name.startswith(ours))
+        return next(found, name)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """The tensors that a table took from a source."""
-
-    tensors: dict[str, mx.array]  # by our names
-    used: frozenset[str]  # by the names of the checkpoint
-    origins: Mapping[str, str]  # our name -> theirs, of tensors taken unchanged
-
-
-def same(name: str, form: str, *, optional: bool = False) -> Row:
-    """Return a row for a tensor that keeps its name."""
-    return Row(name, name, form, optional=optional)
-
-
-def under(source: str, ours: str, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return `rows` with prefixes before both names."""
-    return tuple(
-        replace(row, source=source + row.source, ours=" ".join(ours + name for name in row.ours.split()))
-        for row in rows
-    )
-
-
-def spell(
-    title: str, tensors: Tensors, config: Mapping[str, Any], prefixes: Iterable[tuple[str, str]] = ()
+def read(
+    title: str,
+    tensors: Tensors,
+    config: Config,
+    spellings: Prefixes = (),
+    own: Prefixes = (),
+    *,
+    in_target: bool = False,
 ) -> PublishedTensors:
-    """Replace `prefixes` (theirs, ours) of names. Raises BadCheckpoint for a clash."""
-    names: dict[str, str] = {}
-    for name in tensors:
-        spelled = name
-        for theirs, ours in prefixes:
-            spelled = ours + spelled.removeprefix(theirs) if spelled.startswith(theirs) else spelled
-        if spelled in names:
-            raise BadCheckpoint(f"{title} holds {spelled} twice, as {names[spelled]} and as {name}")
-        names[spelled] = name
-    quantization = config.get("quantization_config")
-    blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
-    block = int(blocks[0]) if blocks else FP8_BLOCK
-    return PublishedTensors({new: tensors[old] for new, old in names.items()}, names, title, block)
+    """Return the tensors of a checkpoint by our names; 8-bit ones with a factor a block become bfloat16.
 
-
-def take(rows: Iterable[Row], source: PublishedTensors, sizes: Sizes) -> Taken:
-    """Return the tensors of `rows` by our names, unread.
-
-    Raises BadCheckpoint for tensors that are missing, quantized already, or of another shape than in `sizes`.
+    All `spellings` are replaced, then the first of `own` that fits. With `in_target` tensors that fit none of
+    `own` are the target's. Raises BadCheckpoint for a clash, and for tensors that are quantized already.
     """
-    rows = tuple(row for row in rows if not row.optional or _sources(row, sizes)[0] in source.tensors)
-    wanted = {name: row for row in rows for name in _sources(row, sizes)}
-    _refuse_quantized(source, wanted)
-    missing = [name for name in wanted if name not in source.tensors]
-    if missing:
+    source = PublishedTensors(title, own)
+    for name, tensor in tensors.items():
+        common = spelled(name, spellings)
+        pair = next((pair for pair in own if common.startswith(pair[0])), None)
+        if pair is None and in_target:
+            source.dropped[name] = TRUNK
+            continue
+        new = common if pair is None else spelled(common, [pair])
+        if new in source.names:
+            raise BadCheckpoint(f"{title} holds {new} twice, as {source.names[new]} and as {name}")
+        source.names[new], source.tensors[new] = name, tensor
+    for name in [name for name in source.names if COMPUTED in name]:
+        source.drop(name, "computed from config.json")
+    _refuse_quantized(source)
+    _widen(source, config)
+    return source
+
+
+def spelled(name: str, prefixes: Prefixes) -> str:
+    """Return a name with all of `prefixes` replaced, in their order."""
+    for theirs, ours in prefixes:
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
+
+
+def finish(
+    source: PublishedTensors,
+    network: nn.Module,
+    config: dict[str, Any],
+    quantizable: Callable[[str], bool] = any_weight,
+    notes: tuple[str, ...] = (),
+) -> Converted:
+    """Return a drafter whose tensors are the parameters of `network`, the one that `config` describes.
+
+    Raises BadCheckpoint for tensors that are missing, of another shape, or not accounted for.
+    """
+    found, expected = source.tensors, dict(tree_flatten(network.parameters()))
+    source.refuse_missing(expected.keys() - found.keys(), len(expected))
+    wrong = [name for name, array in expected.items() if array.shape != found[name].shape]
+    if wrong:
+        shape, said = list(found[wrong[0]].shape), list(expected[wrong[0]].shape)
+        turned = ", as if transposed" if shape == said[::-1] else ""
+        more = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
+        name = source.names.get(wrong[0], wrong[0])
         raise BadCheckpoint(
-            f"{source.title} lacks {len(missing)} of {len(wanted)} tensors ({shortened(missing)}): "
-            "download it again, or take a complete checkpoint"
+            f"{source.title} has {name} of shape {shape}{turned}, by the configs it is {said}{more}: weights "
+            "and config.json belong to different models"
         )
-    _refuse_shapes(source, wanted, sizes)
-    tensors: dict[str, mx.array] = {}
-    for row in rows:
-        parts = [_read(source, name) for name in _sources(row, sizes)]
-        whole = mx.stack(parts) if "{e}" in row.source else parts[0]
-        changed = row.change(whole, sizes) if row.change else (whole,)
-        tensors.update(zip(row.ours.split(), changed, strict=True))
-    scales = {name + FP8_SCALE for name in wanted if name + FP8_SCALE in source.tensors}
-    used = frozenset(source.names[name] for name in wanted.keys() | scales)
-    origins = {row.ours: source.names[row.source] for row in rows if row.source in wanted and not row.change}
-    return Taken(tensors, used, origins)
-
-
-def finished(source: PublishedTensors, converted: Converted) -> Converted:
-    """Return it: what is dropped was not used. Raises BadCheckpoint for tensors not accounted for."""
-    computed = {old: "computed from config.json" for new, old in source.names.items() if COMPUTED in new}
-    dropped = {**computed, **converted.dropped}
-    left = sorted(set(source.names.values()) - converted.used - dropped.keys())
+    left = sorted(source.names.get(name, name) for name in found.keys() - expected.keys())
     if left:
         raise BadCheckpoint(
-            f"{source.title} has tensors that its family {converted.config['model_type']} does not know, "
+            f"{source.title} has tensors that its family {config['model_type']} does not know, "
             f"{len(left)} of {len(source.names)} ({shortened(left)}): it is of another kind, or newer than "
             "this version"
         )
-    return replace(converted, used=converted.used - converted.dropped.keys(), dropped=dropped)
+    used = frozenset(source.names.values()) - source.dropped.keys()
+    return Converted(config, found, used, source.dropped, quantizable, notes)
 
 
-def all_but(*kept: str) -> Callable[[str], bool]:
-    """Return a rule: quantize weights, but no norms and no name that ends in `kept`."""
-
-    def quantizable(name: str) -> bool:
-        parts = name.split(".")
-        return parts[-1] == "weight" and not any("norm" in part for part in parts) and not name.endswith(kept)
-
-    return quantizable
-
-
-def _sources(row: Row, sizes: Sizes) -> list[str]:
-    if "{e}" not in row.source:
-        return [row.source]
-    return [row.source.replace("{e}", str(expert)) for expert in range(sizes["experts"])]
-
-
-def _read(source: PublishedTensors, name: str) -> mx.array:
-    """Return a tensor; an 8-bit one with a factor a block becomes bfloat16."""
-    tensor = source.tensors[name]
-    scales = source.tensors.get(name + FP8_SCALE)
-    if scales is None:
-        return tensor
-    rows, columns = tensor.shape
-    factors = mx.repeat(mx.repeat(scales, source.block, axis=0), source.block, axis=1)[:rows, :columns]
-    return (mx.from_fp8(tensor, dtype=mx.float32) * factors).astype(mx.bfloat16)
-
-
-def _refuse_quantized(source: PublishedTensors, wanted: Mapping[str, Row]) -> None:
-    marks = {name.removesuffix(".weight") + end for name in wanted for end in QUANTIZED} & set(source.tensors)
-    for name in source.tensors.keys() & wanted.keys():
-        is_packed = name.endswith(".weight") and mx.issubdtype(source.tensors[name].dtype, mx.integer)
-        if is_packed and name + FP8_SCALE not in source.tensors:
-            marks.add(name)
+def _refuse_quantized(source: PublishedTensors) -> None:
+    marks = [
+        source.names[name]
+        for name, tensor in source.tensors.items()
+        if name.endswith(QUANTIZED)
+        or (
+            name.endswith(".weight")
+            and mx.issubdtype(tensor.dtype, mx.integer)
+            and name + FP8_SCALE not in source.tensors
+        )
+    ]
     if marks:
         raise BadCheckpoint(
             f"{source.title} is quantized already ({shortened(sorted(marks))}): "
@@ -195,23 +195,17 @@ def _refuse_quantized(source: PublishedTensors, wanted: Mapping[str, Row]) -> No
         )
 
 
-def _refuse_shapes(source: PublishedTensors, wanted: Mapping[str, Row], sizes: Sizes) -> None:
-    found = {name: tuple(source.tensors[name].shape) for name in wanted}
-    said = {name: _shape(row, sizes) for name, row in wanted.items()}
-    wrong = [name for name in wanted if found[name] != said[name]]
-    if wrong:
-        name = wrong[0]
-        axes = " × ".join(wanted[name].form.split())
-        turned = ", as if transposed" if found[name] == said[name][::-1] else ""
-        more = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
-        raise BadCheckpoint(
-            f"{source.title} has {name} of shape {list(found[name])}{turned}, by the configs it is "
-            f"{list(said[name])} ({axes}){more}: weights and config.json belong to different models"
-        )
-
-
-def _shape(row: Row, sizes: Sizes) -> tuple[int, ...]:
-    return tuple(sizes[axis] for axis in row.form.split())
+def _widen(source: PublishedTensors, config: Config) -> None:
+    """Apply the factors of 8-bit weights."""
+    quantization = config.get("quantization_config")
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    block = int(blocks[0]) if blocks else FP8_BLOCK
+    for name in [name for name in source.tensors if name + FP8_SCALE in source.tensors]:
+        tensor, scales = source.tensors[name], source.tensors.pop(name + FP8_SCALE)
+        rows, columns = tensor.shape
+        factors = mx.repeat(mx.repeat(scales, block, axis=0), block, axis=1)[:rows, :columns]
+        wide = mx.from_fp8(tensor, dtype=mx.float32) * factors
+        source.tensors[name] = wide.astype(mx.bfloat16)
 
 
 # --- configs
@@ -264,13 +258,19 @@ def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
             )
 
 
-def check_layers(title: str, capture: Iterable[int], target: Config) -> None:
-    """Check that captured layers exist. Raises Mismatch and BadCheckpoint.
+def check_captured(title: str, config: Config, capture: Sequence[int], target: Config) -> dict[str, int]:
+    """Return the sizes in the config.json of a drafter that reads the outputs of the layers `capture`.
 
     The input of layer 0 counts as output -1 while layer ids are read. It is never recorded: for the target's
-    hooks, and for Python, -1 is the last.
+    hooks, and for Python, -1 is the last. Raises BadCheckpoint, and Mismatch for another target.
     """
-    layers = target_size(target, "num_hidden_layers")
+    layer, layers = layer_config(config), target_size(target, "num_hidden_layers")
+    width, vocab = (size(layer, key, title) for key in ("hidden_size", "vocab_size"))
+    sizes = {
+        "target_hidden_size": int(config.get("target_hidden_size") or width),
+        "draft_vocab_size": int(config.get("draft_vocab_size") or vocab),
+    }
+    check_fit(title, {"hidden_size": sizes["target_hidden_size"], "vocab_size": vocab}, target)
     for index in capture:
         if index == -1:
             raise BadCheckpoint(
@@ -281,11 +281,10 @@ def check_layers(title: str, capture: Iterable[int], target: Config) -> None:
             raise Mismatch(
                 f"{title} reads layer {index} of its target, this one has {layers} layers: {OTHER_DRAFTER}"
             )
+    return sizes
 
 
 # --- reduced vocabularies
-
-INVERSE_MAP = "the inverse of d2t, checked against it"
 
 
 def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> tuple[mx.array, str]:
@@ -314,15 +313,23 @@ def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) 
     )
 
 
-def resolve_map(
-    source: PublishedTensors, tensors: dict[str, mx.array], vocab_size: int
-) -> tuple[list[str], dict[str, str]]:
-    """Replace d2t and t2d in `tensors` by draft_ids. Return notes, and why source tensors are dropped."""
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+def resolve_map(source: PublishedTensors, vocab_size: int, draft_vocab_size: int) -> list[str]:
+    """Make draft_ids of d2t and t2d, and drop what is the target's. Return notes."""
+    tensors = source.tensors
+    if draft_vocab_size != vocab_size:
+        source.refuse_missing({"lm_head.weight", "d2t"} - tensors.keys(), len(source.names))
     notes = []
-    if d2t is not None:
-        tensors["draft_ids"], note = draft_ids(source.title, d2t, t2d, vocab_size)
-        notes.append(note)
-    reasons = dict.fromkeys(("verifier_norm.weight", "verifier_lm_head.weight"), "the target's own")
-    reasons |= {"t2d": INVERSE_MAP} if t2d is not None else {}
-    return notes, {source.names[name]: why for name, why in reasons.items() if name in source.names}
+    if "d2t" in tensors:
+        ids, note = draft_ids(source.title, tensors.pop("d2t"), tensors.get("t2d"), vocab_size)
+        tensors["draft_ids"], notes = ids, [note]
+    source.drop("t2d", "the inverse of d2t, checked against it")
+    for name in ("verifier_norm.weight", "verifier_lm_head.weight"):
+        source.drop(name, "the target's own")
+    return notes
+
+
+def names_of(source: PublishedTensors, layer: Config) -> set[str]:
+    """Return the names of the tensors, and of the biases that the config of the layers promises."""
+    parts = ("q_proj", "k_proj", "v_proj") if layer.get("attention_bias") else ()
+    layers = range(int(layer.get("num_hidden_layers") or 1))
+    return {*source.tensors, *(f"layers.{i}.self_attn.{part}.bias" for i in layers for part in parts)}
