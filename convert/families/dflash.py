@@ -16,8 +16,8 @@ from mlx_spec.drafters.dflash import DFlashConfig, DFlashNetwork
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import DFLASH as KIND
 
-from . import table
-from .table import Config, Converted, Family, Tensors
+from . import common
+from .common import Config, Converted, Family, Tensors
 
 NAME, TITLE = "dflash", "the DFlash drafter"
 SUCCESSORS = (  # parts of the names of their tensors, and what they are called
@@ -42,16 +42,18 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     for part, successor in SUCCESSORS:
         if any(part in name for name in tensors):
             raise BadCheckpoint(f"{TITLE} is of the kind {successor} (it has {part}): only DFlash is known")
-    layer, special = table.layer_config(config), {**config, **(config.get("dflash_config") or {})}
+    layer, special = common.layer_config(config), {**config, **(config.get("dflash_config") or {})}
     capture, note = captured(special)
-    vocab = table.size(layer, "vocab_size", TITLE)
-    sizes = table.check_captured(TITLE, special, capture, target)
+    vocab = common.size(layer, "vocab_size", TITLE)
+    sizes = common.check_captured(TITLE, special, capture, target)
     if "num_target_layers" in special:
-        table.check_fit(TITLE, {"num_hidden_layers": table.size(special, "num_target_layers", TITLE)}, target)
-    source = table.read(TITLE, tensors, config, (("model.", ""),))
-    notes = table.resolve_map(source, vocab, sizes["draft_vocab_size"])
+        common.check_fit(
+            TITLE, {"num_hidden_layers": common.size(special, "num_target_layers", TITLE)}, target
+        )
+    source = common.read(TITLE, tensors, config, (("model.", ""),))
+    notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
-    written = table.config_of(
+    written = common.config_of(
         NAME,
         Conventions(hidden="layers", capture=capture, shift=shift, rope="own"),
         target,
@@ -59,9 +61,9 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         draft_vocab_size=sizes["draft_vocab_size"],
         **_block(special, vocab),
     )
-    names = table.names_of(source, layer)
+    names = common.names_of(source, layer)
     network = DFlashNetwork(DFlashConfig.from_dict(written, len(capture), names))
-    return table.finish(source, network, written, table.all_but("fc.weight"), (note, *notes))
+    return common.finish(source, network, written, common.all_but("fc.weight"), (note, *notes))
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:
@@ -79,11 +81,11 @@ def captured(special: Config) -> tuple[tuple[int, ...], str]:
 
 
 def _block(special: Config, vocab: int) -> dict[str, Any]:
-    mask = table.size(special, "mask_token_id", TITLE)
+    mask = common.size(special, "mask_token_id", TITLE)
     if not 0 <= mask < vocab:
         raise BadCheckpoint(f"config.json of {TITLE} has mask_token_id {mask}, it knows {vocab} tokens")
     switches = {key: special[key] for key in SWITCHES if special.get(key) is not None}
-    return {"block_size": table.size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
+    return {"block_size": common.size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
 
 
 DFLASH = Family(NAME, convert, KIND)

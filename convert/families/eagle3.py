@@ -23,8 +23,8 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
 from mlx_spec.hub.checkpoint import text_config
 
-from . import table
-from .table import Config, Converted, Family, Tensors
+from . import common
+from .common import Config, Converted, Family, Tensors
 
 EAGLE3_TITLE, PEAGLE_TITLE = "the EAGLE-3 drafter", "the P-EAGLE drafter"
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -40,7 +40,7 @@ def convert_eagle3(tensors: Tensors, config: Config, target: Config) -> Converte
 
 def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a P-EAGLE drafter. Raises BadCheckpoint and Mismatch."""
-    vocab = table.size(table.layer_config(config), "vocab_size", PEAGLE_TITLE)
+    vocab = common.size(common.layer_config(config), "vocab_size", PEAGLE_TITLE)
     mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
     if mask is None or not str(mask).isdigit() or int(mask) >= vocab:
         raise BadCheckpoint(
@@ -61,21 +61,21 @@ def _convert(
     **fields: Any,
 ) -> Converted:
     """Convert a drafter that `network` runs, and write a config with `fields`."""
-    layer = table.layer_config(config)
-    capture, note = _captured(config, table.target_size(target, "num_hidden_layers"))
-    sizes = table.check_captured(title, config, capture, target)
-    source = table.read(title, tensors, config, SPELLINGS)
+    layer = common.layer_config(config)
+    capture, note = _captured(config, common.target_size(target, "num_hidden_layers"))
+    sizes = common.check_captured(title, config, capture, target)
+    source = common.read(title, tensors, config, SPELLINGS)
     if not config.get("norm_before_fc"):
         source.drop("input_norm.weight", "norm_before_fc is off in its config.json")
-    vocab = table.size(layer, "vocab_size", title)
-    notes = table.resolve_map(source, vocab, sizes["draft_vocab_size"])
+    vocab = common.size(layer, "vocab_size", title)
+    notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     chain = "post_norm" if config.get("norm_output") else "pre_norm"
     conventions = Conventions(hidden="layers", capture=capture, chain=chain)
     switches = {key: bool(config.get(key)) for key in SWITCHES}
-    written = table.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
+    written = common.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
     context = text_config(target).get("max_position_embeddings")
-    shape = Eagle3Config.from_dict(written, table.names_of(source, layer), context)
-    return table.finish(source, network(shape), written, table.all_but("fc.weight"), (note, *notes))
+    shape = Eagle3Config.from_dict(written, common.names_of(source, layer), context)
+    return common.finish(source, network(shape), written, common.all_but("fc.weight"), (note, *notes))
 
 
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:

@@ -14,7 +14,7 @@ from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fi
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import ASSISTANT
 
-from .table import Config, Converted, Family, Tensors, finish, read
+from .common import Config, Converted, Family, Tensors, finish, read
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"

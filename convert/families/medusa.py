@@ -16,8 +16,8 @@ from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import MEDUSA as KIND
 
-from . import table
-from .table import Config, Converted, Family, Tensors
+from . import common
+from .common import Config, Converted, Family, Tensors
 
 NAME, TITLE = "medusa", "the Medusa drafter"
 PREFIXES = (("medusa_heads.", ""), ("medusa_head.", ""))
@@ -41,8 +41,8 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     if heads != list(range(len(heads))):
         raise BadCheckpoint(f"{TITLE} has the heads {heads}, some between are missing: download it again")
     depth = 1 + max((int(match[2]) for match in found if match[2]), default=0)
-    sizes = {f"{key}_size": table.target_size(target, f"{key}_size") for key in ("hidden", "vocab")}
-    table.check_fit(TITLE, {key: config[key] for key in sizes if key in config}, target)
+    sizes = {f"{key}_size": common.target_size(target, f"{key}_size") for key in ("hidden", "vocab")}
+    common.check_fit(TITLE, {key: config[key] for key in sizes if key in config}, target)
     own: list[tuple[str, str]] = []
     for head in heads:
         ours = f"heads.{head}."
@@ -52,15 +52,15 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
             own += [(f"{head}.{layer}.linear.", f"{ours}layers.{layer}.") for layer in range(depth)]
             own += [(f"{head}.{depth}.", f"{ours}lm_head."), (f"{head}.", ours)]
     in_target = any(name.startswith(INSIDE) for name in tensors)
-    source = table.read(TITLE, tensors, config, PREFIXES, own, in_target=in_target)
+    source = common.read(TITLE, tensors, config, PREFIXES, own, in_target=in_target)
     biased = any(name.endswith(".bias") for name in source.tensors)
     network = MedusaNetwork(MedusaConfig(len(heads), depth, **sizes, biased=biased))
     conventions = Conventions(hidden="post_norm", rope="none")
-    written = table.config_of(NAME, conventions, target, num_heads=len(heads), num_layers=depth)
+    written = common.config_of(NAME, conventions, target, num_heads=len(heads), num_layers=depth)
     said = next((config[key] for key in COUNT_KEYS if key in config), len(heads))
     differs = f"config.json says {said} heads, the tensors are of {len(heads)}"
     notes = () if said == len(heads) else (differs,)
-    return table.finish(source, network, written, notes=notes)
+    return common.finish(source, network, written, notes=notes)
 
 
 MEDUSA = Family(NAME, convert, KIND, recognizes)

@@ -26,8 +26,8 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import one_line, shortened
 
-from . import table
-from .table import Config, Converted, Family, Prefixes, PublishedTensors, Tensors
+from . import common
+from .common import Config, Converted, Family, Prefixes, PublishedTensors, Tensors
 
 COPIES = {  # ours -> what the target calls its own, the first that it has
     "embed_tokens.weight": ("model.embed_tokens.weight",),
@@ -41,7 +41,7 @@ SPELLINGS = (
 )
 CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm")
 MLP, KV_B = "layers.0.mlp.", "layers.0.self_attn.kv_b_proj.weight"
-quantizable = table.all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
+quantizable = common.all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 
 QWEN_TITLE, QWEN_KEY = "the Qwen MTP head", "mtp_num_hidden_layers"
 QWEN_MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_6")
@@ -102,7 +102,7 @@ def _read_head(title: str, tensors: Tensors, config: Config, prefix: str, own: P
     """Return the tensors below `prefix`, experts stacked and latent K and V split as by mlx-lm."""
     text, below = text_config(config), [(prefix + theirs, ours) for theirs, ours in own]
     try:
-        source = table.read(title, tensors, config, SPELLINGS, below, in_target=True)
+        source = common.read(title, tensors, config, SPELLINGS, below, in_target=True)
         _stack_experts(source, int(text.get("num_experts") or text.get("n_routed_experts") or 0))
         _split_latent(source, text)
     except (ValueError, KeyError) as error:  # a shape or a size that is another one
@@ -143,7 +143,7 @@ def _split_latent(source: PublishedTensors, text: Config) -> None:
 
 def _drop_copies(source: PublishedTensors, tensors: Tensors) -> None:
     """Drop tables that equal the target's, if that is here. Reads both."""
-    spelled = {table.spelled(name, SPELLINGS): name for name in tensors}
+    spelled = {common.spelled(name, SPELLINGS): name for name in tensors}
     for ours, candidates in COPIES.items():
         theirs = next((spelled[name] for name in candidates if name in spelled), None)
         if ours not in source.tensors or theirs is None:
@@ -161,12 +161,12 @@ def _finish(
     notes: tuple[str, ...] = (),
 ) -> Converted:
     """Return a head in our form. Raises Mismatch if it is made for another target."""
-    layer = table.own_config(config)
-    sizes = {key: table.size(layer, key, source.title) for key in ("hidden_size", "vocab_size")}
-    table.check_fit(source.title, sizes, target)
+    layer = common.own_config(config)
+    sizes = {key: common.size(layer, key, source.title) for key in ("hidden_size", "vocab_size")}
+    common.check_fit(source.title, sizes, target)
     _drop_copies(source, tensors)
     own = sorted(source.tensors.keys() & COPIES.keys())
-    written = table.config_of(
+    written = common.config_of(
         model_type,
         CONVENTIONS,
         target,
@@ -176,7 +176,7 @@ def _finish(
     network = MTPNetwork(written, CONVENTIONS)
     network.add_tables(dict.fromkeys(own, (sizes["vocab_size"], sizes["hidden_size"])))
     notes = (*notes, f"own {', '.join(own)}") if own else notes
-    return table.finish(source, network, written, quantizable, notes)
+    return common.finish(source, network, written, quantizable, notes)
 
 
 # --- Qwen
@@ -191,7 +191,7 @@ def _recognizes_qwen(config: Config, names: Collection[str]) -> bool:
 
 def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted:
     prefix = "" if "pre_fc_norm_hidden.weight" in tensors else "mtp."
-    names = [table.spelled(name, SPELLINGS) for name in tensors]
+    names = [common.spelled(name, SPELLINGS) for name in tensors]
     if not any(name.startswith(prefix) for name in names):
         raise _stripped(QWEN_TITLE, text_config(config), QWEN_KEY, "mtp.", "Qwen/..., in full precision")
     _check_depth(QWEN_TITLE, names, f"{prefix}layers.")
@@ -246,9 +246,11 @@ def _convert_nextn(
             f"(index_n_heads {text['index_n_heads']}), which this version cannot run: convert its target "
             "with --drafter none, or with another drafter"
         )
-    depth = table.size(text, "num_hidden_layers", title)
+    depth = common.size(text, "num_hidden_layers", title)
     prefix = f"model.layers.{depth}."
-    head = [found for found in (table.spelled(n, SPELLINGS) for n in tensors) if _layer_index(found) >= depth]
+    head = [
+        found for found in (common.spelled(n, SPELLINGS) for n in tensors) if _layer_index(found) >= depth
+    ]
     if not head:
         raise _stripped(title, text, NEXTN_KEY, prefix, origin)
     _check_depth(title, head, "model.layers.")

@@ -13,8 +13,8 @@ from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.catalog import PARD as KIND
 from mlx_spec.hub.files import LOADING_ERRORS, one_line
 
-from . import table
-from .table import Config, Converted, Family, Tensors
+from . import common
+from .common import Config, Converted, Family, Tensors
 
 NAME, TITLE, MASK = "pard", "the PARD drafter", "pard_token"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -25,22 +25,22 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     kind = str(config.get("model_type"))
     if kind not in MODEL_TYPES:
         raise BadCheckpoint(f"{TITLE} is a {kind} model: known are {', '.join(MODEL_TYPES)}")
-    vocab, mask = table.size(config, "vocab_size", TITLE), table.size(config, MASK, TITLE)
+    vocab, mask = common.size(config, "vocab_size", TITLE), common.size(config, MASK, TITLE)
     if not 0 <= mask < vocab:
         raise BadCheckpoint(f"config.json of {TITLE} has {MASK} {mask}, the model knows {vocab} tokens")
-    theirs = table.target_size(target, "vocab_size")
+    theirs = common.target_size(target, "vocab_size")
     if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables of one tokenizer differ by their padding
         raise Mismatch(
             f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: "
-            f"{table.OTHER_DRAFTER}"
+            f"{common.OTHER_DRAFTER}"
         )
-    source, layer = table.read(TITLE, tensors, config), table.own_config(config)
+    source, layer = common.read(TITLE, tensors, config), common.own_config(config)
     layer.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
     if layer["tie_word_embeddings"]:
         source.drop("lm_head.weight", "tied to embed_tokens")
     conventions = Conventions(hidden="none", rope="own")
-    written = table.config_of(NAME, conventions, target, layer_config=layer, mask_token_id=mask)
-    return table.finish(source, _network(layer), written)
+    written = common.config_of(NAME, conventions, target, layer_config=layer, mask_token_id=mask)
+    return common.finish(source, _network(layer), written)
 
 
 def _network(layer: dict[str, object]) -> nn.Module:
