@@ -90,12 +90,12 @@ class Conversation:
         The old model goes first, because there may be no memory for two; it is loaded again if the new one
         cannot be, or if a KeyboardInterrupt comes.
         """
-        turns = self.turns
         same = reuse_weights(self.loaded, choice)
         if same is not None:
-            self._resume(same, turns)
+            self.loaded = same
+            self.session.change_policy(self.pair.open().policy)
         else:
-            self._exchange(choice, turns)
+            self._exchange(choice, self.turns)
         if (schema := self.schema) is not None:
             self.require_schema(schema.name, schema.source)
 

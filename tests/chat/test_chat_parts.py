@@ -205,6 +205,15 @@ def test_drafts_without_loading_again(model):
     assert reuse_weights(fixed, with_drafts(fixed.choice, "auto")) is None
 
 
+def test_other_drafts_read_no_prompt_again(model):
+    talk = Conversation(model, AnswerSettings(max_tokens=4), None)
+    for word, reason in (("2", "fixed by user"), ("off", "disabled by user"), ("auto", None)):
+        talk.switch(with_drafts(model.choice, word))
+        assert "".join(piece.text for piece in talk.stream(f"hello {word}"))
+        assert reason is None or talk.session.statistics.reason.value == reason
+        assert talk.session.statistics.reused_tokens > 0 or word == "2"
+
+
 # --- Markdown
 
 
