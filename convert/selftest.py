@@ -42,7 +42,7 @@ MAX_ERROR = 0.5  # of a quantized tensor; a wrong one has 1.4, 4 bits have 0.1
 BLOCK = 1 << 24  # elements compared at a time
 
 K = 3  # draft tokens
-GENERATED = 32  # tokens after each prompt
+GENERATED = 48  # tokens after each prompt
 # The share of first draft tokens that must be accepted: the larger of MIN_ACCEPTANCE and CHANCE_FACTOR times
 # chance, but at most MAX_FLOOR, for targets that repeat themselves.
 MIN_ACCEPTANCE, CHANCE_FACTOR, MAX_FLOOR = 0.1, 1.5, 0.3
