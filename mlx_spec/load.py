@@ -99,7 +99,8 @@ def load(
         size // (1 if ranks is None else ranks.size),
         check_weights(found.folder) if found and found.folder else 0,
     )
-    info = PairInfo(names.target, names.drafter, _vocab_size(config, text), _context(config), *sizes)
+    context = integer(text_config(config), "max_position_embeddings")
+    info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context, *sizes)
     if not isinstance(ahead, bool):
         ahead.compare(_identity(_checked_drafter(names, found)))
     offered = _offered(found, num_draft_tokens, ahead)
@@ -406,10 +407,6 @@ def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
     """Return the number of columns of the logits, padding included."""
     found = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
     return found or max(text.vocabulary().values()) + 1
-
-
-def _context(config: Mapping[str, Any]) -> int | None:
-    return integer(text_config(config), "max_position_embeddings")
 
 
 def _raise_wired_limit() -> None:

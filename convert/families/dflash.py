@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
-from mlx_spec.drafters.dflash import DFlashConfig, DFlashNetwork
+from mlx_spec.drafters.dflash import DFlashNetwork
+from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import DFLASH as KIND
 
@@ -62,7 +63,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         **_block(special, vocab),
     )
     names = common.names_of(source, layer)
-    network = DFlashNetwork(DFlashConfig.from_dict(written, len(capture), names))
+    network = DFlashNetwork(LayerConfig.from_dict(written, names, target))
     return common.finish(source, network, written, common.all_but("fc.weight"), (note, *notes))
 
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
-from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network, PEagleNetwork
+from mlx_spec.drafters.eagle3 import Eagle3Network, PEagleNetwork
+from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
-from mlx_spec.hub.checkpoint import text_config
 
 from . import common
 from .common import Config, Converted, Family, Tensors
@@ -73,8 +73,7 @@ def _convert(
     conventions = Conventions(hidden="layers", capture=capture, chain=chain)
     switches = {key: bool(config.get(key)) for key in SWITCHES}
     written = common.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
-    context = text_config(target).get("max_position_embeddings")
-    shape = Eagle3Config.from_dict(written, common.names_of(source, layer), context)
+    shape = LayerConfig.from_dict(written, common.names_of(source, layer), target)
     return common.finish(source, network(shape), written, common.all_but("fc.weight"), (note, *notes))
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 
 from mlx_spec.drafters.checkpoint import Conventions
-from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
+from mlx_spec.drafters.medusa import MedusaNetwork
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import MEDUSA as KIND
 
@@ -54,7 +54,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     in_target = any(name.startswith(INSIDE) for name in tensors)
     source = common.read(TITLE, tensors, config, PREFIXES, own, in_target=in_target)
     biased = any(name.endswith(".bias") for name in source.tensors)
-    network = MedusaNetwork(MedusaConfig(len(heads), depth, **sizes, biased=biased))
+    network = MedusaNetwork(len(heads), depth, **sizes, biased=biased)
     conventions = Conventions(hidden="post_norm", rope="none")
     written = common.config_of(NAME, conventions, target, num_heads=len(heads), num_layers=depth)
     said = next((config[key] for key in COUNT_KEYS if key in config), len(heads))

@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.drafters.checkpoint import Conventions
+from mlx_spec.drafters.layers import add_tables
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
@@ -174,7 +175,7 @@ def _finish(
         text_config=layer,
     )
     network = MTPNetwork(written, CONVENTIONS)
-    network.add_tables(dict.fromkeys(own, (sizes["vocab_size"], sizes["hidden_size"])))
+    add_tables(network, own, sizes["hidden_size"], sizes["vocab_size"], sizes["vocab_size"])
     notes = (*notes, f"own {', '.join(own)}") if own else notes
     return common.finish(source, network, written, quantizable, notes)
 

@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -136,24 +136,6 @@ class ThreadBeside:
                 found.set_exception(error)
 
 
-@dataclass
-class Prepared:
-    """The drafts for the likely outcomes of one verification, done or not."""
-
-    request: AheadRequest
-    found: Future[Found]
-
-    def cancel(self) -> None:
-        self.request.is_cancelled = True
-        self.found.cancel()
-
-    def take(self, outcome: Outcome) -> Draft | None:
-        """Return the draft for an outcome, if there is one by now; the others are not wanted any more."""
-        found = self.found.result().get(outcome) if self.found.done() else None
-        self.cancel()
-        return found
-
-
 class Ahead(SequenceDrafter):
     """Drafts one sequence with `inner`, and ahead with `beside`, which has the same weights."""
 
@@ -163,7 +145,7 @@ class Ahead(SequenceDrafter):
         self._inner, self._beside = inner, beside
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
-        self._prepared: Prepared | None = None
+        self._prepared: tuple[AheadRequest, Future[Found]] | None = None
         self._accepted = PRIOR_ACCEPTANCE * PRIOR_TOKENS
         self._judged = float(PRIOR_TOKENS)  # draft tokens that were accepted or rejected
 
@@ -184,24 +166,24 @@ class Ahead(SequenceDrafter):
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Drop what was prepared for another text, such as the last answer."""
         self._inner.observe(history, features)
-        if self._prepared is not None and self._prepared.request.outcome(history) is None:
-            self._prepared.cancel()
-            self._prepared = None
+        if self._prepared is not None and self._prepared[0].outcome(history) is None:
+            self._cancel()
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return the draft that was prepared for `history`, once; else one of the inner drafter."""
         self._limit = limit
-        prepared, self._prepared = self._prepared, None
-        outcome = None if prepared is None else prepared.request.outcome(history)
-        if prepared is None or outcome is None:
+        if self._prepared is None or (outcome := self._prepared[0].outcome(history)) is None:
+            self._cancel()
             return self._inner.draft(history, limit, sampler)
+        request, found = self._prepared
         self._accepted += outcome[0]
-        self._judged += outcome[0] + (outcome[0] < len(prepared.request.drafted))
-        found = prepared.take(outcome)
-        if found is None:
+        self._judged += outcome[0] + (outcome[0] < len(request.drafted))
+        draft = found.result().get(outcome) if found.done() else None
+        self._cancel()
+        if draft is None:
             return replace(self._inner.draft(history, limit, sampler), ahead=False)
-        probs = None if found.probs is None else found.probs[:limit]
-        return Draft(found.tokens[:limit], probs, ahead=True)
+        probs = None if draft.probs is None else draft.probs[:limit]
+        return Draft(draft.tokens[:limit], probs, ahead=True)
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Let the one beside draft for the likely outcomes of `draft`."""
@@ -213,7 +195,15 @@ class Ahead(SequenceDrafter):
             guesses[guesses.index(max(guesses))] -= 1
         mx.async_eval(draft.tokens)
         request = AheadRequest(list(history), draft, self._limit, guesses, sampler.fresh())
-        self._prepared = Prepared(request, self._beside.submit(request))
+        self._prepared = request, self._beside.submit(request)
+
+    def _cancel(self) -> None:
+        """Drop what was prepared, and let the one beside stop."""
+        if self._prepared is not None:
+            request, found = self._prepared
+            request.is_cancelled = True
+            found.cancel()
+            self._prepared = None
 
 
 def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: float = FAN_OUT) -> DrafterSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.mla import MultiLinear
-from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
@@ -23,7 +22,6 @@ from mlx_spec.types import TargetParts
 KEY = "mlx_spec"  # key of the conventions in config.json
 CONFIG = "config.json of the drafter"
 POST_NORM, PRE_NORM, LAYERS = "post_norm", "pre_norm", "layers"
-ACTIVATION = "silu"
 TARGET_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 QUANTIZABLE = nn.Linear, nn.Embedding, SwitchLinear, MultiLinear
 
@@ -63,36 +61,6 @@ class Conventions:
         return cls(**strings, capture=tuple(capture), shift=required(found, "shift", int, where))
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary parameters."""
-
-    base: float
-    scaling: Mapping[str, Any] | None
-    share: float  # share of a head's dimensions that are rotated
-    max_positions: int | None
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any], max_positions: int | None) -> Rope:
-        """Read them from a config.json in its old or new form."""
-        parameters = found.get("rope_parameters") or found.get("rope_scaling")
-        both = {**found, **(parameters or {})}
-        share = float(both.get("partial_rotary_factor") or 1.0)
-        scaling = dict(parameters) if parameters else None
-        return cls(float(both.get("rope_theta") or 10000.0), scaling, share, max_positions)
-
-    def build(self, head_dim: int) -> nn.Module:
-        """Return the rotation of heads [.., head_dim]. Raises BadCheckpoint if mlx-lm does not know it."""
-        scaling = None if self.scaling is None else dict(self.scaling)
-        try:
-            rope: nn.Module = initialize_rope(
-                int(head_dim * self.share), self.base, False, scaling, self.max_positions
-            )
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise BadCheckpoint(f"rotary parameters {scaling} cannot be used: {one_line(error)}") from error
-        return rope
-
-
 def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str) -> Value:
     """Return `config[key]`. Raises BadCheckpoint unless it is of type `kind`; `where` names the config."""
     value = config.get(key)
@@ -105,15 +73,6 @@ def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str)
     return value
 
 
-def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the drafter's layers. Raises BadCheckpoint for another activation."""
-    layer: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-    activation = layer.get("hidden_act", ACTIVATION)
-    if activation != ACTIVATION:
-        raise BadCheckpoint(f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported")
-    return layer
-
-
 def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
     """Raise Mismatch unless the drafter was made for a target of these sizes."""
     made_for = required(config, "target", dict, CONFIG)
@@ -124,17 +83,6 @@ def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) ->
                 f"drafter expects {key.replace('_', ' ')} {made_for.get(key)}, target has "
                 f"{target.get(key)}: use the drafter made for this target"
             )
-
-
-def check_capture(capture: Sequence[int], config: Mapping[str, Any]) -> None:
-    """Raise Mismatch unless `capture` names layers of the target in a drafter's config.json, each once."""
-    layers = config["target"]["num_hidden_layers"]
-    exist = all(0 <= index < layers for index in capture)
-    if not (capture and exist and len(set(capture)) == len(capture)):
-        raise Mismatch(
-            f"drafter reads the outputs of layers {list(capture)}, the target has layers 0 to {layers - 1} "
-            "and each is read once: convert it again for this target"
-        )
 
 
 # --- weights
@@ -170,24 +118,6 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     _refuse(folder, "has tensors of another form than its config.json says:", wrong)
     module.update(tree_unflatten(list(tensors.items())))
     module.eval()
-
-
-def load_converted(
-    network: nn.Module,
-    path: Path,
-    config: Mapping[str, Any],
-    conventions: Conventions,
-    draft_vocab_size: int,
-    vocab_size: int,
-) -> None:
-    """Fill a network that reads captured layers. Raises BadCheckpoint, and Mismatch for other layers."""
-    check_capture(conventions.capture, config)
-    if draft_vocab_size != vocab_size and "draft_ids" not in network:
-        raise BadCheckpoint(
-            f"{path} has a vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens "
-            "and no 'draft_ids' that say which: convert it again"
-        )
-    load_weights(network, path)
 
 
 def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:

@@ -68,9 +68,10 @@ class ConditionedDrafter(SequenceDrafter):
 
     reads_next_token: ClassVar[bool] = True  # False if a row depends on the target's features only
 
-    def __init__(self, needs: FeatureSpec, num_layers: int) -> None:
+    def __init__(self, network: nn.Module, parts: TargetParts, needs: FeatureSpec) -> None:
         self.needs = needs
-        self._caches = [Rows() for _ in range(num_layers)]
+        self._network, self._parts = network, parts
+        self._caches = [Rows() for _ in network.layers]
         self._positions: list[int] = []  # of all rows, ascending
         self._tokens: list[int] = []  # the token after each of them
         self._waiting: list[mx.array] = []  # features [T, F] of the last rows, contiguous
@@ -195,11 +196,7 @@ class ChainDrafter(ConditionedDrafter):
     features.
     """
 
-    def __init__(self, network: ChainNetwork, parts: TargetParts, needs: FeatureSpec) -> None:
-        super().__init__(needs, len(network.layers))
-        self._network = network
-        self._parts = parts
-        self._newest: tuple[mx.array, mx.array] | None = None  # the network's output for the newest row
+    _newest: tuple[mx.array, mx.array]  # the network's output for the newest row
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         """Run the network on rows [T, F] and keep its output for the last one."""
@@ -212,7 +209,6 @@ class ChainDrafter(ConditionedDrafter):
         if limit < 1 or not self._follows(history):
             return no_draft()
         self._write(self._num_waiting)
-        assert self._newest is not None
         hidden, normed = self._newest
         self._cut()
         builder = DraftBuilder(history, sampler)
@@ -225,12 +221,9 @@ class ChainDrafter(ConditionedDrafter):
 
 def check_conventions(conventions: Conventions, readable: tuple[str, ...]) -> None:
     """Raise BadCheckpoint for conventions that `ChainDrafter` does not follow; `readable`: known inputs."""
-    known: dict[str, tuple[object, tuple[object, ...]]] = {
-        "hidden": (conventions.hidden, readable),
-        "chain": (conventions.chain, (POST_NORM, PRE_NORM)),
-        "shift": (conventions.shift, (1,)),
-    }
-    for key, (found, choices) in known.items():
+    known = {"hidden": readable, "chain": (POST_NORM, PRE_NORM), "shift": (1,)}
+    for key, choices in known.items():
+        found = vars(conventions)[key]
         if found not in choices:
             shown = " or ".join(repr(choice) for choice in choices)
             raise BadCheckpoint(
@@ -243,23 +236,18 @@ def network_source(
     network: nn.Module,
     needs: FeatureSpec,
     vocab_size: int,
-    build: Callable[[TargetParts], Drafter],
+    kind: Callable[..., Drafter] = ChainDrafter,
+    *own: object,
 ) -> DrafterSource:
-    """Return the source of drafters with `network`, which may bring an embedding and an LM head."""
+    """Return the source of drafters `kind(network, parts, needs, *own)`.
+
+    `network` may bring an embedding and an LM head.
+    """
 
     def make(parts: TargetParts) -> Drafter:
-        return build(own_parts(network, parts, vocab_size))
+        return kind(network, own_parts(network, parts, vocab_size), needs, *own)
 
     return DrafterSource(name, needs, vocab_size, make, network)
-
-
-def chain_source(name: str, network: ChainNetwork, needs: FeatureSpec, vocab_size: int) -> DrafterSource:
-    """Return the source of drafters that draft token by token with `network`."""
-
-    def build(parts: TargetParts) -> ChainDrafter:
-        return ChainDrafter(network, parts, needs)
-
-    return network_source(name, network, needs, vocab_size, build)
 
 
 def _write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:

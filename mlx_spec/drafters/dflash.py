@@ -11,28 +11,25 @@ the block has queries; its rows see the whole context and each other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3 import MLP
 
-from mlx_spec.drafters.checkpoint import (
-    CONFIG,
-    Conventions,
-    Rope,
-    check_target,
-    layer_config,
-    load_converted,
-    read_tensors,
-    required,
-)
+from mlx_spec.drafters.checkpoint import CONFIG, read_tensors, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
-from mlx_spec.drafters.layers import DrafterAttention, LayerConfig, add_tables, layer_sizes
+from mlx_spec.drafters.layers import (
+    LAYER_CONFIG,
+    DrafterAttention,
+    DrafterLayer,
+    LayerConfig,
+    add_tables,
+    load_layers,
+)
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
@@ -47,33 +44,17 @@ SUPPORTED = {  # switches of a config, and the only supported value
 SOFTCAP = "final_logit_softcapping"
 
 
-@dataclass(frozen=True)
-class DFlashConfig(LayerConfig):
-    """The sizes of a drafter whose layers have the target's width."""
-
-    fused_size: int  # F, width of a context row
-    windows: tuple[int | None, ...]  # one a layer; None if it sees the whole context
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any], captured: int, tensors: Collection[str]) -> DFlashConfig:
-        """Read the config.json of a drafter that reads `captured` layers. Raises BadCheckpoint."""
-        layer, sizes = layer_config(config), layer_sizes(config, tensors)
-        return cls(
-            **sizes,
-            rope=Rope.from_dict(layer, layer.get("max_position_embeddings")),
-            fused_size=captured * sizes["hidden_size"],
-            windows=_windows(layer, f"layer_config in {CONFIG}"),
-        )
-
-
-def _windows(layer: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
-    count = required(layer, "num_hidden_layers", int, where)
+def _windows(layer: Mapping[str, Any]) -> list[int | None]:
+    """Return the window of each layer; None if it sees the whole context. Raises BadCheckpoint."""
+    count = required(layer, "num_hidden_layers", int, LAYER_CONFIG)
     kinds = layer.get("layer_types") or [FULL] * count
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise BadCheckpoint(
-            f"{where} has layer_types {kinds} for {count} layers, known are {SLIDING!r} and {FULL!r}"
+            f"{LAYER_CONFIG} has layer_types {kinds} for {count} layers, known are {SLIDING!r} and {FULL!r}"
         )
-    return tuple(required(layer, "sliding_window", int, where) if kind == SLIDING else None for kind in kinds)
+    return [
+        required(layer, "sliding_window", int, LAYER_CONFIG) if kind == SLIDING else None for kind in kinds
+    ]
 
 
 # --- the network
@@ -82,14 +63,15 @@ def _windows(layer: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
 class DFlashNetwork(nn.Module):
     """Layers over a context that grows, and one block at a time. Names are those the converter writes."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(config.fused_size, width, bias=False)
+        windows = _windows(config.written["layer_config"])
+        self.fc = nn.Linear(len(config.conventions.capture) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
-        self.layers = [_Layer(config, index) for index in range(len(config.windows))]
+        self.layers = [DrafterLayer(config, _Attention(config, i, w)) for i, w in enumerate(windows)]
         self.norm = nn.RMSNorm(width, eps=eps)
-        add_tables(self, config)
+        add_tables(self, config.tensors, width, config.vocab_size, config.draft_vocab_size)
 
     def remember(self, rows: mx.array, caches: Sequence[Rows]) -> None:
         """Append K and V of context rows [T, F] to the caches."""
@@ -106,25 +88,10 @@ class DFlashNetwork(nn.Module):
         return normed
 
 
-class _Layer(nn.Module):
-    def __init__(self, config: DFlashConfig, index: int) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config, index)
-        self.mlp = MLP(width, config.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
-
-    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), cache)
-        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
 class _Attention(DrafterAttention):
-    def __init__(self, config: DFlashConfig, index: int) -> None:
+    def __init__(self, config: LayerConfig, index: int, window: int | None) -> None:
         super().__init__(config, config.hidden_size, f"layers.{index}.self_attn", normed=True)
-        self._window = config.windows[index]
+        self._window = window
 
     def __call__(self, x: mx.array, cache: Rows) -> mx.array:
         """Attend from [1, B, D]: each row sees the context in the first row's window, and the whole block."""
@@ -157,9 +124,7 @@ class DFlash(ConditionedDrafter):
     reads_next_token = False
 
     def __init__(self, network: DFlashNetwork, parts: TargetParts, needs: FeatureSpec, block: Block) -> None:
-        super().__init__(needs, len(network.layers))
-        self._network = network
-        self._parts = parts
+        super().__init__(network, parts, needs)
         self._block = block
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
@@ -182,20 +147,14 @@ class DFlash(ConditionedDrafter):
 
 def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    conventions = Conventions.from_config(config)
-    check_target(config, target_config)
     _check_switches(config, target_config)
-    sizes = DFlashConfig.from_dict(config, len(conventions.capture), read_tensors(path).keys())
+    sizes = LayerConfig.from_dict(config, read_tensors(path).keys(), target_config)
     network = DFlashNetwork(sizes)
-    load_converted(network, path, config, conventions, sizes.draft_vocab_size, sizes.vocab_size)
+    load_layers(network, path, sizes, target_config)
     mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
-    block = Block(size, mask, conventions.shift)
-    needs = FeatureSpec(conventions.capture)
-
-    def build(parts: TargetParts) -> DFlash:
-        return DFlash(network, parts, needs, block)
-
-    return network_source("dflash", network, needs, sizes.vocab_size, build)
+    block = Block(size, mask, sizes.conventions.shift)
+    needs = FeatureSpec(sizes.conventions.capture)
+    return network_source("dflash", network, needs, sizes.vocab_size, DFlash, block)
 
 
 def _check_switches(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:

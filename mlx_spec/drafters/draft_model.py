@@ -26,7 +26,7 @@ from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import common_prefix
-from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt
 MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
@@ -233,12 +233,9 @@ def draft_model_source(
     kind: Callable[[nn.Module, VocabularySizes], DraftModel] = DraftModel,
 ) -> DrafterSource:
     """Return the source of drafters with `model`, each made by `kind`."""
-
-    def make(parts: TargetParts) -> DraftModel:
-        return kind(model, vocabulary)
-
     remake = partial(draft_model_source, name, vocabulary=vocabulary, kind=kind)
-    return DrafterSource(name, DraftModel.needs, vocabulary.drafter, make, model, remake=remake)
+    needs, size = DraftModel.needs, vocabulary.drafter
+    return DrafterSource(name, needs, size, lambda parts: kind(model, vocabulary), model, remake=remake)
 
 
 def open_draft_model(
@@ -272,10 +269,7 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
     """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     Conventions.from_config(config)  # refuses a drafter that was not converted
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-    vocabulary = VocabularySizes(
-        required(layers, "vocab_size", int, f"layer_config in {CONFIG}"),
-        required(text_config(target_config), "vocab_size", int, "config.json of the target"),
-    )
+    vocabulary = VocabularySizes(_vocab_size(layers, "drafter"), _vocab_size(target_config, "target"))
     model = load_language_model(path, layers)
     mask_token = required(config, "mask_token_id", int, CONFIG)
     return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask_token))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,7 @@ class AssistantConfig:
     sliding_window: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
-    draft_vocab_size: int | None = (
-        None  # W: the head is W rows of the target's own; None for a head of its own
-    )
+    draft_vocab_size: int | None = None  # W: the head is W rows of the target's own; None for its own head
     num_centroids: int = 0  # 0 for a dense head
     centroid_intermediate_top_k: int = 0
 
@@ -137,13 +135,6 @@ def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapp
         raise BadCheckpoint(f"the drafter's centroid_intermediate_top_k {top_k} is not in 1..{clusters}")
 
 
-def _owners(target: Mapping[str, Any]) -> list[str]:
-    """Return the attention type of each layer that has a cache of its own; all are full if none is named."""
-    layers = int(target.get("num_hidden_layers") or 0)
-    types: list[str] = target.get("layer_types") or [FULL] * layers
-    return types[: len(types) - int(target.get("num_kv_shared_layers") or 0)]
-
-
 def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None:
     """Raise Mismatch unless the assistant was made for a target with this config.json or text_config."""
     target = text_config(target_config)
@@ -169,9 +160,13 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
 
 
 def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
-    """Return the K/V shape of the last layer of each attention type that has a cache of its own."""
-    where = "config.json of the target"
-    return {kind: head_shape(target, i, where) for i, kind in enumerate(_owners(target))}
+    """Return the K/V shape of the last layer of each attention type that has a cache of its own.
+
+    All layers have full attention if none is named.
+    """
+    types: list[str] = target.get("layer_types") or [FULL] * int(target.get("num_hidden_layers") or 0)
+    owners = types[: len(types) - int(target.get("num_kv_shared_layers") or 0)]
+    return {kind: head_shape(target, i, "config.json of the target") for i, kind in enumerate(owners)}
 
 
 def _check(what: str, expected: object, found: object) -> None:
@@ -266,9 +261,8 @@ class _Body(nn.Module):
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
         if config.draft_vocab_size is None:
-            self.embed_tokens = nn.Embedding(
-                config.vocab_size, config.hidden_size
-            )  # the LM head, never an input
+            # The LM head, never an input.
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [_Layer(config, index) for index in range(len(config.layer_types))]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -388,14 +382,14 @@ class Gemma4Assistant(SequenceDrafter):
         self._window = sliding_window
         self._parts = parts
         self._logits = head_of(network, parts)
-        self._features: Features | None = None
-        self._length = 0  # of the history that the features belong to
+        self.features: Features | None = None
+        self.length = 0  # of the history that the features belong to
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Keep the newest row of `features`, of the position before the last token of `history`."""
-        self._features, self._length = None, len(history)
+        self.features, self.length = None, len(history)
         if features.final_hidden is not None:  # None for a prompt
-            self._features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
+            self.features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return `limit` tokens; none if the newest features are not those of `history`."""
@@ -424,14 +418,6 @@ class Gemma4Assistant(SequenceDrafter):
             drafts[i] = builder.draft()
         return drafts
 
-    def newest(self, history: Sequence[int]) -> Newest | None:
-        """Return the hidden state [1, D] and the K/V at the end of a history; None if they are not known."""
-        features = self._features
-        if features is None or self._length != len(history):
-            return None
-        assert features.final_hidden is not None and features.shared_kv is not None
-        return features.final_hidden, features.shared_kv
-
 
 def head_of(network: AssistantNetwork, parts: TargetParts) -> Head:
     """Return the head: logits [B, V] for the next hidden state [B, D] and the final norm [B, h].
@@ -445,8 +431,13 @@ def head_of(network: AssistantNetwork, parts: TargetParts) -> Head:
 
 
 def _newest(request: DraftRequest) -> Newest | None:
+    """Return the hidden state [1, D] and the K/V at the end of a history; None if they are not known."""
     assert isinstance(request.drafter, Gemma4Assistant)
-    return request.drafter.newest(request.history)
+    features = request.drafter.features
+    if features is None or request.drafter.length != len(request.history):
+        return None
+    assert features.final_hidden is not None and features.shared_kv is not None
+    return features.final_hidden, features.shared_kv
 
 
 def _side_by_side(shared: Sequence[Mapping[str, KVRows]]) -> Mapping[str, KVRows]:
@@ -479,10 +470,7 @@ def visible_rows(shared: Mapping[str, KVRows], sliding_window: int) -> dict[str,
 
 def assistant_source(network: AssistantNetwork, sliding_window: int, vocab_size: int) -> DrafterSource:
     """Return the source of drafters with `network`."""
-
-    def make(parts: TargetParts) -> Gemma4Assistant:
-        return Gemma4Assistant(network, sliding_window, parts)
-
+    make = partial(Gemma4Assistant, network, sliding_window)
     return DrafterSource("gemma4_assistant", Gemma4Assistant.needs, vocab_size, make, network)
 
 

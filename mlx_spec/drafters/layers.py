@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.qwen3 import MLP
+from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import CONFIG, Rope, layer_config, required
+from mlx_spec.drafters.checkpoint import CONFIG, Conventions, check_target, load_weights, required
 from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.checkpoint import text_config
+from mlx_spec.hub.files import one_line
+
+LAYER_CONFIG = f"layer_config in {CONFIG}"
+ACTIVATION = "silu"
 
 
 @dataclass(frozen=True)
@@ -25,37 +34,120 @@ class LayerConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+    rope: nn.Module
     tensors: frozenset[str]
-    rope: Rope
+    conventions: Conventions
+    written: Mapping[str, Any]  # config.json, for what only one family reads
+
+    @classmethod
+    def from_dict(
+        cls, config: Mapping[str, Any], tensors: Collection[str], target_config: Mapping[str, Any]
+    ) -> LayerConfig:
+        """Read config.json; `tensors` are the names in the checkpoint.
+
+        Raises BadCheckpoint for a missing key and an unsupported value.
+        """
+        layer: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
+        activation = layer.get("hidden_act", ACTIVATION)
+        if activation != ACTIVATION:
+            raise BadCheckpoint(
+                f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported"
+            )
+        integers = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
+        sizes: dict[str, Any] = {key: required(layer, key, int, LAYER_CONFIG) for key in integers}
+        head_dim = layer.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+        conventions = Conventions.from_config(config)
+        return cls(
+            **sizes,
+            draft_vocab_size=required(config, "draft_vocab_size", int, CONFIG),
+            num_key_value_heads=layer.get("num_key_value_heads") or sizes["num_attention_heads"],
+            head_dim=head_dim,
+            rms_norm_eps=required(layer, "rms_norm_eps", float, LAYER_CONFIG),
+            rope=_rope(config, conventions, head_dim, target_config),
+            tensors=frozenset(tensors),
+            conventions=conventions,
+            written=config,
+        )
 
 
-def layer_sizes(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a `LayerConfig` but `rope`; `tensors` are the names in the checkpoint.
+def _rope(
+    config: Mapping[str, Any], conventions: Conventions, head_dim: int, target_config: Mapping[str, Any]
+) -> nn.Module:
+    """Return the target's rotation; the drafter's own if the target has one per attention type."""
+    found: Mapping[str, Any] = {}
+    max_positions = text_config(target_config).get("max_position_embeddings")
+    if conventions.rope != "own":
+        target: dict[str, Any] = required(config, "target", dict, CONFIG)
+        found = required(target, "rope", dict, f"target in {CONFIG}")
+    split = any(isinstance(value, Mapping) for value in (found.get("rope_parameters") or {}).values())
+    if split or not found:
+        found = config["layer_config"]
+        max_positions = found.get("max_position_embeddings")
+    scaling = found.get("rope_parameters") or found.get("rope_scaling")  # the new form, or the old one
+    both = {**found, **(scaling or {})}
+    dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0))
+    base = float(both.get("rope_theta") or 10000.0)
+    try:
+        rope: nn.Module = initialize_rope(
+            dims, base, False, dict(scaling) if scaling else None, max_positions
+        )
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise BadCheckpoint(f"rotary parameters {scaling} cannot be used: {one_line(error)}") from error
+    return rope
 
-    Raises BadCheckpoint for a missing key and an unsupported value.
+
+def load_layers(
+    network: nn.Module, folder: Path, config: LayerConfig, target_config: Mapping[str, Any]
+) -> None:
+    """Fill a network that reads captured layers. Raises BadCheckpoint, and Mismatch for another target."""
+    check_target(config.written, target_config)
+    capture, layers = config.conventions.capture, config.written["target"]["num_hidden_layers"]
+    exist = all(0 <= index < layers for index in capture)
+    if not (capture and exist and len(set(capture)) == len(capture)):
+        raise Mismatch(
+            f"drafter reads the outputs of layers {list(capture)}, the target has layers 0 to {layers - 1} "
+            "and each is read once: convert it again for this target"
+        )
+    if config.draft_vocab_size != config.vocab_size and "draft_ids" not in network:
+        raise BadCheckpoint(
+            f"{folder} has a vocabulary of {config.draft_vocab_size} of the target's {config.vocab_size} "
+            "tokens and no 'draft_ids' that say which: convert it again"
+        )
+    load_weights(network, folder)
+
+
+def add_tables(network: nn.Module, tensors: Collection[str], width: int, vocab: int, drafted: int) -> None:
+    """Add the tables that the checkpoint brings: of `vocab` tokens, `drafted` of them in the LM head.
+
+    They are the embedding, the LM head and the map of a reduced vocabulary.
     """
-    layer, where = layer_config(config), f"layer_config in {CONFIG}"
-    integers = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
-    sizes: dict[str, Any] = {key: required(layer, key, int, where) for key in integers}
-    heads = sizes["num_attention_heads"]
-    return sizes | {
-        "draft_vocab_size": required(config, "draft_vocab_size", int, CONFIG),
-        "num_key_value_heads": layer.get("num_key_value_heads") or heads,
-        "head_dim": layer.get("head_dim") or sizes["hidden_size"] // heads,
-        "rms_norm_eps": required(layer, "rms_norm_eps", float, where),
-        "tensors": frozenset(tensors),
-    }
+    if "embed_tokens.weight" in tensors:
+        network.embed_tokens = nn.Embedding(vocab, width)
+    if "lm_head.weight" in tensors:
+        network.lm_head = nn.Linear(width, drafted, bias=False)
+    if "draft_ids" in tensors:
+        network.draft_ids = mx.zeros((drafted,), dtype=mx.int32)
 
 
-def add_tables(network: nn.Module, config: LayerConfig) -> None:
-    """Add the embedding, the LM head and the map of a reduced vocabulary that the checkpoint brings."""
-    width, size = config.hidden_size, config.draft_vocab_size
-    if "embed_tokens.weight" in config.tensors:
-        network.embed_tokens = nn.Embedding(config.vocab_size, width)
-    if "lm_head.weight" in config.tensors:
-        network.lm_head = nn.Linear(width, size, bias=False)
-    if "draft_ids" in config.tensors:
-        network.draft_ids = mx.zeros((size,), dtype=mx.int32)
+class DrafterLayer(nn.Module):
+    """A decoder layer around an attention that appends to the caches."""
+
+    def __init__(self, config: LayerConfig, attention: nn.Module) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = attention
+        self.mlp = MLP(width, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+
+    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+        return self.finish(x, self.self_attn(self.input_layernorm(x), cache))
+
+    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
+        """Return the output [1, T, D] for the result of attention."""
+        x = residual + attended
+        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class DrafterAttention(nn.Module):
@@ -76,7 +168,7 @@ class DrafterAttention(nn.Module):
         if normed:
             self.q_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(head, eps=config.rms_norm_eps)
-        self._rope = config.rope.build(head)
+        self._rope = config.rope
 
     def queries(self, x: mx.array, position: int) -> mx.array:
         """Return the queries [1, H, T, Dk] of rows [1, T, D] from `position` on."""

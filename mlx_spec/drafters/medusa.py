@@ -7,8 +7,7 @@ likeliest token of each head. `MedusaTrees` beside it drafts trees; the policy w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -39,32 +38,18 @@ NEEDS = {
 }
 
 MAX_GUESSES = 4  # guesses for one place: rarer ones are accepted too seldom to be worth a row
-FIRST_GUESS, OTHER_GUESS = (
-    0.6,
-    0.35,
-)  # acceptance assumed of a first guess, and of another if those before fail
+FIRST_GUESS, OTHER_GUESS = 0.6, 0.35  # acceptance assumed of a first guess; of another if those before fail
 PRIOR_WEIGHT = 6.0  # drafts that the assumption is worth
 FORGET = 0.995  # of the counts, a draft: the last 200 drafts count
 REBUILD_INTERVAL = 16  # drafts between two shapes of the tree: building one takes as long as a decision
 
 
-@dataclass(frozen=True)
-class MedusaConfig:
-    """The sizes of the heads."""
-
-    num_heads: int
-    num_layers: int  # residual blocks a head
-    hidden_size: int
-    vocab_size: int
-    biased: bool  # True if the blocks have biases
-
-
 class MedusaNetwork(nn.Module):
-    """All heads."""
+    """All heads; the residual blocks of each have biases or not."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, heads: int, blocks: int, hidden_size: int, vocab_size: int, *, biased: bool) -> None:
         super().__init__()
-        self.heads = [_Head(config) for _ in range(config.num_heads)]
+        self.heads = [_Head(blocks, hidden_size, vocab_size, biased) for _ in range(heads)]
 
     def __call__(self, hidden: mx.array, limit: int) -> mx.array:
         """Return logits [K, V] of the first `limit` heads for a hidden state [1, D]."""
@@ -74,11 +59,10 @@ class MedusaNetwork(nn.Module):
 class _Head(nn.Module):
     """Residual blocks and an LM head."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, blocks: int, size: int, vocab_size: int, biased: bool) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.layers = [nn.Linear(size, size, bias=config.biased) for _ in range(config.num_layers)]
-        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        self.layers = [nn.Linear(size, size, bias=biased) for _ in range(blocks)]
+        self.lm_head = nn.Linear(size, vocab_size, bias=False)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         for layer in self.layers:
@@ -200,23 +184,16 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
             f"{CONFIG} records hidden {conventions.hidden!r}, Medusa heads read {', '.join(NEEDS)}"
         )
     check_target(config, target_config)
-    target = config["target"]
-    sizes = MedusaConfig(
-        num_heads=required(config, "num_heads", int, CONFIG),
-        num_layers=required(config, "num_layers", int, CONFIG),
-        hidden_size=target["hidden_size"],
-        vocab_size=target["vocab_size"],
-        biased="heads.0.layers.0.bias" in read_tensors(path),
-    )
-    network = MedusaNetwork(sizes)
+    heads, blocks = (required(config, key, int, CONFIG) for key in ("num_heads", "num_layers"))
+    width, size = config["target"]["hidden_size"], config["target"]["vocab_size"]
+    biased = "heads.0.layers.0.bias" in read_tensors(path)
+    network = MedusaNetwork(heads, blocks, width, size, biased=biased)
     load_weights(network, path)
-    needs, rates, size = NEEDS[conventions.hidden], GuessRates(sizes.num_heads), sizes.vocab_size
+    needs, rates = NEEDS[conventions.hidden], GuessRates(heads)
 
-    def chain(parts: TargetParts) -> Medusa:
-        return Medusa(network, needs, rates)
+    def made(kind: type[Medusa]) -> Callable[[TargetParts], Medusa]:
+        return lambda parts: kind(network, needs, rates)
 
-    def tree(parts: TargetParts) -> Medusa:
-        return MedusaTrees(network, needs, rates)
-
-    trees = DrafterSource("medusa trees", needs, size, tree, network, rates.tree_gains, drafts_trees=True)
-    return DrafterSource("medusa", needs, size, chain, network, rates.chain_gains, trees=trees)
+    chains, trees = made(Medusa), made(MedusaTrees)
+    other = DrafterSource("medusa trees", needs, size, trees, network, rates.tree_gains, drafts_trees=True)
+    return DrafterSource("medusa", needs, size, chains, network, rates.chain_gains, trees=other)

@@ -133,7 +133,7 @@ def lookup_source() -> DrafterSource:
 # --- drafters of one request
 
 
-class Prediction(SequenceDrafter):
+class Prediction(Lookup):
     """Lookup in the text that a client expects, then in the prompt and the answer so far.
 
     The predicted text is put before the conversation, after a copy of the prompt's last tokens, like an
@@ -141,31 +141,27 @@ class Prediction(SequenceDrafter):
     difference the longest match leads back into it.
     """
 
-    needs = FeatureSpec()
-    prior = (
-        0.75  # acceptance expected of one token: clients predict texts that stay the same for the most part
-    )
+    # Acceptance expected of one token: clients predict texts that stay the same for the most part.
+    prior = 0.75
 
     def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
-        self._lookup = Lookup()
+        super().__init__()
         self._text = [*prompt[-MAX_MATCH:], *prediction]
         self._offset = len(self._text)  # of the conversation in the text
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        self._extend(history)
-        self._lookup.observe(self._text, features)
+        super().observe(self._extended(history), features)
 
     def available(self, history: Sequence[int]) -> int:
-        self._extend(history)
-        return self._lookup.available(self._text)
+        return super().available(self._extended(history))
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        self._extend(history)
-        return self._lookup.draft(self._text, limit, sampler)
+        return super().draft(self._extended(history), limit, sampler)
 
-    def _extend(self, history: Sequence[int]) -> None:
-        """Add the new tokens of the conversation, which only grows."""
+    def _extended(self, history: Sequence[int]) -> list[int]:
+        """Return the text with the new tokens of the conversation, which only grows."""
         self._text += history[len(self._text) - self._offset :]
+        return self._text
 
 
 def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int]:

@@ -26,8 +26,9 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.conditioned import ChainNetwork, Rows, chain_source, check_conventions
+from mlx_spec.drafters.conditioned import ChainNetwork, Rows, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource
+from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.types import FeatureSpec
@@ -35,41 +36,20 @@ from mlx_spec.types import FeatureSpec
 # --- the decoder layer: mlx-lm's own, as the target has it with full attention and, if any, with experts
 
 
-def _qwen3_5(text: dict[str, Any]) -> nn.Module:
-    args = qwen3_5.TextModelArgs.from_dict(text)
-    return qwen3_5.DecoderLayer(args, args.full_attention_interval - 1)
-
-
-def _qwen3_next(text: dict[str, Any]) -> nn.Module:
-    args = replace(qwen3_next.ModelArgs.from_dict(text), mlp_only_layers=[], decoder_sparse_step=1)
-    return qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1)
-
-
-def _deepseek_v3(text: dict[str, Any]) -> nn.Module:
-    args = replace(deepseek_v3.ModelArgs.from_dict(text), moe_layer_freq=1)
-    return deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers)
-
-
-def _glm4_moe(text: dict[str, Any]) -> nn.Module:
-    args = glm4_moe.ModelArgs.from_dict(text)
-    return glm4_moe.DecoderLayer(args, args.num_hidden_layers)
-
-
-def _glm4_moe_lite(text: dict[str, Any]) -> nn.Module:
-    args = glm4_moe_lite.ModelArgs.from_dict(text)
-    return glm4_moe_lite.Glm4MoeLiteDecoderLayer(args, args.num_hidden_layers)
-
-
-# By the `model_type` of the target.
-LAYERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
-    "qwen3_next": _qwen3_next,
-    "qwen3_5": _qwen3_5,
-    "qwen3_5_text": _qwen3_5,
-    "qwen3_5_moe": _qwen3_5,
-    "qwen3_5_moe_text": _qwen3_5,
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _glm4_moe_lite,
+# By the `model_type` of the target: the arguments, the layer, and arguments that are others in a head.
+LAYERS: dict[str, tuple[Any, Callable[[Any, int], nn.Module], dict[str, Any]]] = {
+    "qwen3_next": (
+        qwen3_next.ModelArgs,
+        qwen3_next.Qwen3NextDecoderLayer,
+        {"mlp_only_layers": [], "decoder_sparse_step": 1},
+    ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        (qwen3_5.TextModelArgs, qwen3_5.DecoderLayer, {}),
+    ),
+    "deepseek_v3": (deepseek_v3.ModelArgs, deepseek_v3.DeepseekV3DecoderLayer, {"moe_layer_freq": 1}),
+    "glm4_moe": (glm4_moe.ModelArgs, glm4_moe.DecoderLayer, {}),
+    "glm4_moe_lite": (glm4_moe_lite.ModelArgs, glm4_moe_lite.Glm4MoeLiteDecoderLayer, {}),
 }
 ARRAY_MASKS = ("deepseek_v3", "glm4_moe_lite")  # latent attention adds the mask to its scores
 
@@ -85,8 +65,11 @@ def _build_layer(layer_type: str, text: Mapping[str, Any]) -> nn.Module:
             f"the MTP head of a {layer_type} cannot be run by this version, known are {', '.join(LAYERS)}: "
             "use the target without it"
         )
+    arguments, layer, changes = LAYERS[layer_type]
     try:
-        return LAYERS[layer_type](dict(text))
+        args = replace(arguments.from_dict(dict(text)), **changes)
+        full = vars(args).get("full_attention_interval", args.num_hidden_layers + 1)
+        return layer(args, full - 1)
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
         raise BadCheckpoint(
             f"text_config in {CONFIG} describes no {layer_type} ({one_line(error)}): {AGAIN}"
@@ -108,14 +91,6 @@ class MTPNetwork(ChainNetwork):
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = [_build_layer(layer_type, text)]
         self.norm = nn.RMSNorm(width, eps=eps)
-
-    def add_tables(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Add the embedding and the LM head that the checkpoint brings."""
-        if "embed_tokens.weight" in shapes:
-            self.embed_tokens = nn.Embedding(*shapes["embed_tokens.weight"])
-        if "lm_head.weight" in shapes:
-            rows, width = shapes["lm_head.weight"]
-            self.lm_head = nn.Linear(width, rows, bias=False)
 
     def fuse(self, features: mx.array) -> mx.array:
         """Return the target's hidden state unchanged."""
@@ -141,10 +116,8 @@ def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, 
     check_target(config, target_config)
     network = MTPNetwork(config, conventions)
     size = required(config["text_config"], "vocab_size", int, f"text_config in {CONFIG}")
-    width = required(config["text_config"], "hidden_size", int, f"text_config in {CONFIG}")
-    own = {"embed_tokens.weight", "lm_head.weight"} & read_tensors(path).keys()
-    network.add_tables({name: (size, width) for name in own})
+    add_tables(network, read_tensors(path).keys(), network.norm.weight.size, size, size)
     load_weights(network, path)
     post_norm = conventions.hidden == POST_NORM
     needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
-    return chain_source(str(config["model_type"]), network, needs, size)
+    return network_source(str(config["model_type"]), network, needs, size)

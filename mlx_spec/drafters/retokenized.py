@@ -30,7 +30,7 @@ from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text, common_prefix
-from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
 
 MAX_STEPS = 48  # the drafter's tokens in one draft
 MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
@@ -89,14 +89,6 @@ class Place:
     pending: bytes  # the end of `before`: half a character, which `tokens` do not hold
 
 
-@dataclass(frozen=True)
-class _Border:
-    """The end of a closed piece."""
-
-    target: int  # tokens
-    drafter: int  # tokens
-
-
 class Translation:
     """The history of one sequence in the drafter's tokens.
 
@@ -111,25 +103,25 @@ class Translation:
         self._opening = drafter.prompt_tokens("")
         self._history: list[int] = []
         self._tokens = list(self._opening)  # of closed pieces
-        self._borders = [_Border(0, len(self._tokens))]
+        self._ends = [(0, len(self._tokens))]  # of closed pieces, in tokens of the target and of the drafter
 
     def read(self, history: Sequence[int]) -> Place:
         """Return the end of `history` in the drafter's tokens."""
         shared = common_prefix(self._history, history)
-        while len(self._borders) > 1 and self._borders[-1].target >= shared:
-            self._borders.pop()
+        while len(self._ends) > 1 and self._ends[-1][0] >= shared:
+            self._ends.pop()
         self._history = list(history)
-        start = self._borders[-1].target
-        del self._tokens[self._borders[-1].drafter :]
-        for end in self._ends(start):
+        start, kept = self._ends[-1]
+        del self._tokens[kept:]
+        for end in self._closed(start):
             self._tokens += self._piece(start, end)
-            self._borders.append(_Border(end, len(self._tokens)))
+            self._ends.append((end, len(self._tokens)))
             start = end
         before = self._bytes(start, len(history))
         text, pending = split_characters(before)
         return Place([*self._tokens, *self._encode(text)], before, pending)
 
-    def _ends(self, start: int) -> Iterator[int]:
+    def _closed(self, start: int) -> Iterator[int]:
         """Yield the ends of the pieces from `start` on, but not that of the last one."""
         for i in range(start, len(self._history)):
             token, length = self._history[i], i - start
@@ -250,12 +242,9 @@ def retokenized_source(
     name: str, model: nn.Module, vocab_size: int, target: Text, drafter: Text
 ) -> DrafterSource:
     """Return the source of drafters with `model`. They draft tokens of the target's tokenizer."""
-
-    def make(parts: TargetParts) -> Retokenized:
-        return Retokenized(model, vocab_size, target, drafter)
-
     remake = partial(retokenized_source, name, vocab_size=vocab_size, target=target, drafter=drafter)
-    return DrafterSource(name, Retokenized.needs, None, make, model, remake=remake)
+    make = partial(Retokenized, model, vocab_size, target, drafter)
+    return DrafterSource(name, Retokenized.needs, None, lambda parts: make(), model, remake=remake)
 
 
 def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> DrafterSource:

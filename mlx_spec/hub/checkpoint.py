@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,6 +17,7 @@ from mlx_spec.hub.files import AGAIN, read_object, shortened
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
+SHARD = re.compile(r"-\d+-of-(?P<count>\d+)\.safetensors$")
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
 GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
@@ -101,13 +103,15 @@ def check_weights(folder: Path) -> int:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if config.json and all weight files exist, whole or not."""
+    """Return True if config.json and all weight files exist, whole or not. A link may be dead."""
+    files = list(folder.glob(WEIGHTS))
+    numbered = [match for file in files if (match := SHARD.search(file.name))]
     try:
-        names = indexed_files(folder)
+        wanted = [folder / name for name in ("config.json", *indexed_files(folder))]
     except BadCheckpoint:
         return False
-    present = all((folder / name).is_file() for name in names)
-    return (folder / "config.json").is_file() and present and any(folder.glob(WEIGHTS))
+    complete = all(len(numbered) >= int(match["count"]) for match in numbered)
+    return bool(files) and complete and all(file.is_file() for file in [*files, *wanted])
 
 
 def other_format(place: object, names: Collection[str]) -> str | None:

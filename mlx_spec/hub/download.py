@@ -26,7 +26,6 @@ from mlx_spec.hub.files import NoSpace, check_space, human_bytes, one_line, sha2
 PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
 SHA256_LENGTH = 64  # hexadecimal digits
 HEX = re.compile("[0-9a-f]+")
-SHARD = re.compile(r"-\d+-of-(?P<count>\d+)\.safetensors$")
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def cached(name: str, *, revision: str | None = None) -> Path | None:
         raise _no_repository(name) from error
     except LocalEntryNotFoundError:  # IncompleteSnapshotError is one
         return None
-    return folder if has_weights(folder) and _has_all_shards(folder) else None
+    return folder if has_weights(folder) else None
 
 
 def plan(name: str, *, revision: str | None = None) -> Download:
@@ -253,15 +252,6 @@ def _cannot_write(download: Download, error: OSError) -> SpecError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{problem}: make room there and run it again, complete files are kept")
     return NotFound(f"{problem}: make it writable, or set HF_HOME to another folder")
-
-
-def _has_all_shards(folder: Path) -> bool:
-    """Return True if no weight file is a dead link and all numbered ones exist."""
-    files = list(folder.glob(WEIGHTS))
-    numbered = [match for file in files if (match := SHARD.search(file.name))]
-    return all(file.is_file() for file in files) and all(
-        len(numbered) >= int(match["count"]) for match in numbered
-    )
 
 
 def _no_repository(name: str) -> NotFound:

@@ -75,13 +75,10 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
 
 def partners(model: LocalModel, models: Iterable[LocalModel]) -> list[str]:
     """Return the drafters among `models` for a target, or the targets for a drafter."""
-    own = model.found
-    if not isinstance(own, CheckpointInfo):
-        return []
-    others = [other for other in models if isinstance(other.found, CheckpointInfo) and other != model]
-    if own.kind is None:
-        return [other.name for other in others if _go_together(model, other)]
-    return [other.name for other in others if _go_together(other, model)]
+    others = [other for other in models if other != model]
+    if model.is_drafter:
+        return [other.name for other in others if _go_together(other, model)]
+    return [other.name for other in others if _go_together(model, other)]
 
 
 def plan_removal(name: str) -> Removal:
@@ -163,8 +160,7 @@ def _is_other_format(snapshot: Path) -> bool:
 
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
     head, tail = target.found, drafter.found
-    assert isinstance(head, CheckpointInfo) and isinstance(tail, CheckpointInfo)
-    if head.kind is not None:
+    if not isinstance(head, CheckpointInfo) or not isinstance(tail, CheckpointInfo) or head.kind is not None:
         return False
     if suggested_drafter(target.name) == drafter.name or drafter.name in head.goes_with:
         return True

@@ -155,13 +155,6 @@ class TextPart:
     closed: bool = False  # True if the call ends here; a call that never does was cut off
 
 
-@dataclass(frozen=True)
-class _TokenOrigin:
-    drafter: int | None
-    position: int
-    logprobs: tuple[TokenLogprob, ...]
-
-
 class AnswerStream:
     """The text of the answer to `prompt`, as `AnswerReader` reads it, cut at stop strings.
 
@@ -183,7 +176,8 @@ class AnswerStream:
             raise InvalidValue("a stop string is empty: leave it out")
         self._reader = AnswerReader(text, prompt, calls=calls, ends=ends)
         self._stop = tuple(stop)
-        self._without_text: list[_TokenOrigin] = []  # tokens read whose text is not known yet
+        # Tokens read whose text is not known yet.
+        self._without_text: list[tuple[Span, Sequence[TokenLogprob]]] = []
         self._held: list[TextPart] = []  # of kind answer: may become a stop string
         self._parts: list[TextPart] = []  # not returned yet
         self._call = -1  # index of the last call opened
@@ -202,7 +196,7 @@ class AnswerStream:
             if self.finished is not None:
                 break
             drafter, position = (round.drafter, i + 1) if i < round.accepted else (None, 0)
-            self._read_token(token, _TokenOrigin(drafter, position, tuple(logprobs[i : i + 1])))
+            self._read_token(token, Span("", drafter, position), logprobs[i : i + 1])
         return self._take_parts()
 
     def end(self) -> list[TextPart]:
@@ -212,11 +206,11 @@ class AnswerStream:
             self._release()
         return self._take_parts()
 
-    def _read_token(self, token: int, origin: _TokenOrigin) -> None:
+    def _read_token(self, token: int, span: Span, logprobs: Sequence[TokenLogprob]) -> None:
         before = self._reader.kind
         self.completion_tokens += 1
         if not self._reader.hides(token):
-            self._without_text.append(origin)
+            self._without_text.append((span, logprobs))
         self._add_text(self._reader.read(token), before)
         if not self._reader.waiting:
             self._without_text.clear()  # their text is given, or they have none
@@ -235,9 +229,9 @@ class AnswerStream:
         """Add text that the tokens without text completed."""
         if not text:
             return
-        last = self._without_text[-1] if self._without_text else _TokenOrigin(None, 0, ())
-        span = Span(text, last.drafter, last.position)
-        logprobs = tuple(each for token in self._without_text for each in token.logprobs)
+        last = self._without_text[-1][0] if self._without_text else Span("", None, 0)
+        span = replace(last, text=text)
+        logprobs = tuple(each for _, given in self._without_text for each in given)
         self._without_text.clear()
         part = TextPart(kind, text, logprobs, (span,), self._call if kind == "call" else None)
         if kind == "answer":

@@ -44,6 +44,7 @@ K = 4
 AHEAD = FixedPolicy(K, ahead=True)
 PROMPT = tiny.prompt(25)
 NOTHING = Features()
+GREEDY = Sampling().sampler(len(PROMPT), tiny.VOCAB)
 GENERATIONS = 500  # the wrong store needs these to be seen
 ERRORS = 4.75  # standard errors, exceeded once in a million
 
@@ -141,15 +142,6 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
     assert hits(done) > 0.1  # it recites: all is accepted, and its own next token follows
 
 
-def test_lookup_in_a_text_that_repeats() -> None:
-    model = tiny.full()
-    prompt = plain(model, Sampling(), PROMPT, 40) * 3
-    truth = plain(model, Sampling(), prompt)
-    target = LMTarget(model)
-    drafter = ahead_source(lookup_source(), Inline()).make(target.parts)
-    assert emitted(lossless.rounds(target, drafter, AHEAD, prompt, 50)) == truth
-
-
 @pytest.mark.parametrize("thread", [CPUThread, Waiting])
 @pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
 def test_text_with_the_real_thread(name: str, thread: Callable[[], CPUThread]) -> None:
@@ -196,16 +188,19 @@ def read(tokens: mx.array) -> list[int]:
     return found
 
 
-def counted(kind: type[DraftModel]) -> tuple[np.ndarray, np.ndarray, float]:
+def small_source(kind: type[DraftModel] = DraftModel) -> DrafterSource:
+    return draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V), kind)
+
+
+def counted(source: DrafterSource, generations: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Return counts of generations by their tokens, their exact distribution, and the hit rate.
 
     Drafts have one token. The second one is of the second or third token; one more makes room for it.
     """
-    source = draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V), kind)
-    drafter = ahead_source(source, Inline(), mean=V).make(LMTarget(exact_distribution.model()).parts)
     target, counts = LMTarget(exact_distribution.model()), np.zeros((V,) * COUNT)
+    drafter = source.make(target.parts)
     prompt, policy, ahead = exact_distribution.PROMPT, FixedPolicy(1, ahead=True), list[bool]()
-    for i in range(GENERATIONS):
+    for i in range(generations):
         target.rewind(len(prompt) - 1)
         drafter.observe(prompt, NOTHING)
         sampler = exact_distribution.unseeded(PLAIN, verify.block)(i)
@@ -226,14 +221,14 @@ def surplus(counts: np.ndarray, exact: np.ndarray) -> float:
 
 def test_unseeded_samples_keep_the_distribution() -> None:
     """A right store is rejected twice in a million; the keys are fixed, so a pass stays a pass."""
-    counts, exact, rate = counted(DraftModel)
+    counts, exact, rate = counted(ahead_source(small_source(), Inline(), mean=V), GENERATIONS)
     assert chi_square.excess(counts, exact) < 1
     assert surplus(counts, exact) < ERRORS
     assert rate > 0.9
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    counts, exact, _ = counted(Peeking)
+    counts, exact, _ = counted(ahead_source(small_source(Peeking), Inline(), mean=V), GENERATIONS)
     assert surplus(counts, exact) > ERRORS
 
 
@@ -272,16 +267,15 @@ def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[in
     """Return a drafter that has prepared outcomes of a draft after PROMPT."""
     drafter = ahead_source(SOURCES[name](), Inline(), mean).make(LMTarget(tiny.full()).parts)
     assert isinstance(drafter, Ahead)
-    sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
     drafter.observe(PROMPT, NOTHING)
-    draft = drafter.draft(PROMPT, K, sampler)
-    drafter.prepare(PROMPT, draft, sampler)
+    draft = drafter.draft(PROMPT, K, GREEDY)
+    drafter.prepare(PROMPT, draft, GREEDY)
     return drafter, read(draft.tokens), draft
 
 
 def outcomes(drafter: Ahead) -> Mapping[Outcome, Draft]:
     assert drafter._prepared is not None
-    return drafter._prepared.found.result()
+    return drafter._prepared[1].result()
 
 
 @pytest.mark.parametrize("name", ["draft model", "in turn", "pard"])
@@ -290,20 +284,19 @@ def test_stored_drafts_are_those_of_a_new_drafter(name: str) -> None:
     found = outcomes(drafter)
     assert {accepted for accepted, _ in found} == set(range(K + 1))
     assert not any(accepted < K and token == tokens[accepted] for accepted, token in found)
-    sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
     for (accepted, token), draft in found.items():
         fresh = SOURCES[name]().make(LMTarget(tiny.full()).parts)
         history = [*PROMPT, *tokens[:accepted], token]
-        assert read(draft.tokens) == read(fresh.draft(history, K, sampler).tokens)
+        assert read(draft.tokens) == read(fresh.draft(history, K, GREEDY).tokens)
 
 
 def test_a_stored_draft_is_answered_once() -> None:
     drafter, tokens, _ = prepared()
     accepted, token = next(iter(outcomes(drafter)))
-    history, sampler = [*PROMPT, *tokens[:accepted], token], Sampling().sampler(len(PROMPT), tiny.VOCAB)
+    history = [*PROMPT, *tokens[:accepted], token]
     drafter.observe(history, NOTHING)
-    assert drafter.draft(history, 2, sampler).ahead is True
-    assert drafter.draft(history, 2, sampler).ahead is None
+    assert drafter.draft(history, 2, GREEDY).ahead is True
+    assert drafter.draft(history, 2, GREEDY).ahead is None
 
 
 def wrong_histories(tokens: list[int], token: int) -> dict[str, list[int]]:
@@ -327,14 +320,13 @@ def test_a_store_for_another_text_never_answers(case: str, observed: bool) -> No
     drafter, tokens, _ = prepared(mean=1)
     token = next(token for accepted, token in outcomes(drafter) if accepted == 2)
     history = wrong_histories(tokens, token)[case]
-    sampler = Sampling().sampler(1, tiny.VOCAB)
     if observed:
         drafter.observe(history, NOTHING)
-    draft = drafter.draft(history, K, sampler)
+    draft = drafter.draft(history, K, GREEDY)
     assert not draft.ahead
     if not observed:  # the drafter takes an observed text of that length for an outcome of its own draft
         fresh = SOURCES["draft model"]().make(LMTarget(tiny.full()).parts)
-        assert read(draft.tokens) == read(fresh.draft(history, K, sampler).tokens)
+        assert read(draft.tokens) == read(fresh.draft(history, K, GREEDY).tokens)
 
 
 def test_a_conversation_that_is_rewound_and_edited() -> None:
@@ -364,10 +356,9 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
     thread = Never()
     drafter = ahead_source(SOURCES["draft model"](), thread).make(LMTarget(tiny.full()).parts)
     assert isinstance(drafter, Ahead)
-    sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
-    draft = drafter.draft(PROMPT, K, sampler)
-    drafter.prepare(PROMPT, draft, sampler)
-    assert drafter.draft([*PROMPT, *read(draft.tokens), 3], K, sampler).ahead is False
+    draft = drafter.draft(PROMPT, K, GREEDY)
+    drafter.prepare(PROMPT, draft, GREEDY)
+    assert drafter.draft([*PROMPT, *read(draft.tokens), 3], K, GREEDY).ahead is False
     thread.job()
     assert drafter.nbytes == drafter._inner.nbytes  # the other drafter was not even made
 
@@ -429,8 +420,7 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
             nn.quantize(network, 64, bits)
         drafter = ahead_source(draft_model_source("other", network, SAME), Inline()).make(parts)
         assert isinstance(drafter, Ahead)
-        sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
-        drafter.prepare(PROMPT, drafter.draft(PROMPT, K, sampler), sampler)
+        drafter.prepare(PROMPT, drafter.draft(PROMPT, K, GREEDY), GREEDY)
         assert isinstance(drafter._beside, ThreadBeside)
         beside = drafter._beside._drafter
         assert isinstance(beside, DraftModel)
@@ -444,9 +434,7 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
 def test_load_offers_it() -> None:
     with pytest.raises(InvalidValue, match="reads hidden states"):
         load("demo", ahead=True)
-    fixed = load("demo", "lookup", num_draft_tokens=4, ahead=True)
-    done = list(fixed.generate(fixed.text.encode("one two three one two three one two"), max_tokens=20))
-    without = load("demo", "lookup", num_draft_tokens=4)
-    assert emitted(done) == emitted(
-        list(without.generate(fixed.text.encode("one two three one two three one two"), max_tokens=20))
-    )
+    pairs = [load("demo", "lookup", num_draft_tokens=4, ahead=ahead) for ahead in (True, False)]
+    prompt = pairs[0].text.encode("one two three one two three one two")
+    texts = [emitted(list(pair.generate(prompt, max_tokens=20))) for pair in pairs]
+    assert texts[0] == texts[1]

@@ -11,24 +11,34 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import chi_square
-import exact_distribution
 import lossless
 import mlx.core as mx
-import numpy as np
 import pytest
 import tiny
-from exact_distribution import COUNT, PLAIN, V
+from exact_distribution import V
 from lossless import emitted
-from test_ahead import AHEAD, NOTHING, PROMPT, SAME, SAMPLINGS, SOURCES, K, hits, noisy, plain, read
+from test_ahead import (
+    AHEAD,
+    GREEDY,
+    NOTHING,
+    PROMPT,
+    SAME,
+    SAMPLINGS,
+    SOURCES,
+    K,
+    counted,
+    hits,
+    noisy,
+    plain,
+    read,
+    small_source,
+)
 
 from mlx_spec.drafters.ahead import ahead_source
 from mlx_spec.drafters.ahead_rank import DraftRank, RankDrafting
-from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes, draft_model_source
+from mlx_spec.drafters.draft_model import DraftModel, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Outcome
-from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import Sampling, verify
 from mlx_spec.types import Draft
 
 GENERATIONS = 250
@@ -103,21 +113,10 @@ def test_the_noise_of_a_seed_is_known_there() -> None:
 
 def test_unseeded_samples_keep_the_distribution() -> None:
     """A right store is rejected once in a million; the keys are fixed, so a pass stays a pass."""
-    source = draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V))
-    target, counts = LMTarget(exact_distribution.model()), np.zeros((V,) * COUNT)
-    prompt, found = exact_distribution.PROMPT, list[bool]()
-    with rank_of(source, V) as (rank, _):
-        drafter = ahead_source(source, rank, mean=V).make(target.parts)
-        for i in range(GENERATIONS):
-            target.rewind(len(prompt) - 1)
-            drafter.observe(prompt, NOTHING)
-            sampler = exact_distribution.unseeded(PLAIN, verify.block)(i)
-            policy = FixedPolicy(1, ahead=True)
-            done = list(generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT + 1))
-            found += [round.ahead for round in done if round.ahead is not None]
-            counts[tuple(emitted(done)[:COUNT])] += 1
-    assert chi_square.excess(counts, exact_distribution.exact(exact_distribution.model(), PLAIN)) < 1
-    assert np.mean(found) > 0.9
+    with rank_of(small_source(), V) as (rank, _):
+        counts, exact, rate = counted(ahead_source(small_source(), rank, mean=V), GENERATIONS)
+    assert chi_square.excess(counts, exact) < 1
+    assert rate > 0.9
 
 
 class Slow(DraftModel):
@@ -133,12 +132,11 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
     source = draft_model_source("other", noisy(), SAME, Slow)
     with rank_of(source, tiny.VOCAB, DraftRank) as (rank, line):
         drafter = ahead_source(SOURCES["draft model"](), rank).make(LMTarget(tiny.full()).parts)
-        sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
         history = list(PROMPT)
         for _ in range(3):
-            draft = drafter.draft(history, K, sampler)
+            draft = drafter.draft(history, K, GREEDY)
             assert not draft.ahead
-            drafter.prepare(history, draft, sampler)
+            drafter.prepare(history, draft, GREEDY)
             history += [*read(draft.tokens), 3]
         drafter.observe([1, 2, 3], NOTHING)
     assert [message[:2] for message in line.sent] == [
@@ -149,10 +147,9 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
 def test_ended_sequences_are_forgotten() -> None:
     with rank_of(SOURCES["draft model"](), tiny.VOCAB) as (rank, line):
         source, parts = ahead_source(SOURCES["draft model"](), rank), LMTarget(tiny.full()).parts
-        sampler = Sampling().sampler(len(PROMPT), tiny.VOCAB)
         for _ in range(2):
             drafter = source.make(parts)
-            drafter.prepare(PROMPT, drafter.draft(PROMPT, K, sampler), sampler)
+            drafter.prepare(PROMPT, drafter.draft(PROMPT, K, GREEDY), GREEDY)
             del drafter
             gc.collect()
     assert [message[0] for message in line.sent] == ["ahead", "close", "ahead", "end"]

@@ -13,23 +13,18 @@ import drafting
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import random_sources
 from drafting import K, drafted, rows
-from exact_distribution import FILTERED, seeded
 from fitted import largest
 from lossless import emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from one_pass_law import control_excess, drafted_excess, seeded_texts
 
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.mtp import LAYERS
-from mlx_spec.engine import generate
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Features
 
@@ -248,20 +243,6 @@ def test_rounds_over_three_turns_equal_plain_decoding(name):
             prompt = prompt + answer + [3 * turn, 5, 7]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
-def test_seeded_text_is_the_same_with_and_without_a_head(name):
-    g = golden(name)
-    source, prompt, sampling = g.open(), g.history[:7], Sampling(0.8, seed=4)
-    texts = []
-    for limit in (0, 1, 4):
-        target, sampler = g.target(source), sampling.sampler(len(prompt), g.vocab)
-        drafters = [source.make(target.parts)]
-        done = list(generate(target, drafters, FixedPolicy(limit), sampler, prompt, max_tokens=40))
-        texts.append(emitted(done))
-        assert limit == 0 or sum(r.accepted for r in done) > 0
-    assert texts[0] == texts[1] == texts[2]
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -280,32 +261,6 @@ def test_drawn_tokens_come_with_their_distribution(name, dtype):
     assert largest(draft.probs.sum(axis=-1), mx.ones(K)) < 1e-5
     assert ((draft.probs > 0).sum(axis=-1) <= g.ids.size).all()
     assert mx.take_along_axis(draft.probs, draft.tokens[:, None], axis=-1).min().item() > 0
-
-
-def law_source(family: str) -> DrafterSource:
-    known = (1, 2, 4, 7)  # half of the eight tokens
-    source = random_sources.eagle3(16, 8, known, (0,)) if family == "eagle3" else random_sources.mtp(16, 8)
-    source.network.norm.weight *= 0.15  # its distribution is far from its likeliest token
-    return source
-
-
-@pytest.mark.parametrize("family", ["eagle3", "mtp"])
-def test_sampled_drafts_keep_the_distribution(family):
-    assert drafted_excess(law_source(family)) < 1
-
-
-def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution():
-    assert drafted_excess(law_source("eagle3"), FILTERED, seeded(FILTERED)) < 1
-
-
-@pytest.mark.parametrize("family", ["eagle3", "mtp"])
-def test_argmax_drafts_that_pose_as_sampled_are_caught(family):
-    assert control_excess(law_source(family)) > 1
-
-
-def test_seeded_text_is_the_same_without_a_reduced_vocabulary():
-    with_drafter, without = seeded_texts(law_source("eagle3"))
-    assert with_drafter == without
 
 
 @pytest.mark.parametrize(("name", "bits"), [("official", 8), ("qwen3_next", 4), ("deepseek_v3", 4)])
@@ -328,19 +283,6 @@ def test_quantized(name, bits, tmp_path):
     target = g.target(source)
     done = rounds(target, source.make(target.parts), 3, g.history[: g.prompt], 11, g.vocab)
     assert emitted(done) == g.history[g.prompt :][:11]
-
-
-@pytest.mark.parametrize(
-    ("target", "drafter", "family"),
-    [("llama", str(ROOT / "trained" / "eagle3"), "eagle3"), ("qwen", "auto", "qwen_mtp")],
-)
-def test_trained_pair_converted_loaded_and_at_work(target, drafter, family, tmp_path):
-    """The MTP head is inside the target's checkpoint; two of the target's four layers are recurrent."""
-    manifest = drafting.prove(ROOT / "trained" / target, drafter, tmp_path / "out")
-    part, proof = manifest["parts"]["drafter"], manifest["self_test"]
-    assert part["family"] == family and proof["result"] == "passed"
-    assert proof["acceptance"]["length"] > 2
-    drafting.check_acceptance(drafting.generate_with(tmp_path / "out"))
 
 
 # --- what is refused

@@ -1,10 +1,12 @@
-"""The Gemma 4 assistant against transformers' numbers, at work with its target, and at the door."""
+"""The Gemma 4 assistant against transformers' numbers, at work with its target, and refused by name."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import json
+import re
+import shutil
 import weakref
 from functools import cache
 from pathlib import Path
@@ -13,11 +15,14 @@ import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from fitted import largest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.drafters.gemma4 import Gemma4Assistant, visible_rows
+import mlx_spec
+from mlx_spec.drafters import FAMILIES, DrafterSource, open_drafter
+from mlx_spec.drafters.gemma4 import AssistantConfig, Gemma4Assistant, check_fit, visible_rows
+from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features
 
@@ -27,6 +32,8 @@ TRAINED = tuple(f"{variant}-trained" for variant in VARIANTS)
 CASES = ("short", "long")
 VOCAB = 512
 TOLERANCE = 1e-4
+BUNDLED = Path(mlx_spec.__file__).parent / "demo" / "smollm2"
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def config_of(pair: str, part: str) -> dict:
@@ -53,10 +60,6 @@ def golden(pair: str, case: str) -> tuple[dict, dict[str, mx.array]]:
     tensors = mx.load(str(GOLDEN / pair / "golden.safetensors"))
     found = {name.replace(f".{case}", ""): array for name, array in tensors.items() if f".{case}" in name}
     return json.loads((GOLDEN / pair / "golden.json").read_text())["cases"][case], found
-
-
-def largest(a: mx.array, b: mx.array) -> float:
-    return mx.abs(a - b).max().item()
 
 
 # --- the same numbers as transformers
@@ -253,3 +256,143 @@ def test_drawn_tokens_come_with_their_distribution():
     assert largest(draft.probs.sum(axis=-1), mx.ones(3)) < 1e-5
     assert (draft.probs > 0).sum(axis=-1).max().item() <= 64  # 4 clusters of 16 tokens
     assert mx.take_along_axis(draft.probs, draft.tokens[:, None], axis=-1).min().item() > 0
+
+
+# --- what is refused: config.json
+
+
+@pytest.mark.parametrize("pair", VARIANTS)
+def test_made_for_each_other(pair):
+    config = AssistantConfig.from_dict(config_of(pair, "assistant"))
+    check_fit(config, config_of(pair, "target"))
+    with pytest.raises(Mismatch, match="use the assistant made for this target"):
+        check_fit(config, config_of({"e2b": "e4b", "31b": "26b"}.get(pair, "31b"), "target"))
+
+
+@pytest.mark.parametrize(("part", "key"), [("assistant", "num_centroids"), ("text_config", "layer_types")])
+def test_missing_key(part, key):
+    config = config_of("e2b", "assistant")
+    del config.get(part, config)[key]
+    with pytest.raises(BadCheckpoint, match=f"has no '{key}'"):
+        AssistantConfig.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value", "message"),
+    [
+        ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is no int"),
+        ("top", "num_centroids", 31, "num_centroids 31 does not divide its vocab_size 512"),
+        ("top", "tie_word_embeddings", False, "LM head of its own"),
+        ("text", "layer_types", [SLIDING, "chunked_attention"], "chunked_attention"),
+        ("text", "rope_parameters", {FULL: {"rope_theta": 1e6}}, "has no 'sliding_attention'"),
+    ],
+)
+def test_bad_value(where, key, value, message):
+    config = config_of("e2b", "assistant")
+    (config["text_config"] if where == "text" else config)[key] = value
+    with pytest.raises(BadCheckpoint, match=re.escape(message)):
+        AssistantConfig.from_dict(config)
+
+
+# --- the target
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", 128, "expects hidden size 64, target has 128"),
+        ("vocab_size", 1024, "expects vocabulary size 512, target has 1024"),
+        ("num_key_value_heads", 1, "expects sliding_attention K/V heads 2, target has 1"),
+        ("head_dim", 64, "expects sliding_attention head dimension 16, target has 64"),
+        ("sliding_window", 32, "expects sliding window 16, target has 32"),
+        ("layer_types", [FULL] * 4, "reads sliding_attention K/V, the target has ['full_attention']"),
+        (
+            "rope_parameters",
+            {FULL: {"partial_rotary_factor": 0.5}},
+            "expects full_attention partial_rotary_factor 0.25, target has 0.5",
+        ),
+    ],
+)
+def test_misfit(key, value, message):
+    config = AssistantConfig.from_dict(config_of("26b", "assistant"))
+    target = config_of("26b", "target")
+    target["text_config"][key] = value
+    with pytest.raises(Mismatch, match=re.escape(message)):
+        check_fit(config, target)
+
+
+def test_only_layers_with_a_cache_count():
+    """In the last layers of E2B nothing is stored: of [s s s s f s | s s s f] the drafter reads 4 and 5."""
+    config, target = AssistantConfig.from_dict(config_of("e2b", "assistant")), config_of("e2b", "target")
+    target["text_config"]["num_kv_shared_layers"] = 6
+    with pytest.raises(Mismatch, match="reads full_attention K/V"):
+        check_fit(config, target)
+
+
+@pytest.mark.parametrize("layer_types", [{}, {"layer_types": None}], ids=["absent", "null"])
+def test_target_without_layer_types(layer_types):
+    """All layers of a Llama are full attention; its config.json does not say so."""
+    target = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    target |= {"num_hidden_layers": 30, "rope_parameters": {"rope_theta": 1e5}, **layer_types}
+    config = AssistantConfig.from_dict(json.loads((BUNDLED / "config.json").read_text()))
+    check_fit(config, target)
+    with pytest.raises(Mismatch, match="expects full_attention K/V heads 3, target has 9"):
+        check_fit(config, target | {"num_key_value_heads": 9})
+
+
+# --- the tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "e2b" / "assistant", tmp_path / "assistant"))
+
+
+def change(folder: Path, changes: dict[str, mx.array | None]) -> None:
+    """Rewrite the safetensors of `folder` with other tensors, without those that are None."""
+    file = str(folder / "model.safetensors")
+    tensors = {name: mx.array(array) for name, array in mx.load(file).items()} | changes
+    kept = {name: array for name, array in tensors.items() if array is not None}
+    mx.eval(kept)
+    mx.save_safetensors(file, kept)
+
+
+def open_in(folder: Path):
+    return open_drafter(folder, json.loads((folder / "config.json").read_text()), config_of("e2b", "target"))
+
+
+def test_copy_of_the_head_is_ignored(folder):
+    change(folder, {"lm_head.weight": mx.zeros((512, 32))})
+    assert open_in(folder).vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.2.layer_scalar": None}, "lacks the tensors model.layers.2.layer_scalar"),
+        (
+            {"pre_projection.weight": mx.zeros((64, 64))},
+            "pre_projection.weight floats [64, 64] instead of floats [64, 128]",
+        ),
+        (
+            {"masked_embedding.token_ordering": mx.zeros(512)},
+            "masked_embedding.token_ordering floats [512] instead of integers [512]",
+        ),
+    ],
+)
+def test_a_tensor_that_is_missing_or_of_no_use_or_of_another_form(folder, changes, message):
+    change(folder, changes)
+    with pytest.raises(BadCheckpoint, match=re.escape(message)):
+        open_in(folder)
+
+
+# --- the registry
+
+
+@pytest.mark.parametrize("model_type", [None, "eagle1", "../llama", "no_such_model"])
+def test_unknown_family(model_type, tmp_path):
+    with pytest.raises(BadCheckpoint) as caught:
+        open_drafter(tmp_path, {"model_type": model_type}, {})
+    text = str(caught.value)
+    assert "has no 'model_type'" in text if model_type is None else repr(model_type) in text
+    assert model_type is None or all(family in text for family in FAMILIES)

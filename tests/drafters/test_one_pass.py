@@ -1,279 +1,251 @@
-"""Families that draft in one pass: lossless, exact, converted, loaded and refused alike."""
+"""Drafters of one pass: the numbers of others or of independent constructions, and their traps one by one."""
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
-import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import drafting
+import by_hand
 import fitted
 import lossless
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
+import synthetic
 import tiny
-from drafting import emitted
-from exact_distribution import Liar
-from fitted import Checkpoint, largest, logits_of, opened, random_rows
-from mlx.utils import tree_flatten
-from one_pass_law import control_excess, drafted_excess, excess, law_target, seeded_texts
-from test_session import TEMPLATE, TOKENIZER
+from by_hand import Shape, array, norm
+from fitted import largest, logits_of, opened, random_rows, replay
+from synthetic import Checkpoint
 
-import mlx_spec
-from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.engine import decode
-from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.progress import StageProgress
-from mlx_spec.model.sequence import CachedSequence
+from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.model.target import LMTarget
-from mlx_spec.pair import Pair, PairInfo
-from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
-from mlx_spec.text.chat_template import ChatTemplate
-from mlx_spec.types import Draft, Features
+from mlx_spec.types import Draft, Features, TargetParts
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("medusa", "pard", "dflash", "peagle")
-MADE: dict[str, Any] = {
-    "medusa": fitted.medusa,
-    "dflash": lambda layers, **config: fitted.dflash(layers, (0, 1, 2), **config),
-    "peagle": lambda layers, **config: fitted.peagle(layers, (0, 1, 2), **config),
-}
-TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
-
-
-# --- at work
+GOLDEN = Path(__file__).parents[1] / "golden" / "dflash"
+TOLERANCE = 1e-5
+CAPTURE = (0, 1, 2)
+SHAPE = Shape(fitted.HEADS, fitted.GROUPS, fitted.HEAD)
+GREEDY = lossless.GREEDY.sampler(1, 256)
 
 
 @cache
-def fit(family: str, kind: str) -> tuple[nn.Module, list[int], list[int], Checkpoint]:
-    """A target, a prompt, its greedy text, and a drafter that knows most of it."""
-    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
-    truth = lossless.plain(model, prompt, 40, TARGETS[kind])
-    layers = len(model.layers)
-    if family == "pard":  # the target itself, disturbed, where it can be one; else a stranger
-        own = kind in ("full", "quantized")
-        made = fitted.pard(tiny.full(), layers, 0.02) if own else fitted.pard(tiny.full(seed=1), layers)
-        made.config["max_position_embeddings"] = 512
-        return model, prompt, truth, made
-    made = MADE[family](layers)
-    with tempfile.TemporaryDirectory() as folder:
-        source = opened(made, Path(folder))
-        if family == "medusa":
-            return model, prompt, truth, made.changed(**_medusa_heads(model, prompt, truth, source))
-        rows, wanted = fitted.gather(source, model, prompt, truth, 4)
-    return model, prompt, truth, made.changed(lm_head__weight=fitted.head_of(rows, wanted))
+def parts() -> TargetParts:
+    return LMTarget(tiny.full()).parts
 
 
-def _medusa_heads(
-    model: nn.Module, prompt: list[int], truth: list[int], source: DrafterSource
-) -> dict[str, mx.array]:
-    """Heads whose blocks do nothing."""
-    target = LMTarget(model, source.needs)
-    target.verify(mx.array([*prompt, *truth][:-1]))
-    hidden = np.array(target.commit(len(prompt) + 39).final_hidden)[len(prompt) - 1 :]
-    changes = {}
-    for k in range(4):
-        wanted = [*truth[k + 1 :], *[0] * (k + 1)]
-        wanted = [(token + 1) % 256 if (i + k) % 6 == 3 else token for i, token in enumerate(wanted)]
-        changes[f"{k}__0__linear__weight"] = mx.zeros((64, 64))
-        changes[f"{k}__0__linear__bias"] = mx.zeros(64)
-        changes[f"{k}__1__weight"] = fitted.head_of(hidden, wanted)
-    return changes
+# --- DFlash: the numbers of mlx-vlm, and what config.json says
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lossless(family, kind, tmp_path):
-    model, prompt, truth, made = fit(family, kind)
-    accepted = fitted.lossless_rounds(opened(made, tmp_path), model, prompt, truth, 4, TARGETS[kind])
-    if family != "pard" or kind in ("full", "quantized"):
-        assert set(accepted) & {1, 2, 3}
+@cache
+def golden() -> tuple[list[int], list[int], dict[str, mx.array]]:
+    facts = json.loads((GOLDEN / "golden.json").read_text())
+    return facts["history"], facts["begins"], mx.load(str(GOLDEN / "golden.safetensors"))
 
 
-@pytest.mark.parametrize("family", ["dflash", "peagle"])
-def test_reduced_vocabulary(family, tmp_path):
-    """d2t holds offsets; other tokens have no probability."""
-    kept = [i for i in range(256) if i % 5 == 2]
-    head = mx.random.normal((len(kept), 64), key=mx.random.key(3))
-    config = {"speculators_model_type": "dflash"} if family == "dflash" else {}
-    made = MADE[family](3, draft_vocab_size=len(kept), **config)
-    source = opened(made.changed(lm_head__weight=head, d2t=mx.array(kept) - mx.arange(len(kept))), tmp_path)
-    history, drafter = tiny.prompt(10), source.make(LMTarget(tiny.full()).parts)
-    drafter.observe(history, Features(tuple(random_rows(9, 3))))
-    logits = logits_of(drafter, history, 4)
-    assert mx.isfinite(logits).sum(axis=-1).tolist() == [len(kept)] * 4
-    full = opened(
-        MADE[family](3).changed(lm_head__weight=mx.zeros((256, 64)).at[mx.array(kept)].add(head)),
-        tmp_path / "full",
+def published(**config: object) -> Checkpoint:
+    found = json.loads((GOLDEN / "config.json").read_text())
+    sizes = found["num_target_layers"], found["hidden_size"], found["vocab_size"]
+    tensors = mx.load(str(GOLDEN / "model.safetensors"))
+    return Checkpoint(tensors, {**found, **config}, fitted.target_config(*sizes))
+
+
+def drafter_of(source: DrafterSource) -> DFlash:
+    _, _, tensors = golden()
+    return source.make(
+        TargetParts(
+            lambda ids: tensors["embed"][ids],
+            lambda x: x @ tensors["head"].T,
+            lambda ids: lambda x: x @ tensors["head"][ids].T,
+        )
     )
-    whole = full.make(LMTarget(tiny.full()).parts)
-    whole.observe(history, Features(tuple(random_rows(9, 3))))
-    assert largest(logits[:, mx.array(kept)], logits_of(whole, history, 4)[:, mx.array(kept)]) < 1e-4
-    draft = drafter.draft(history, 4, Sampling(1.0).sampler(1, 256))
-    assert mx.where(mx.arange(256) % 5 == 2, 0, draft.probs).max().item() == 0
 
 
-# --- the distribution
+def layers() -> list[mx.array]:
+    """The outputs of the target's layers."""
+    return mx.split(golden()[2]["features"], 3, axis=-1)
 
 
-def law_source(family: str, folder: Path) -> Any:
-    if family == "medusa":
-        return opened(fitted.medusa(2, hidden=16, vocab=8), folder)
-    if family == "pard":
-        return opened(fitted.pard(law_target.__wrapped__(), 2, 0.2), folder)
-    if family == "dflash":
-        return opened(fitted.dflash(2, (0, 1), 16, 8, block_size=4), folder)
-    made = fitted.peagle(2, (0, 1), 16, 8)
-    return opened(made.changed(norm__weight=0.5 * made.tensors["norm.weight"]), folder)
+def worst(found: list[mx.array]) -> float:
+    """Return the largest difference from mlx-vlm."""
+    return max(largest(ours, golden()[2][f"logits.{i}"]) for i, ours in enumerate(found))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_keep_the_distribution(family, tmp_path):
-    assert drafted_excess(law_source(family, tmp_path)) < 1
+@pytest.mark.parametrize("chunks", [(), (3, 4, 7)])
+def test_six_rounds_of_dflash(chunks, tmp_path):
+    history, begins, _ = golden()
+    drafter = drafter_of(opened(published(), tmp_path))
+    assert worst(replay(drafter, history, layers(), begins, 4, chunks)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "generations"), [("pard", 200), ("dflash", 200), ("peagle", 300)])
-def test_argmax_drafts_that_pose_as_sampled_are_caught(family, generations, tmp_path):
-    assert control_excess(law_source(family, tmp_path), generations) > 1
+def test_the_shift_counts(tmp_path):
+    history, begins, _ = golden()
+    source = opened(published(), tmp_path, edit=lambda config: config["mlx_spec"].update(shift=1))
+    assert worst(replay(drafter_of(source), history, layers(), begins, 4)) > 0.05
 
 
-class Posing:
-    """A Medusa drafter that says its likeliest tokens were drawn."""
-
-    def __init__(self, drafter: Any) -> None:
-        self.inner, self.needs, self.observe = drafter, drafter.needs, drafter.observe
-
-    def draft(self, history, limit, sampler):
-        draft = self.inner.draft(history, limit, sampler)
-        if not draft.tokens.size:
-            return draft
-        logits = self.inner._network(self.inner._hidden, limit)
-        return Draft(draft.tokens, Liar().draw(logits, history, draft.tokens)[1])
-
-
-def test_likeliest_tokens_that_pose_as_sampled_are_caught(tmp_path):
-    source = law_source("medusa", tmp_path)
-    drafter: Any = Posing(source.make(LMTarget(law_target(), source.needs).parts))
-    assert excess(source, drafter, 200) > 1
+@pytest.mark.parametrize("window", [3, 8])
+def test_sliding_layers_see_the_end_of_the_context(window, tmp_path):
+    """The draft is that of a context that begins there: rotary positions are relative."""
+    history, begins, _ = golden()
+    kinds = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
+    source = opened(published(**kinds), tmp_path)
+    found = replay(drafter_of(source), history, layers(), begins, 4)
+    whole = drafter_of(opened(published(), tmp_path / "whole"))
+    begin = begins[-1]
+    rows = tuple(layer[begin - window : begin - 1] for layer in layers())
+    whole.observe(history[:begin], Features(rows))
+    assert largest(found[-1], logits_of(whole, history[:begin], 4)) < TOLERANCE
+    assert worst(found) > 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_seeded_text_is_the_same_without(family, tmp_path):
-    with_drafter, without = seeded_texts(law_source(family, tmp_path))
-    assert with_drafter == without
+def test_history_goes_back(tmp_path):
+    """To any earlier place: what is shared stays, the rest is forgotten."""
+    source, rows, history = opened(fitted.dflash(3, CAPTURE), tmp_path), random_rows(60, 3), tiny.prompt(61)
+    drafter = source.make(parts())
+    replay(drafter, history, rows, [40], 4)
+    other, changed = [*history[:25], *tiny.prompt(30, seed=8)], [mx.array(r) for r in rows]
+    for row in changed:
+        row[25:] = row[25:] + 1
+    drafter.observe(other[:31], Features(tuple(r[25:30] for r in changed)))
+    fresh = replay(source.make(parts()), other, changed, [31], 4)[0]
+    assert largest(logits_of(drafter, other[:31], 4), fresh) < TOLERANCE
+    stale = replay(source.make(parts()), other, rows, [31], 4)[0]
+    assert largest(stale, fresh) > 0.01
 
 
-# --- from published checkpoints to text
+# --- P-EAGLE: an independent construction in float64
 
 
-def write_target(folder: Path, model: nn.Module) -> Path:
-    """Write `model` as a checkpoint with a tokenizer."""
-    kept = shutil.ignore_patterns("*.safetensors", "generation_config.json")
-    shutil.copytree(GOLDEN / "12b" / "target", folder, ignore=kept)
-    config = {key: value for key, value in vars(model.args).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
-    weights = {
-        name.replace(".layer.", "."): w for name, w in tree_flatten(model.parameters())
-    }  # wrapped layers
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
+def small(**config: object) -> Checkpoint:
+    made = fitted.peagle(3, CAPTURE, **config)
+    return made.changed(lm_head__weight=0.2 * mx.random.normal((256, 64), key=mx.random.key(5)))
 
 
-def converted(family: str, folder: Path, bits: tuple[str, str] = ("none", "none")) -> dict[str, Any]:
-    """Convert a fitted pair to `folder`/out and return its manifest; bits of target and drafter."""
-    model, _, _, published = fit(family, "full")
-    target, drafter = write_target(folder / "target", model), published.write(folder / "drafter")
-    asked = Request(str(target), str(drafter), folder / "out", bits[0], 32, bits[1], None, True)
-    return convert(asked, StageProgress(io.StringIO()))
+def in_one_pass(
+    made: Checkpoint,
+    history: list[int],
+    hidden: list[mx.array],
+    limit: int,
+    shape: Shape = SHAPE,
+    first: int = 0,
+) -> np.ndarray:
+    """Logits [K, V]: rows of all pairs and K - 1 masks, causal, no cache, positions from `first` on."""
+    t, n = made.tensors, len(history) - 1
+    features = np.concatenate([np.array(h[:n], dtype=np.float64) for h in hidden], axis=-1)
+    masks = np.repeat(array(t, "mask_hidden").reshape(1, -1), limit - 1, axis=0)
+    fused = np.concatenate([features, masks]) @ array(t, "fc.weight").T
+    tokens = [*history[1:], *[made.config["mask_token_id"]] * (limit - 1)]
+    embedded = array(t, "embed_tokens.weight")[tokens]
+    positions = np.arange(first, first + len(tokens), dtype=float)
+    normed = norm(fused, array(t, "layers.0.hidden_norm.weight"))
+    x = np.concatenate([norm(embedded, array(t, "layers.0.input_layernorm.weight")), normed], axis=-1)
+    residual = normed if made.config.get("norm_before_residual") else fused
+    x = by_hand.finish(residual, by_hand.attention(x, t, "layers.0.", shape, positions), t, "layers.0.", 1e-6)
+    y = norm(x, array(t, "layers.1.input_layernorm.weight"))
+    x = by_hand.finish(x, by_hand.attention(y, t, "layers.1.", shape, positions), t, "layers.1.", 1e-6)
+    return norm(x, array(t, "norm.weight"))[-limit:] @ array(t, "lm_head.weight").T
 
 
-@pytest.mark.parametrize("bits", ["none", "8"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_quantized_pairs_generate_the_target_s_text(family, bits, tmp_path):
-    _, prompt, truth, _ = fit(family, "full")
-    part = converted(family, tmp_path, (bits, "8"))["parts"]["drafter"]
-    assert part["family"] == family and "quantization" in part
-    pair = mlx_spec.load(tmp_path / "out", num_draft_tokens=4)
-    assert pair.drafter_names == (family,)
-    rounds = list(pair.generate(prompt, max_tokens=len(truth)))
-    plain = mlx_spec.load(tmp_path / "out", "none").generate(prompt, max_tokens=len(truth))
-    assert emitted(rounds) == emitted(list(plain)) and len(emitted(rounds)) > 10
-    assert rounds[-1].finish_reason in ("stop", "length")
-    if bits == "none":
-        assert emitted(rounds) == truth[: len(emitted(rounds))]
-        assert sum(round.accepted for round in rounds) > 0
+@pytest.mark.parametrize("config", [{}, {"norm_before_residual": True}], ids=["fused", "normed"])
+@pytest.mark.parametrize(("length", "chunks"), [(9, ()), (20, (3, 4, 11))])
+def test_rounds_of_peagle(length, chunks, config, tmp_path):
+    """None, some and all accepted, prompts in pieces: always the rows of one pass."""
+    made, rows, history = small(**config), random_rows(length + 20, 3), tiny.prompt(length + 21)
+    begins = [length, length + 1, length + 4, length + 9, length + 9, length + 10]
+    drafter = opened(made, tmp_path).make(parts())
+    found = replay(drafter, history, rows, begins, 4, chunks)
+    for begin, logits in zip(begins, found, strict=True):
+        assert largest(logits, in_one_pass(made, history[:begin], rows, 4)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, tmp_path):
-    """All texts run past the target's window of 16: greedy ones, and with a seed."""
-    trained, out = str(GOLDEN / "trained" / family), tmp_path / "out"
-    manifest = drafting.prove(GOLDEN / "12b-trained" / "target", trained, out)
-    part, proof = manifest["parts"]["drafter"], manifest["self_test"]
-    assert part["family"] == family and proof["result"] == "passed"
-    assert proof["acceptance"]["length"] > 1.5
-    drafting.check_acceptance(drafting.generate_with(out))
-    sampling = Sampling(0.8, top_p=0.95, seed=6)
-    seeded = drafting.generate_with(out, sampling=sampling, questions=drafting.QUESTIONS[:3])
-    assert len({round.accepted for round in seeded if round.drafted == 3}) > 2
+def test_rope_is_the_target_s(tmp_path):
+    """Far from the start, too, and whatever the drafter's own config.json says."""
+    made, rows, history = small(rope_theta=77.0), random_rows(12, 3), tiny.prompt(13)
+    drafter = opened(made, tmp_path).make(parts())
+    drafter.observe(history, Features(tuple(rows)))
+    found = logits_of(drafter, history, 4)
+    assert largest(found, in_one_pass(made, history, rows, 4)) < TOLERANCE
+    assert largest(found, in_one_pass(made, history, rows, 4, shape=replace(SHAPE, theta=77.0))) > 1e-3
+    late = opened(made, tmp_path / "late").make(parts())
+    late.observe([0] * 3000 + history, Features(tuple(rows)))
+    far = logits_of(late, [0] * 3000 + history, 4)
+    assert largest(far, in_one_pass(made, history, rows, 4, first=3000)) < 1e-3
 
 
-# --- a target that holds a prefix which its drafter never saw
+def test_peagle_for_a_target_whose_rope_depends_on_its_context(tmp_path):
+    made = fitted.peagle(3, CAPTURE)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 128, **factors}
+    made.target.update(max_position_embeddings=512, rope_scaling=scaling)
+    assert opened(made, tmp_path).name == "peagle"
 
 
-def pair_of(family: str, folder: Path) -> Pair:
-    if family == "eagle3":
-        trained = GOLDEN / "trained"
-        published = drafting.write_converted(trained / family, trained / "llama", folder / "drafter")
-        return mlx_spec.load(trained / "llama", published, num_draft_tokens=2)
-    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
-    info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
-    return Pair(info, text, tiny.full(), [opened(MADE[family](3), folder)], FixedPolicy(2))
+# --- Medusa: an independent pass in float64, and where its rows come from
 
 
-@pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
-def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
-    pair = pair_of(family, tmp_path)
-    prompt = [2, *tiny.prompt(40)[1:]]
-    warm, cold = CachedSequence(pair.open()), CachedSequence(pair.open())
-    cold.parts.target.prefill(prompt[:25])
-    cold.append(prompt[:25])
-    expected: list[int] = []
-    for cached, before in ((warm, (0, 0)), (cold, (25, 25))):
-        assert (cached.rewind_to_prefix(prompt), cached.drafter_missing) == before
-        tokens = emitted(list(decode(pair.prepare(cached.parts, prompt, max_tokens=8))))
-        expected = expected or tokens
-        assert tokens == expected
-        cached.append(tokens)
-    longer = [*prompt, *expected[:5], 9, 9]
-    kept = len(prompt) + 5
-    assert (warm.rewind_to_prefix(longer), warm.drafter_missing) == (kept, 0)
-    assert (cold.rewind_to_prefix(longer), cold.drafter_missing) == (kept, 25)  # those rows are gone for good
+def by_formula(made: Checkpoint, hidden: mx.array, heads: int) -> np.ndarray:
+    """The logits [K, V] of every head after `hidden` [D]."""
+    h, result = np.array(hidden, dtype=np.float64), []
+    for k in range(heads):
+        weight, bias = (array(made.tensors, f"{k}.0.linear.{part}") for part in ("weight", "bias"))
+        result.append(array(made.tensors, f"{k}.1.weight") @ (h + by_hand.silu(weight @ h + bias)))
+    return np.array(result)
 
 
-# --- what is refused
-
-OTHER = {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}
-REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    *((family, {"mlx_spec": None}, BadCheckpoint, "mlx-spec convert") for family in FAMILIES),
-    *((family, {"target": OTHER}, Mismatch, "5, target has 3") for family in ("medusa", "dflash", "peagle")),
-    *((family, {"mask_token_id": None}, BadCheckpoint, "mask_token_id") for family in ("pard", "peagle")),
-    ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
-    ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
-    ("dflash", {"is_causal": True}, BadCheckpoint, "is_causal = True"),
-]
+def check(source: DrafterSource, draft: Draft, made: Checkpoint, hidden: mx.array) -> None:
+    """The likeliest tokens, and the logits behind them."""
+    expected = by_formula(made, hidden, 4)
+    assert draft.probs is None and draft.tokens.tolist() == expected.argmax(axis=-1).tolist()
+    probabilities = np.stack([by_hand.softmax(row) for row in expected])
+    assert largest(mx.softmax(source.network(hidden[None], 4), axis=-1), probabilities) < TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "changes", "kind", "text"), REFUSALS)
-def test_refusals(family, changes, kind, text, tmp_path):
-    with pytest.raises(kind, match=text):
-        opened(fit(family, "full")[3], tmp_path, edit=lambda config: config.update(changes))
+def test_rounds_of_medusa(tmp_path):
+    """Behind no, some and all tokens accepted it is the newest row that counts."""
+    made = fitted.medusa(3)
+    source, rows, end = opened(made, tmp_path), random_rows(30, 1)[0], 9
+    drafter, history = source.make(LMTarget(tiny.full(), source.needs).parts), tiny.prompt(31)
+    for kept in (1, 3, 5, 1, 2):
+        drafter.observe(history[: end + kept], Features(final_hidden=rows[end - 1 : end + kept - 1]))
+        end += kept
+        draft = drafter.draft(history[:end], 4, GREEDY)
+        check(source, draft, made, rows[end - 2])
+        assert draft.tokens.tolist() != by_formula(made, rows[end - 3], 4).argmax(axis=-1).tolist()
+
+
+def test_hidden_is_the_one_behind_the_final_norm(tmp_path):
+    """By a plain forward pass; before the norm it is another, which a checkpoint may ask for."""
+    made, model, prompt = fitted.medusa(3), tiny.full(), tiny.prompt(12)
+    before: mx.array = model.model.embed_tokens(mx.array(prompt[:-1])[None])
+    for layer in [getattr(layer, "layer", layer) for layer in model.layers]:
+        before = layer(before, mask="causal")
+    after = model.model.norm(before)
+
+    def pre(config: dict) -> None:
+        config["mlx_spec"]["hidden"] = "pre_norm"
+
+    for folder, edit, hidden in (("post", id, after), ("pre", pre, before)):
+        source = opened(made, tmp_path / folder, edit=edit)
+        target = LMTarget(model, source.needs)
+        drafter = source.make(target.parts)
+        drafter.observe(prompt[:9], target.prefill(prompt[:8]))
+        assert drafter.draft(prompt[:9], 4, GREEDY).tokens.size == 0  # behind a prompt
+        target.verify(mx.array([*prompt[8:11], 7]))
+        drafter.observe(prompt, target.commit(3))
+        check(source, drafter.draft(prompt, 4, GREEDY), made, hidden[0, -1])
+    assert largest(by_formula(made, after[0, -1], 4), by_formula(made, before[0, -1], 4)) > 1e-3
+
+
+def test_more_blocks_a_head_and_no_biases(tmp_path):
+    """vLLM's form."""
+    made = synthetic.vllm_medusa()
+    source, row = opened(made, tmp_path), random_rows(1, 1, synthetic.D)[0]
+    h = np.array(row[0], dtype=np.float64)
+    for layer in range(2):
+        h = h + by_hand.silu(array(made.tensors, f"blocks.1.layers.{layer}.weight") @ h)
+    expected = array(made.tensors, "lm_heads.1.weight") @ h
+    assert largest(source.network(row, 2)[1], expected) < TOLERANCE
+    assert largest(source.network(row, 2)[0], expected) > 1e-3

@@ -14,13 +14,13 @@ import pytest
 import tiny
 from grammars import CLOSE, END, OPEN, STOP, V, byte_text
 from lossless import Scripted, emitted, first_difference
+from lossless import rounds as rounds_of
 from mlx_lm.generate import generate_step
 from schemas import CHOICES, NAME, SCHEMAS, Schema, either, record, several
 
 import mlx_spec
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup, for_request
-from mlx_spec.engine import generate
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.sequence import SequenceParts
@@ -68,18 +68,8 @@ def run(
     drafters, extras = parts.drafters, ()
     if offer:
         drafters, extras = for_request(drafters, prompt, grammar=sampling.grammar, prediction=prediction)
-    sampler = sampling.sampler(len(prompt), vocabulary)
-    rounds = generate(
-        parts.target,
-        drafters,
-        parts.policy,
-        sampler,
-        list(prompt),
-        max_tokens=count,
-        stop=stop,
-        request_drafters=extras,
-    )
-    return list(rounds)
+    given = list(prompt)
+    return rounds_of(parts.target, drafters, parts.policy, given, count, vocabulary, sampling, stop, extras)
 
 
 def adaptive() -> AdaptivePolicy:

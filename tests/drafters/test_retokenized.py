@@ -15,6 +15,7 @@ import pytest
 import tiny
 from test_load import refused, save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from vocabularies import byte_level
 
 import mlx_spec.drafters.retokenized as module
 from mlx_spec import engine
@@ -55,16 +56,8 @@ RECITED = (
 @cache
 def bytes_and_words() -> Tokenizer:
     """Byte-level BPE over words, as of GPT-2: a word is one token, an emoji is four."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=480, show_progress=False, initial_alphabet=alphabet, special_tokens=CONTROLS
-    )
     plain = RECITED.replace("😀", "").replace("世", "")
-    tokenizer.train_from_iterator([plain, " one two three assistant\n user\n"] * 4, trainer)
-    return tokenizer
+    return byte_level([plain, " one two three assistant\n user\n"] * 4, size=480, special=CONTROLS)
 
 
 @cache
@@ -93,11 +86,6 @@ def syllables() -> Tokenizer:
     return tokenizer
 
 
-def text_with(tokenizer: Tokenizer) -> Text:
-    """With a chat template, whatever the tokenizer knows of its marks."""
-    return Text(tokenizer, ChatTemplate(TEMPLATE, {}), [tokenizer.token_to_id("<eos>")])
-
-
 def taught(model: nn.Module, tokens: list[int], sure: float = 6.0) -> nn.Module:
     """`model` with an LM head that makes it recite `tokens` over and over, from wherever it is."""
     model.model.embed_tokens.weight *= 16  # the rest of a text matters, but not much
@@ -114,8 +102,9 @@ def taught(model: nn.Module, tokens: list[int], sure: float = 6.0) -> nn.Module:
 
 @cache
 def text_of(kind: str) -> Text:
-    tokenizers = {"words": bytes_and_words, "syllables": syllables}
-    return text_with(tokenizers[kind]())
+    """With a chat template, whatever the tokenizer knows of its marks."""
+    tokenizer = bytes_and_words() if kind == "words" else syllables()
+    return Text(tokenizer, ChatTemplate(TEMPLATE, {}), [tokenizer.token_to_id("<eos>")])
 
 
 def recited(kind: str) -> list[int]:

@@ -23,9 +23,8 @@ from test_logprobs import recorded
 from mlx_spec import load
 from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.drafters.medusa import GuessRates, MedusaTrees
+from mlx_spec.drafters.medusa import GuessRates
 from mlx_spec.drafters.model_free import GrammarFilter
-from mlx_spec.engine import generate
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
@@ -54,7 +53,7 @@ def fit(
     made = fitted.medusa(len(model.layers), HEADS)
     with tempfile.TemporaryDirectory() as folder:
         needs = opened(made, Path(folder)).needs
-    target = LMTarget(model, needs, kv_bits=TARGETS[kind])
+    target = LMTarget(model, needs, kv_bits=TARGETS.get(kind))
     target.prefill(prompt[:-1])
     hidden = []
     for token in [prompt[-1], *truth[:-1]]:
@@ -107,19 +106,11 @@ def text(
     drafter: Drafter,
     sampling: Sampling,
     K: int,
-    stop: Sequence[int] = (),
-    count: int = COUNT,
 ) -> tuple[list[int], list[Round]]:
     """Tokens and rounds; K is the most tokens of a tree."""
-    target = LMTarget(model, drafter.needs, kv_bits=TARGETS[kind])
-    sampler = sampling.sampler(len(prompt), 256)
-    done = list(generate(target, [drafter], FixedPolicy(K), sampler, prompt, max_tokens=count, stop=stop))
+    target = LMTarget(model, drafter.needs, kv_bits=TARGETS.get(kind))
+    done = lossless.rounds(target, drafter, K, prompt, COUNT, sampling=sampling)
     return lossless.emitted(done), done
-
-
-def tree_drafter(made: Checkpoint, model: fitted.nn.Module, folder: Path) -> MedusaTrees:
-    source = opened(made, folder)
-    return source.trees.make(None)
 
 
 # --- the draft
@@ -187,20 +178,19 @@ def test_scripted_trees_leave_the_text(kind: str, sampling: Sampling) -> None:
     assert len(done) < COUNT // 2
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [*((kind, 16) for kind in TARGETS), ("sliding", 9)])
-def test_medusa_trees_leave_the_text(kind: str, nodes: int, tmp_path: Path) -> None:
-    model, prompt, truth, made = fit(kind)
-    drafter = tree_drafter(made, model, tmp_path)
-    emitted, done = text(model, kind, prompt, drafter, lossless.GREEDY, nodes)
+@pytest.mark.parametrize(
+    ("kind", "nodes", "sampling"),
+    [
+        *((kind, 16, lossless.GREEDY) for kind in TARGETS),
+        ("sliding", 9, lossless.GREEDY),
+        ("sliding", 16, PENALTIES),
+    ],
+)
+def test_medusa_trees_leave_the_text(kind: str, nodes: int, sampling: Sampling, tmp_path: Path) -> None:
+    model, prompt, truth, made = fit(kind, sampling)
+    emitted, done = text(model, kind, prompt, opened(made, tmp_path).trees.make(None), sampling, nodes)
     assert emitted == truth, lossless.first_difference(emitted, truth)
     check(done, nodes)
-
-
-def test_seeded_text_is_the_same(tmp_path: Path) -> None:
-    model, prompt, truth, made = fit("sliding", PENALTIES)
-    emitted, done = text(model, "sliding", prompt, tree_drafter(made, model, tmp_path), PENALTIES, 16)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
-    check(done, 16)
 
 
 @pytest.mark.parametrize("place", [13, 16, 17])
@@ -210,17 +200,13 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
     truth, _ = text(model, "sliding", prompt, Scripted([]), lossless.GREEDY, 0)
     place = truth.index(truth[place])
     target = LMTarget(model)
-    sampler = lossless.GREEDY.sampler(len(prompt), 256)
     drafter = Scripted([*prompt, *truth])
-    rounds = list(
-        generate(target, [drafter], FixedPolicy(14), sampler, prompt, max_tokens=COUNT, stop=[truth[place]])
-    )
+    rounds = lossless.rounds(target, drafter, 14, prompt, COUNT, stop=[truth[place]])
     emitted = lossless.emitted(rounds)
     assert emitted == truth[: place + 1] and rounds[-1].finish_reason == "stop"
     assert rounds[-1].accepted <= len(rounds[-1].tokens)
     assert target.size == len(prompt) + place and target.uncommitted == 0
-    history = [*prompt, *emitted]
-    again = list(generate(target, [drafter], FixedPolicy(14), sampler, history, max_tokens=COUNT - place - 1))
+    again = lossless.rounds(target, drafter, 14, [*prompt, *emitted], COUNT - place - 1)
     assert lossless.emitted(again) == truth[place + 1 :]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import grammars
+import jsonschema
 import mlx.core as mx
 import pytest
 from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
+from schemas import Draws
 
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import GrammarKind, Matcher
@@ -265,3 +268,21 @@ def test_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(SpecError, match="pip install llguidance"):
         compiled("regex", "a")
+
+
+# --- schemas of the benchmarks
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_random_answers_match_and_end(number: int) -> None:
+    """Whatever allowed token comes next."""
+    schema, draw = Draws(0).schemas(18)[number], random.Random(number)
+    matcher, written = compiled("json_schema", json.dumps(schema)).matcher([]), b""
+    while allowed := sorted(row(matcher, list(written)) - ENDS):
+        written += bytes([draw.choice(allowed)])
+        assert len(written) < 2000
+    jsonschema.Draft202012Validator(schema).validate(json.loads(written))
+
+
+def test_a_seed_draws_the_same_schemas() -> None:
+    assert Draws(7).schemas(12) == Draws(7).schemas(12) != Draws(8).schemas(12)

@@ -21,7 +21,6 @@ class Shape:
     theta: float = 10000.0
     eps: float = 1e-6
     frequencies: tuple[float, ...] = ()  # of a scaled rope, instead of those of theta
-    rounded: bool = False  # whether angles are rounded to float32, as MLX computes them in every precision
 
 
 def array(tensors: Tensors, name: str) -> np.ndarray:
@@ -46,9 +45,6 @@ def rotate(x: np.ndarray, positions: np.ndarray, shape: Shape) -> np.ndarray:
     half = x.shape[-1] // 2
     frequencies = shape.frequencies or 1 / shape.theta ** (np.arange(half) / half)
     angles = positions[:, None] * np.array(frequencies)
-    if shape.rounded:
-        frequencies = mx.exp(mx.arange(half) * (-np.log(shape.theta) / half))
-        angles = np.array(mx.array(positions, dtype=mx.float32)[:, None] * frequencies, dtype=np.float64)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

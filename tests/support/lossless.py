@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -96,13 +96,17 @@ def rounds(
     count: int,
     vocab: int = 256,
     sampling: Sampling = GREEDY,
-    stop: Sequence[int] = (),
+    stop: Collection[int] = (),
+    extras: Sequence[RequestDrafter] = (),
 ) -> list[Round]:
     """All rounds of a generation, greedy if nothing else is said."""
     drafters = drafter if isinstance(drafter, Sequence) else [drafter]
     policy = FixedPolicy(K) if isinstance(K, int) else K
     sampler = sampling.sampler(len(prompt), vocab)
-    return list(generate(target, drafters, policy, sampler, prompt, max_tokens=count, stop=stop))
+    done = generate(
+        target, drafters, policy, sampler, prompt, max_tokens=count, stop=stop, request_drafters=extras
+    )
+    return list(done)
 
 
 def emitted(done: list[Round]) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,16 +12,20 @@ import tiny
 from mlx.utils import tree_map
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.checkpoint import Conventions, Rope
-from mlx_spec.drafters.conditioned import chain_source
+from mlx_spec.drafters.checkpoint import Conventions
+from mlx_spec.drafters.conditioned import network_source
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
-from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network
+from mlx_spec.drafters.eagle3 import Eagle3Network
+from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.types import FeatureSpec
 
-
-def _conventions(hidden: str, chain: str, capture: tuple[int, ...] = ()) -> Conventions:
-    return Conventions(hidden=hidden, chain=chain, capture=capture)
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def _spread(network: nn.Module, seed: int) -> None:
@@ -29,48 +35,27 @@ def _spread(network: nn.Module, seed: int) -> None:
 
 def eagle3(D: int, vocab: int, ids: Sequence[int], capture: tuple[int, ...], seed: int = 3) -> DrafterSource:
     """EAGLE-3 that knows the tokens `ids`."""
-    config = Eagle3Config(
-        hidden_size=D,
-        target_hidden_size=D,
-        vocab_size=vocab,
-        draft_vocab_size=len(ids),
-        intermediate_size=D,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        norm_before_residual=False,
-        norm_before_fc=False,
-        fc_norm=False,
-        conventions=_conventions("layers", "pre_norm", capture),
-        rope=Rope(1e4, None, 1.0, None),
-        tensors=frozenset({"draft_ids", "lm_head.weight"}),
-    )
-    network = Eagle3Network(config)
+    config = {
+        "mlx_spec": asdict(Conventions(hidden="layers", chain="pre_norm", capture=capture, rope="own")),
+        "layer_config": SIZES | {"hidden_size": D, "vocab_size": vocab, "intermediate_size": D},
+        "draft_vocab_size": len(ids),
+        "target_hidden_size": D,
+        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm"), False),
+    }
+    network = Eagle3Network(LayerConfig.from_dict(config, {"draft_ids", "lm_head.weight"}, {}))
     _spread(network, seed)
     network.draft_ids = mx.array(list(ids), dtype=mx.int32)
-    return chain_source("eagle3", network, FeatureSpec(capture), vocab)
+    return network_source("eagle3", network, FeatureSpec(capture), vocab)
 
 
 def mtp(D: int, vocab: int, seed: int = 4) -> DrafterSource:
     """A head with a layer of Qwen3.5."""
-    text = {
-        "model_type": "qwen3_5_text",
-        "hidden_size": D,
-        "vocab_size": vocab,
-        "intermediate_size": D,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "full_attention_interval": 2,
-    }
-    conventions = _conventions("post_norm", "post_norm")
+    text = SIZES | {"hidden_size": D, "vocab_size": vocab, "intermediate_size": D, "num_hidden_layers": 2}
+    text |= {"model_type": "qwen3_5_text", "full_attention_interval": 2}
+    conventions = Conventions(hidden="post_norm", chain="post_norm")
     network = MTPNetwork({"text_config": text, "layer_type": "qwen3_5_text"}, conventions)
     _spread(network, seed)
-    return chain_source("qwen_mtp", network, FeatureSpec(final_hidden=True), vocab)
+    return network_source("qwen_mtp", network, FeatureSpec(final_hidden=True), vocab)
 
 
 # For the targets of `tiny`, which have 64 features and 256 tokens.

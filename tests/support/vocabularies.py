@@ -48,14 +48,19 @@ def sentencepiece_like() -> Tokenizer:
     return tokenizer
 
 
-def byte_level(texts: Sequence[str] = SAMPLES, added: Sequence[str] = (), size: int = 400) -> Tokenizer:
+def byte_level(
+    texts: Sequence[str] = SAMPLES,
+    added: Sequence[str] = (),
+    size: int = 400,
+    special: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+) -> Tokenizer:
     """Bytes are letters, as in GPT-2. The thinking markers and `added` tokens are not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -28,7 +28,8 @@ from mlx_lm.models import llama, qwen3_5
 
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.eagle3 import Eagle3Config, Eagle3Network
+from mlx_spec.drafters.eagle3 import Eagle3Network
+from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import read_tokenizer
@@ -212,7 +213,7 @@ def make_eagle3() -> None:
     save(HERE / "llama", flat(model), LLAMA, tokenizer=True)
     capture = tuple(index - 1 for index in EAGLE3["eagle_aux_hidden_state_layer_ids"])
     written = eagle3_config(EAGLE3, D, capture)
-    config = Eagle3Config.from_dict(written, {"lm_head.weight"})
+    config = LayerConfig.from_dict(written, {"lm_head.weight"}, {})
     network = Eagle3Network(config)
     fit_drafter(network, LMTarget(model, FeatureSpec(capture)), network.lm_head, draft_id(), 400)
     tensors = {name.replace("layers.0.", "midlayer."): t for name, t in flat(network).items()}

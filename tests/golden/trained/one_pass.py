@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 
 import mlx.core as mx
@@ -23,10 +24,12 @@ from make import EOS, HERE, LENGTH, ROPE, V, W, batches, draft_id, eagle3_config
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
+from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.conditioned import Rows
-from mlx_spec.drafters.dflash import DFlashConfig, DFlashNetwork
-from mlx_spec.drafters.eagle3 import Eagle3Config, PEagleNetwork
-from mlx_spec.drafters.medusa import MedusaConfig, MedusaNetwork
+from mlx_spec.drafters.dflash import DFlashNetwork
+from mlx_spec.drafters.eagle3 import PEagleNetwork
+from mlx_spec.drafters.layers import LayerConfig
+from mlx_spec.drafters.medusa import MedusaNetwork
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, FeatureSpec
 
@@ -103,7 +106,8 @@ def cross_entropy(logits: mx.array, goals: mx.array) -> mx.array:
 
 def make_dflash() -> None:
     names = dict(layer_config=LAYER, draft_vocab_size=V)
-    network = DFlashNetwork(DFlashConfig.from_dict(names, len(CAPTURE), ()))
+    names["mlx_spec"] = asdict(Conventions(hidden="layers", capture=CAPTURE, rope="own"))
+    network = DFlashNetwork(LayerConfig.from_dict(names, (), {}))
     network.norm.weight *= 0.2
     needs, rng = FeatureSpec(CAPTURE), random.Random(3)
     parts = target(needs).parts
@@ -125,7 +129,7 @@ def make_dflash() -> None:
 
 
 def make_medusa() -> None:
-    network = MedusaNetwork(MedusaConfig(HEADS, 1, D, V, biased=True))
+    network = MedusaNetwork(HEADS, 1, D, V, biased=True)
     needs = FeatureSpec(final_hidden=True)
     for head in network.heads:
         head.layers[0].weight *= 0
@@ -146,7 +150,7 @@ def make_medusa() -> None:
 
 def make_peagle() -> None:
     goals, written = draft_id(), eagle3_config(PEAGLE, D, CAPTURE)
-    network = PEagleNetwork(Eagle3Config.from_dict(written, {"lm_head.weight", "embed_tokens.weight"}))
+    network = PEagleNetwork(LayerConfig.from_dict(written, {"lm_head.weight", "embed_tokens.weight"}, {}))
     network.norm.weight *= 0.2
     network.mask_hidden = 0.1 * mx.random.normal(network.mask_hidden.shape)
     needs, rng = FeatureSpec(CAPTURE), random.Random(4)

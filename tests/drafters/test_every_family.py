@@ -1,0 +1,336 @@
+"""Drafters that are converted: lossless, exact, loaded, refused, and as good as new after any rounds."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import drafting
+import fitted
+import lossless
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import random_sources
+import test_tree_medusa
+import tiny
+from drafting import emitted
+from exact_distribution import FILTERED, Liar, seeded
+from fitted import Checkpoint, largest, logits_of, opened, random_rows, replay
+from mlx.utils import tree_flatten
+from one_pass_law import control_excess, drafted_excess, excess, law_target, seeded_texts
+from test_session import TEMPLATE, TOKENIZER
+
+import mlx_spec
+from mlx_spec.convert.convert import Request, convert
+from mlx_spec.drafters.conditioned import MAX_WAITING
+from mlx_spec.engine import decode
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.progress import StageProgress
+from mlx_spec.model.sequence import CachedSequence
+from mlx_spec.model.target import LMTarget
+from mlx_spec.pair import Pair, PairInfo
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.text import Text
+from mlx_spec.text.chat_template import ChatTemplate
+from mlx_spec.types import Draft, Features
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FAMILIES = ("medusa", "pard", "dflash", "peagle")
+ROWS = ("dflash", "peagle")  # of these the caches hold rows of several layers of the target
+CHAINS = ("eagle3", "mtp")
+MADE: dict[str, Any] = {
+    "medusa": fitted.medusa,
+    "dflash": lambda layers, **config: fitted.dflash(layers, (0, 1, 2), **config),
+    "peagle": lambda layers, **config: fitted.peagle(layers, (0, 1, 2), **config),
+}
+TARGETS = {"full": None, "sliding": None, "recurrent": None, "quantized": 8}
+
+
+# --- at work
+
+
+@cache
+def fit(family: str, kind: str) -> tuple[nn.Module, list[int], list[int], Checkpoint]:
+    """A target, a prompt, its greedy text, and a drafter that knows most of it."""
+    if family == "medusa":
+        return test_tree_medusa.fit(kind)
+    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
+    truth = lossless.plain(model, prompt, 40, TARGETS[kind])
+    layers = len(model.layers)
+    if family == "pard":  # the target itself, disturbed, where it can be one; else a stranger
+        own = kind in ("full", "quantized")
+        made = fitted.pard(tiny.full(), layers, 0.02) if own else fitted.pard(tiny.full(seed=1), layers)
+        made.config["max_position_embeddings"] = 512
+        return model, prompt, truth, made
+    made = MADE[family](layers)
+    with tempfile.TemporaryDirectory() as folder:
+        source = opened(made, Path(folder))
+        rows, wanted = fitted.gather(source, model, prompt, truth, 4)
+    return model, prompt, truth, made.changed(lm_head__weight=fitted.head_of(rows, wanted))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lossless(family, kind, tmp_path):
+    model, prompt, truth, made = fit(family, kind)
+    accepted = fitted.lossless_rounds(opened(made, tmp_path), model, prompt, truth, 4, TARGETS[kind])
+    if family != "pard" or kind in ("full", "quantized"):
+        assert set(accepted) & {1, 2, 3}
+
+
+# --- the rows it keeps
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_after_a_long_prompt_and_any_rounds_it_is_as_good_as_new(family, tmp_path):
+    length, parts = MAX_WAITING + 40, LMTarget(tiny.full()).parts
+    source, rows, history = (
+        opened(MADE[family](3), tmp_path),
+        random_rows(length + 30, 3),
+        tiny.prompt(length + 31),
+    )
+    begins = [length, length + 1, length + 5, length + 5, length + 8, length + 9]
+    found = replay(source.make(parts), history, rows, begins, 4)
+    for begin, logits in zip(begins, found, strict=True):
+        assert largest(logits, replay(source.make(parts), history, rows, [begin], 4)[0]) < 5e-5
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_cold_start(family, tmp_path):
+    """A prefix that the target held already was never seen: drafts from what there is."""
+    source, history, sampler = (
+        opened(MADE[family](3), tmp_path),
+        tiny.prompt(31),
+        lossless.GREEDY.sampler(1, 256),
+    )
+    features = Features(tuple(random_rows(5, 3)))
+    drafter, again = (source.make(LMTarget(tiny.full()).parts) for _ in range(2))
+    assert drafter.draft(history[:1], 4, sampler).tokens.size == 0
+    drafter.observe(history[:21], features)
+    again.observe(history[15:21], features)
+    for _ in range(2):
+        assert largest(logits_of(drafter, history[:21], 4), logits_of(again, history[15:21], 4)) < 1e-4
+    assert [drafter.draft(history[:21], k, sampler).tokens.size for k in (0, 1, 3)] == [0, 1, 3]
+    for stranger in (history[:20], [*history[:20], 3], history[:22]):
+        assert drafter.draft(stranger, 4, sampler).tokens.size == 0
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_features_line_up_with_the_target(family, tmp_path):
+    """Rows from the taps are those of one plain forward pass over the history, and of no other layers."""
+    model, prompt = tiny.full(), tiny.prompt(20)
+    source = opened(MADE[family](3), tmp_path)
+    target = LMTarget(model, source.needs)
+    drafter = source.make(target.parts)
+    drafter.observe(prompt[:15], target.prefill(prompt[:14]))
+    target.verify(mx.array([*prompt[14:19], 7, 7]))
+    drafter.observe(prompt, target.commit(5))
+    rows, found = fitted.layer_outputs(model, prompt[:-1]), logits_of(drafter, prompt, 4)
+    for layers, right in ((rows, True), ([*rows[1:], rows[-1]], False), ([rows[0], *rows[:-1]], False)):
+        fresh = replay(source.make(target.parts), prompt, layers, [20], 4)[0]
+        assert (largest(found, fresh) < 1e-4) == right and (right or largest(found, fresh) > 0.01)
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_reduced_vocabulary(family, tmp_path):
+    """d2t holds offsets; other tokens have no probability."""
+    kept = [i for i in range(256) if i % 5 == 2]
+    head = mx.random.normal((len(kept), 64), key=mx.random.key(3))
+    config = {"speculators_model_type": "dflash"} if family == "dflash" else {}
+    made = MADE[family](3, draft_vocab_size=len(kept), **config)
+    source = opened(made.changed(lm_head__weight=head, d2t=mx.array(kept) - mx.arange(len(kept))), tmp_path)
+    history, drafter = tiny.prompt(10), source.make(LMTarget(tiny.full()).parts)
+    drafter.observe(history, Features(tuple(random_rows(9, 3))))
+    logits = logits_of(drafter, history, 4)
+    assert mx.isfinite(logits).sum(axis=-1).tolist() == [len(kept)] * 4
+    full = opened(
+        MADE[family](3).changed(lm_head__weight=mx.zeros((256, 64)).at[mx.array(kept)].add(head)),
+        tmp_path / "full",
+    )
+    whole = full.make(LMTarget(tiny.full()).parts)
+    whole.observe(history, Features(tuple(random_rows(9, 3))))
+    assert largest(logits[:, mx.array(kept)], logits_of(whole, history, 4)[:, mx.array(kept)]) < 1e-4
+    draft = drafter.draft(history, 4, Sampling(1.0).sampler(1, 256))
+    assert mx.where(mx.arange(256) % 5 == 2, 0, draft.probs).max().item() == 0
+
+
+# --- the distribution
+
+
+def law_source(family: str, folder: Path) -> Any:
+    if family in CHAINS:
+        known = (1, 2, 4, 7)  # half of the eight tokens
+        source = (
+            random_sources.eagle3(16, 8, known, (0,)) if family == "eagle3" else random_sources.mtp(16, 8)
+        )
+        source.network.norm.weight *= 0.15  # its distribution is far from its likeliest token
+        return source
+    if family == "medusa":
+        return opened(fitted.medusa(2, hidden=16, vocab=8), folder)
+    if family == "pard":
+        return opened(fitted.pard(law_target.__wrapped__(), 2, 0.2), folder)
+    if family == "dflash":
+        return opened(fitted.dflash(2, (0, 1), 16, 8, block_size=4), folder)
+    made = fitted.peagle(2, (0, 1), 16, 8)
+    return opened(made.changed(norm__weight=0.5 * made.tensors["norm.weight"]), folder)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *CHAINS])
+def test_drafts_keep_the_distribution(family, tmp_path):
+    assert drafted_excess(law_source(family, tmp_path)) < 1
+
+
+def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
+    assert drafted_excess(law_source("eagle3", tmp_path), FILTERED, seeded(FILTERED)) < 1
+
+
+@pytest.mark.parametrize("family", ["pard", "dflash", "peagle", *CHAINS])
+def test_argmax_drafts_that_pose_as_sampled_are_caught(family, tmp_path):
+    assert control_excess(law_source(family, tmp_path), 300 if family == "peagle" else 200) > 1
+
+
+class Posing:
+    """A Medusa drafter that says its likeliest tokens were drawn."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.inner, self.needs, self.observe = drafter, drafter.needs, drafter.observe
+
+    def draft(self, history, limit, sampler):
+        draft = self.inner.draft(history, limit, sampler)
+        if not draft.tokens.size:
+            return draft
+        logits = self.inner._network(self.inner._hidden, limit)
+        return Draft(draft.tokens, Liar().draw(logits, history, draft.tokens)[1])
+
+
+def test_likeliest_tokens_that_pose_as_sampled_are_caught(tmp_path):
+    source = law_source("medusa", tmp_path)
+    drafter: Any = Posing(source.make(LMTarget(law_target(), source.needs).parts))
+    assert excess(source, drafter, 200) > 1
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *CHAINS])
+def test_seeded_text_is_the_same_without(family, tmp_path):
+    with_drafter, without = seeded_texts(law_source(family, tmp_path))
+    assert with_drafter == without
+
+
+# --- from published checkpoints to text
+
+
+def write_target(folder: Path, model: nn.Module) -> Path:
+    """Write `model` as a checkpoint with a tokenizer."""
+    kept = shutil.ignore_patterns("*.safetensors", "generation_config.json")
+    shutil.copytree(GOLDEN / "12b" / "target", folder, ignore=kept)
+    config = {key: value for key, value in vars(model.args).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    weights = {
+        name.replace(".layer.", "."): w for name, w in tree_flatten(model.parameters())
+    }  # wrapped layers
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def converted(family: str, folder: Path, bits: tuple[str, str] = ("none", "none")) -> dict[str, Any]:
+    """Convert a fitted pair to `folder`/out and return its manifest; bits of target and drafter."""
+    model, _, _, published = fit(family, "full")
+    target, drafter = write_target(folder / "target", model), published.write(folder / "drafter")
+    asked = Request(str(target), str(drafter), folder / "out", bits[0], 32, bits[1], None, True)
+    return convert(asked, StageProgress(io.StringIO()))
+
+
+@pytest.mark.parametrize("bits", ["none", "8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_pairs_generate_the_target_s_text(family, bits, tmp_path):
+    _, prompt, truth, _ = fit(family, "full")
+    part = converted(family, tmp_path, (bits, "8"))["parts"]["drafter"]
+    assert part["family"] == family and "quantization" in part
+    pair = mlx_spec.load(tmp_path / "out", num_draft_tokens=4)
+    assert pair.drafter_names == (family,)
+    rounds = list(pair.generate(prompt, max_tokens=len(truth)))
+    plain = mlx_spec.load(tmp_path / "out", "none").generate(prompt, max_tokens=len(truth))
+    assert emitted(rounds) == emitted(list(plain)) and len(emitted(rounds)) > 10
+    assert rounds[-1].finish_reason in ("stop", "length")
+    if bits == "none":
+        assert emitted(rounds) == truth[: len(emitted(rounds))]
+        assert sum(round.accepted for round in rounds) > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "family"),
+    [
+        *(("12b-trained/target", str(GOLDEN / "trained" / family), family) for family in FAMILIES),
+        ("trained/llama", str(GOLDEN / "trained" / "eagle3"), "eagle3"),
+        ("trained/qwen", "auto", "qwen_mtp"),  # inside the target, half of whose layers are recurrent
+    ],
+)
+def test_trained_pairs_accept_in_full_and_in_part_and_reject(target, drafter, family, tmp_path):
+    """All texts run past the target's window, if it has one: greedy ones, and with a seed."""
+    out = tmp_path / "out"
+    manifest = drafting.prove(GOLDEN / target, drafter, out)
+    part, proof = manifest["parts"]["drafter"], manifest["self_test"]
+    assert part["family"] == family and proof["result"] == "passed"
+    assert proof["acceptance"]["length"] > 1.5
+    drafting.check_acceptance(drafting.generate_with(out))
+    sampling = Sampling(0.8, top_p=0.95, seed=6)
+    seeded = drafting.generate_with(out, sampling=sampling, questions=drafting.QUESTIONS[:3])
+    assert len({round.accepted for round in seeded if round.drafted == 3}) > 2
+
+
+# --- a target that holds a prefix which its drafter never saw
+
+
+def pair_of(family: str, folder: Path) -> Pair:
+    if family == "eagle3":
+        trained = GOLDEN / "trained"
+        published = drafting.write_converted(trained / family, trained / "llama", folder / "drafter")
+        return mlx_spec.load(trained / "llama", published, num_draft_tokens=2)
+    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
+    info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
+    return Pair(info, text, tiny.full(), [opened(MADE[family](3), folder)], FixedPolicy(2))
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
+def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
+    pair = pair_of(family, tmp_path)
+    prompt = [2, *tiny.prompt(40)[1:]]
+    warm, cold = CachedSequence(pair.open()), CachedSequence(pair.open())
+    cold.parts.target.prefill(prompt[:25])
+    cold.append(prompt[:25])
+    expected: list[int] = []
+    for cached, before in ((warm, (0, 0)), (cold, (25, 25))):
+        assert (cached.rewind_to_prefix(prompt), cached.drafter_missing) == before
+        tokens = emitted(list(decode(pair.prepare(cached.parts, prompt, max_tokens=8))))
+        expected = expected or tokens
+        assert tokens == expected
+        cached.append(tokens)
+    longer = [*prompt, *expected[:5], 9, 9]
+    kept = len(prompt) + 5
+    assert (warm.rewind_to_prefix(longer), warm.drafter_missing) == (kept, 0)
+    assert (cold.rewind_to_prefix(longer), cold.drafter_missing) == (kept, 25)  # those rows are gone for good
+
+
+# --- what is refused
+
+OTHER = {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}
+REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    *((family, {"mlx_spec": None}, BadCheckpoint, "mlx-spec convert") for family in FAMILIES),
+    *((family, {"target": OTHER}, Mismatch, "5, target has 3") for family in ("medusa", "dflash", "peagle")),
+    *((family, {"mask_token_id": None}, BadCheckpoint, "mask_token_id") for family in ("pard", "peagle")),
+    ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
+    ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
+    ("dflash", {"is_causal": True}, BadCheckpoint, "is_causal = True"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "kind", "text"), REFUSALS)
+def test_refusals(family, changes, kind, text, tmp_path):
+    with pytest.raises(kind, match=text):
+        opened(fit(family, "full")[3], tmp_path, edit=lambda config: config.update(changes))
