@@ -178,16 +178,10 @@ def finish(
 
 
 def _refuse_quantized(source: PublishedTensors) -> None:
-    marks = [
-        source.names[name]
-        for name, tensor in source.tensors.items()
-        if name.endswith(QUANTIZED)
-        or (
-            name.endswith(".weight")
-            and mx.issubdtype(tensor.dtype, mx.integer)
-            and name + FP8_SCALE not in source.tensors
-        )
-    ]
+    tensors = source.tensors
+    integers = {name for name, tensor in tensors.items() if mx.issubdtype(tensor.dtype, mx.integer)}
+    packed = {name for name in integers if name.endswith(".weight") and name + FP8_SCALE not in tensors}
+    marks = [source.names[name] for name in tensors if name.endswith(QUANTIZED) or name in packed]
     if marks:
         raise BadCheckpoint(
             f"{source.title} is quantized already ({shortened(sorted(marks))}): "
@@ -210,7 +204,6 @@ def _widen(source: PublishedTensors, config: Config) -> None:
 
 # --- configs
 
-TARGET = "the target's config.json"
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave")
 STORAGE_KEYS = ("quantization", "quantization_config", "vision_config", "audio_config", "auto_map")
 OTHER_DRAFTER = "use the drafter made for this target"
@@ -244,7 +237,7 @@ def size(config: Config, key: str, title: str) -> int:
 
 def target_size(target: Config, key: str) -> int:
     """Return a size of the target. Raises BadCheckpoint if its config.json lacks it."""
-    return required(text_config(target), key, int, TARGET)
+    return required(text_config(target), key, int, "the target's config.json")
 
 
 def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:

@@ -15,6 +15,7 @@ mask_hidden [nT], the feature of the rows for tokens that are not drafted yet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
@@ -33,13 +34,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
-def convert_eagle3(tensors: Tensors, config: Config, target: Config) -> Converted:
-    """Convert an EAGLE-3 drafter. Raises BadCheckpoint and Mismatch."""
-    return _convert("eagle3", EAGLE3_TITLE, Eagle3Network, tensors, config, target)
-
-
-def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
-    """Convert a P-EAGLE drafter. Raises BadCheckpoint and Mismatch."""
+def _convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
     vocab = common.size(common.layer_config(config), "vocab_size", PEAGLE_TITLE)
     mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
     if mask is None or not str(mask).isdigit() or int(mask) >= vocab:
@@ -60,7 +55,7 @@ def _convert(
     target: Config,
     **fields: Any,
 ) -> Converted:
-    """Convert a drafter that `network` runs, and write a config with `fields`."""
+    """Convert a drafter that `network` runs. Raises BadCheckpoint and Mismatch."""
     layer = common.layer_config(config)
     capture, note = _captured(config, common.target_size(target, "num_hidden_layers"))
     sizes = common.check_captured(title, config, capture, target)
@@ -95,5 +90,5 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"
 
 
-EAGLE3 = Family("eagle3", convert_eagle3, catalog.EAGLE3)
-PEAGLE = Family("peagle", convert_peagle, catalog.PEAGLE)
+EAGLE3 = Family("eagle3", partial(_convert, "eagle3", EAGLE3_TITLE, Eagle3Network), catalog.EAGLE3)
+PEAGLE = Family("peagle", _convert_peagle, catalog.PEAGLE)

@@ -89,7 +89,25 @@ def train(request: TrainingRequest, progress: StageProgress) -> dict[str, Any]:
         check_space(out.name, _announce(pair, request), work, "give another OUT")
         _record(pair, plan, request, progress)
         network, config = _network(pair, plan, request)
-        fit = _fit(pair, plan, network, config, request, work)
+        files = plan.answers(held_out=False), plan.answers(held_out=True)
+        if "draft_ids" in network:
+            ids = network.draft_ids
+        else:  # its own table has a row for every token; the rows of others than these are not trained
+            size = pair.info.vocab_size
+            ids = frequent_tokens(files[0], min(request.vocabulary, size), size)
+            network.model.embed_tokens.freeze()
+        network.freeze(recurse=False, keys=["draft_ids"])
+        fit = Fit(
+            network,
+            pair.parts,
+            ids,
+            files,
+            work,
+            window=config["text_config"]["sliding_window"],
+            epochs=request.epochs,
+            fine_tunes=request.source is not None,
+            seed=request.seed,
+        )
         for done in fit.run():
             last = done.curve[-1]
             loss = f"loss {done.losses[-1]:.2f}, " if done.losses else ""
@@ -246,34 +264,6 @@ def _new_config(
             "rope_parameters": {FULL: rope},
         },
     }
-
-
-def _fit(
-    pair: Pair,
-    plan: AnswerPlan,
-    network: AssistantNetwork,
-    config: Mapping[str, Any],
-    request: TrainingRequest,
-    work: Path,
-) -> Fit:
-    files = plan.answers(held_out=False), plan.answers(held_out=True)
-    if "draft_ids" in network:
-        ids = network.draft_ids
-    else:  # its own table has a row for every token; the rows of others than these are not trained
-        ids = frequent_tokens(files[0], min(request.vocabulary, pair.info.vocab_size), pair.info.vocab_size)
-        network.model.embed_tokens.freeze()
-    network.freeze(recurse=False, keys=["draft_ids"])
-    return Fit(
-        network,
-        pair.parts,
-        ids,
-        files,
-        work,
-        window=config["text_config"]["sliding_window"],
-        epochs=request.epochs,
-        fine_tunes=request.source is not None,
-        seed=request.seed,
-    )
 
 
 def _test(
