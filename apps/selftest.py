@@ -213,11 +213,6 @@ class SelfTest:
         return [c for c in self.comparisons if c.divergence is not None and not c.is_wrong(self.allowed)]
 
     @property
-    def in_company(self) -> list[Comparison]:
-        """Return the comparisons of answers that were decoded in one batch with others."""
-        return [each for each in self.comparisons if each.decoder == COMPANY]
-
-    @property
     def blocks_differ(self) -> bool:
         """Return True if passes over several rows give other logits than single rows."""
         return self.noise is not None and not self.noise.within(self.noise.limit)

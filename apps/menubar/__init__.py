@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from platformdirs import user_state_path
 from typer import Context, Option
@@ -24,9 +24,6 @@ from . import macos
 from .app import QUIT, App, Folder, MenuPlan
 from .menu import Selection
 from .server_process import Address, ServerOptions
-
-if TYPE_CHECKING:
-    from .cocoa import CocoaView
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
@@ -108,7 +105,12 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
 
 
 def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
-    view = _view()
+    """Show the menu until it is left. Raises NotFound with what has to be installed."""
+    if (problem := macos.framework_problem()) is not None:
+        macos.notify(problem)
+    from .cocoa import CocoaView
+
+    view = CocoaView(macos.notify)
     app = App(plan, folder, view, agent)
     thread = threading.Thread(target=app.run, name="mlx_spec menu")
 
@@ -122,15 +124,6 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
         app.post(QUIT)  # in case the view was closed by the desktop
         thread.join()
     return ERROR if app.failed else 0
-
-
-def _view() -> CocoaView:
-    """Return the menu bar of macOS. Raises NotFound with what has to be installed."""
-    if (problem := macos.framework_problem()) is not None:
-        macos.notify(problem)
-    from .cocoa import CocoaView
-
-    return CocoaView(macos.notify)
 
 
 def _on_signals(quit_: Callable[[], None]) -> None:
