@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Annotated, Any
 
 from typer import Argument
 
-from mlx_spec.apps.command import INTERRUPTED, MODEL, option, program
+from mlx_spec.apps.command import MODEL, option, program
+from mlx_spec.convert.command import long_run
 from mlx_spec.device import require_backend
-from mlx_spec.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,11 @@ class Options:
 def _run(options: Options) -> int:
     require_backend()
     from mlx_spec.convert.train.train import WORK, TrainingRequest, train
-    from mlx_spec.hub.progress import StageProgress
 
-    progress = StageProgress(sys.stderr)
     request = TrainingRequest(**{**vars(options), "prompts": tuple(options.prompts or ())})
-    try:
+    interrupted = f"interrupted; the same command goes on from {options.out}{WORK}"
+    with long_run(options.out, interrupted) as progress:
         report = train(request, progress)
-    except OSError as error:
-        what = f"{error.filename or options.out}: {error.strerror or error}"
-        raise SpecError(f"{what}: make room there, or give another place with -o") from error
-    except KeyboardInterrupt:
-        progress.end()
-        print(f"mlx-spec: interrupted; the same command goes on from {options.out}{WORK}", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        progress.end()
     print("\n".join(_lines(report, options)))
     return 0
 
