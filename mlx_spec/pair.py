@@ -120,7 +120,7 @@ class Pair:
         drafters = tuple(source.make(target.parts) for source in self._drafters)
         refuses = any(s.drafts_trees for s in self._drafters) and target.refuses_trees() is not None
         gains = {
-            i: no_gains if source.drafts_trees and refuses else source.gains
+            i: (lambda: ()) if source.drafts_trees and refuses else source.gains
             for i, source in enumerate(self._drafters)
             if source.gains is not None
         }
@@ -289,8 +289,3 @@ def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:
     wanted = {source.needs for source in drafters} - {FeatureSpec()}
     assert len(wanted) <= 1, "two drafters that read different features"
     return wanted.pop() if wanted else FeatureSpec()
-
-
-def no_gains() -> Sequence[float]:
-    """Return the gains of trees for a target that refuses them."""
-    return ()

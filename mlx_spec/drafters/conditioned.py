@@ -63,7 +63,7 @@ class ConditionedDrafter(SequenceDrafter):
     position changed, the row before it is dropped, too: it read that token. A prefix that the target reused
     and this drafter never saw has no rows. Both lower acceptance and do not change the text.
 
-    A family implements `process` and `draft`.
+    A family implements `process` and `draft_next`.
     """
 
     reads_next_token: ClassVar[bool] = True  # False if a row depends on the target's features only
@@ -79,6 +79,16 @@ class ConditionedDrafter(SequenceDrafter):
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         """Append rows of features [T, F], and the tokens after them, to the caches."""
         raise NotImplementedError
+
+    def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return at most `limit` tokens, 1 or more; the newest row is that of `history`."""
+        raise NotImplementedError
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return at most `limit` tokens; none if the newest row is not that of `history`."""
+        if limit < 1 or not self._follows(history):
+            return no_draft()
+        return self.draft_next(history, limit, sampler)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Queue the rows of `features`, which end before the last token of `history`."""
@@ -204,10 +214,7 @@ class ChainDrafter(ConditionedDrafter):
         hidden, normed = self._network(embedded, self._network.fuse(rows), self._caches)
         self._newest = hidden[-1:], normed[-1:]
 
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return `limit` tokens; none if the newest row is not that of `history`."""
-        if limit < 1 or not self._follows(history):
-            return no_draft()
+    def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         self._write(self._num_waiting)
         hidden, normed = self._newest
         self._cut()

@@ -32,7 +32,7 @@ from mlx_spec.drafters.layers import (
 )
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SUPPORTED = {  # switches of a config, and the only supported value
@@ -112,11 +112,6 @@ class Block:
     mask_token: int
     shift: int  # 0: slot j predicts token j of the block; 1: the token after it
 
-    @property
-    def length(self) -> int:
-        """Return the number of tokens that it drafts."""
-        return self.size - 1 + self.shift
-
 
 class DFlash(ConditionedDrafter):
     """Drafts one sequence. Its caches hold the context and, during a draft, the block."""
@@ -131,26 +126,23 @@ class DFlash(ConditionedDrafter):
         """Append context rows [T, F] to the caches."""
         self._network.remember(rows, self._caches)
 
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return tokens up to the end of the block; none if the newest row is not that of `history`."""
-        limit = min(limit, self._block.length)
-        if limit < 1 or not self._follows(history):
-            return no_draft()
+    def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        """Return tokens up to the end of the block."""
         self._write(self._num_waiting)
         self._cut()
         block = [history[-1], *[self._block.mask_token] * (self._block.size - 1)]
         embedded = self._parts.embed(mx.array(block, dtype=mx.int32))
         slots = self._network(embedded, self._caches)
-        first = 1 - self._block.shift
-        return draw_rows(self._parts.unembed(slots[first : first + limit]), history, sampler)
+        drafted = slots[1 - self._block.shift :][:limit]
+        return draw_rows(self._parts.unembed(drafted), history, sampler)
 
 
 def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    _check_switches(config, target_config)
     sizes = LayerConfig.from_dict(config, read_tensors(path).keys(), target_config)
     network = DFlashNetwork(sizes)
     load_layers(network, path, sizes, target_config)
+    _check_switches(config, target_config)
     mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
     block = Block(size, mask, sizes.conventions.shift)
     needs = FeatureSpec(sizes.conventions.capture)

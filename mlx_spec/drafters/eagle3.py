@@ -26,7 +26,7 @@ from mlx_spec.drafters.conditioned import (
 )
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import DrafterAttention, DrafterLayer, LayerConfig, add_tables, load_layers
-from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 # --- the network
 
@@ -122,10 +122,7 @@ class PEagle(ConditionedDrafter):
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         self._run(rows, tokens)
 
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return `limit` tokens; none if the newest row is not that of `history`."""
-        if limit < 1 or not self._follows(history):
-            return no_draft()
+    def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         rows, tokens = self._next_rows(self._num_waiting)
         masks = mx.broadcast_to(self._network.mask_hidden, (limit - 1, rows.shape[1]))
         both = mx.concatenate([rows, masks])

@@ -33,8 +33,6 @@ State = Literal["start", "thinking", "free", "answer", "end", "invalid"]
 TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
 JSON_OBJECT = '{"type": "object"}'
-# One way to write each value, so that some tokens must follow. Unknown keywords are refused, not ignored.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 MAX_SOURCE_CHARS = 100_000  # of a grammar: limits the memory that parsing it takes
 
 
@@ -235,7 +233,7 @@ class AnswerMatcher:
 
 
 def compile_grammar(
-    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float, thinks: bool = False
+    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float
 ) -> CompiledGrammar:
     """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
@@ -253,15 +251,14 @@ def compile_grammar(
     vocabulary = _vocabulary(text, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
     source = JSON_OBJECT if kind == "json_object" else source
-    request = {"kind": kind, "source": source, "tokenizer": vocabulary.small, "options": JSON_OPTIONS}
-    SANDBOX.compile(name, request, seconds)
+    SANDBOX.compile(name, {"kind": kind, "source": source, "tokenizer": vocabulary.small}, seconds)
     try:
-        start = build_parser(kind, source, vocabulary.tokenizer, JSON_OPTIONS)
+        start = build_parser(kind, source, vocabulary.tokenizer)
     except ValueError as error:
         raise InvalidValue(f"the {name} cannot be used: {one_line(error)}") from error
     if start.is_error():
         raise InvalidValue(f"the {name} cannot be used: {_parser_error(start)}")
-    return CompiledGrammar(text, vocabulary, start, thinks)
+    return CompiledGrammar(text, vocabulary, start)
 
 
 _vocabularies: WeakKeyDictionary[Text, dict[int, GrammarVocabulary]] = WeakKeyDictionary()

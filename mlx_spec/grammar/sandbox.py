@@ -16,8 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mlx_spec.errors import InvalidValue, SpecError
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 30.0  # for the child to import llguidance
 KILL_INTERVAL_S = 0.05  # between two attempts to end a child that compiles
+# One way to write each value, so that some tokens must follow. Unknown keywords are refused, not ignored.
+JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 CHILD_STACK_BYTES = 2**22  # half the stack of a server thread: the child overflows first
 
 
@@ -126,7 +127,7 @@ def _replies(process: subprocess.Popen[str], timeout_s: float) -> bool:
     return bool(ready) and process.stdout.readline() != ""
 
 
-def build_parser(kind: str, source: str, tokenizer: LLTokenizer, options: Mapping[str, Any]) -> LLMatcher:
+def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Return a parser that has read nothing and has computed its first mask, or one in its error state.
 
     Raises ValueError for a malformed JSON schema.
@@ -138,8 +139,7 @@ def build_parser(kind: str, source: str, tokenizer: LLTokenizer, options: Mappin
     elif kind == "lark":
         grammar = LLMatcher.grammar_from_lark(source)
     else:
-        overrides = cast("JsonCompileOptions", dict(options))
-        grammar = LLMatcher.grammar_from_json_schema(source, overrides=overrides)
+        grammar = LLMatcher.grammar_from_json_schema(source, overrides=JSON_FORM)
     parser = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if not parser.is_error():
         parser.compute_bitmask()
@@ -161,9 +161,7 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         with contextlib.suppress(ValueError):
-            build_parser(
-                request["kind"], request["source"], tokenizer(*request["tokenizer"]), request["options"]
-            )
+            build_parser(request["kind"], request["source"], tokenizer(*request["tokenizer"]))
         print("done", flush=True)
 
 

@@ -183,7 +183,12 @@ def fetch(download: Download) -> Path:
         raise
     except Exception as error:  # the errors of the Hub, of its HTTP library and of the disk
         if isinstance(error, OSError) and error.errno is not None:
-            raise _cannot_write(download, error) from error
+            problem = f"{download.name} cannot be written to {download.folder} ({error.strerror})"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpace(
+                    f"{problem}: make room there and run it again, complete files are kept"
+                ) from error
+            raise NotFound(f"{problem}: make it writable, or set HF_HOME to another folder") from error
         raise NotFound(explain(download.name, error)) from error
 
 
@@ -245,13 +250,6 @@ def explain(name: str, error: BaseException) -> str:
         f"{page} cannot be downloaded ({type(error).__name__}: {one_line(error)}): check the network and run "
         "it again, complete files are kept"
     )
-
-
-def _cannot_write(download: Download, error: OSError) -> SpecError:
-    problem = f"{download.name} cannot be written to {download.folder} ({error.strerror})"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(f"{problem}: make room there and run it again, complete files are kept")
-    return NotFound(f"{problem}: make it writable, or set HF_HOME to another folder")
 
 
 def _no_repository(name: str) -> NotFound:

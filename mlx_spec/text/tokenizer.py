@@ -47,7 +47,7 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._token_bytes = TokenBytes(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
         self.eos = frozenset(eos)
         special = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self.controls = self.eos.union(special)  # tokens that are no text
@@ -88,10 +88,6 @@ class Text:
     def decode_raw(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, special tokens included."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token, perhaps half a character; of a special token its name."""
-        return self._token_bytes(token)
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
@@ -150,7 +146,7 @@ def _outside(content: str, markers: Markers) -> str:
 
 
 class TokenBytes:
-    """The bytes of each token of a vocabulary.
+    """The bytes of each token of a vocabulary, perhaps half a character.
 
     It reads byte-level BPE, which writes bytes as letters, and sentencepiece with its spaces and byte tokens.
     Tokens of other vocabularies are decoded one by one.

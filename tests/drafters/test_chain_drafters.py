@@ -243,17 +243,10 @@ def test_rounds_over_three_turns_equal_plain_decoding(name):
             prompt = prompt + answer + [3 * turn, 5, 7]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, mx.float32) for name in ("official", *MTP)),
-        ("official", mx.float16),
-        ("official", mx.bfloat16),
-    ],
-)
-def test_drawn_tokens_come_with_their_distribution(name, dtype):
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_drawn_tokens_come_with_their_distribution(dtype):
     """Also in half precision, where tokens outside the reduced vocabulary have logits of -inf."""
-    g = golden(name)
+    g = golden("official")
     source = g.open()
     source.network.set_dtype(dtype)
     draft = g.fresh(source, g.history).draft(g.history, K, Sampling(temperature=1.0).sampler(1, g.vocab))

@@ -45,7 +45,7 @@ SAMPLINGS = [
 
 
 def grammar(schema: Schema = SCHEMA, *, thinks: bool = False) -> Grammar:
-    return compile_grammar("json_schema", json.dumps(schema), TEXT, V, seconds=5.0, thinks=thinks)
+    return compile_grammar("json_schema", json.dumps(schema), TEXT, V, seconds=5.0).thinking(thinks)
 
 
 def bare() -> SequenceParts:

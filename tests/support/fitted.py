@@ -245,19 +245,3 @@ def layer_outputs(model: nn.Module, tokens: Sequence[int]) -> list[mx.array]:
         x = layer(x, mask="causal")
         found.append(x[0])
     return found
-
-
-def lossless_rounds(
-    source: DrafterSource,
-    model: nn.Module,
-    prompt: list[int],
-    truth: list[int],
-    K: int,
-    kv_bits: int | None = None,
-) -> list[int]:
-    """Accepted tokens of each round of a generation, which must be `truth`."""
-    target = LMTarget(model, source.needs, kv_bits=kv_bits)
-    done = lossless.rounds(target, source.make(target.parts), K, prompt, len(truth))
-    emitted = lossless.emitted(done)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
-    return [round.accepted for round in done]

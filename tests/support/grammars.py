@@ -37,7 +37,7 @@ def _written() -> list[str]:
 
 
 def compiled(kind: GrammarKind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
-    return compile_grammar(kind, source, text or byte_text(), V, seconds=5.0, thinks=thinks)
+    return compile_grammar(kind, source, text or byte_text(), V, seconds=5.0).thinking(thinks)
 
 
 def language(pattern: str, letters: str, longest: int) -> set[str]:
