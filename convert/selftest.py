@@ -82,7 +82,9 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
     # In standard deviations of the original; a quantized target has other logits.
     difference = float(np.abs(found - expected).max()) / (float(expected.std()) or 1.0)
     narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
-    tolerance = None if plan.quantization is not None else NARROWED if narrows else SAME_TYPE
+    tolerance: float | None = NARROWED if narrows else SAME_TYPE
+    if plan.quantization is not None:
+        tolerance = None
     if tolerance is not None and not difference <= tolerance:
         raise SelfTestFailed(
             f"the logits of the converted target differ from the original's by {difference:.2g} standard "

@@ -3,7 +3,7 @@
 Ours, whatever the source calls them (D hidden, V vocabulary; DeepSeek-V3, arXiv 2412.19437, section 2.2):
     norm_embedding.weight [D], norm_hidden.weight [D]   norms of the two inputs
     fc.weight [D, 2D]                                   columns: the embedding's, then the hidden's
-    layers.0.*                                          a decoder layer, by mlx-lm's names (layers.py)
+    layers.0.*                                          a decoder layer, by mlx-lm's names
     norm.weight [D]                                     before the LM head, and before its own next step
     embed_tokens.weight, lm_head.weight [V, D]          only where they differ from the target's
 
