@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,14 +62,6 @@ class Question:
 
     name: str
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to decode. It keeps its policy from one prompt to the next."""
-
-    name: str
-    decoding: SequenceParts
 
 
 @dataclass
@@ -130,21 +122,23 @@ def chat_questions(text: Text) -> list[Question]:
     return [Question(q, tuple(text.prompt([{"role": "user", "content": q}]))) for q in QUESTIONS]
 
 
-def arm(pair: Pair, name: str, num_draft_tokens: int | None) -> Arm:
-    """Return an arm with fixed drafts of the pair's first drafter; None is the pair's own policy."""
+def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
+    """Return a way to decode with fixed drafts of the pair's first drafter; None is the pair's own policy."""
     from mlx_spec.model.sequence import SequenceParts
     from mlx_spec.policy import FixedPolicy
 
     parts = pair.open()
     if num_draft_tokens is None:
-        return Arm(name, parts)
+        return parts
     drafters = parts.drafters[:1] if num_draft_tokens else ()
-    return Arm(name, SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens)))
+    return SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens))
 
 
-def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int, start: int) -> list[Run]:
+def in_turns(
+    pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
+) -> list[Run]:
     """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
-    runs = [Run(_rounds(pair, each, prompt, count)) for each in arms]
+    runs = [Run(_rounds(pair, parts, prompt, count)) for parts in arms]
     while not all(run.is_complete for run in runs):
         for i in range(len(runs)):
             run = runs[(start + i) % len(runs)]
@@ -154,46 +148,41 @@ def in_turns(pair: Pair, arms: Sequence[Arm], prompt: Sequence[int], count: int,
     return runs
 
 
-def speeds(arms: Sequence[Arm], answers: Sequence[Sequence[Run]]) -> list[Speed]:
+def speeds(names: Iterable[str], answers: Sequence[Sequence[Run]]) -> list[Speed]:
     """Return the speed of each arm. The first is plain decoding; `answers` has one list of runs a prompt."""
     long = [runs for runs in answers if all(len(run.tokens) > 1 for run in runs)]
-    return [_speed(each.name, [(runs[0], runs[i]) for runs in long]) for i, each in enumerate(arms)]
+    return [_speed(name, [(runs[0], runs[i]) for runs in long]) for i, name in enumerate(names)]
 
 
-def _rounds(pair: Pair, each: Arm, prompt: Sequence[int], count: int) -> Iterator[Round]:
+def _rounds(pair: Pair, parts: SequenceParts, prompt: Sequence[int], count: int) -> Iterator[Round]:
     """Read the prompt and return the rounds of its answer."""
     from mlx_spec.engine import decode, prefill
 
-    target, drafters = each.decoding.target, each.decoding.drafters
-    target.rewind(0)
-    rounds = decode(pair.prepare(each.decoding, prompt, max_tokens=count))
-    for _ in prefill(target, drafters, list(prompt)):
+    parts.target.rewind(0)
+    rounds = decode(pair.prepare(parts, prompt, max_tokens=count))
+    for _ in prefill(parts.target, parts.drafters, list(prompt)):
         pass
     return rounds
 
 
 def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     """Return the speed of the second of each two runs, next to the first."""
+    import numpy as np
+
     ratios = [own.tokens_per_second / plain.tokens_per_second for plain, own in runs]
     speculative = [round for _, own in runs for round in own.done if round.drafted]
     drafted = sum(round.drafted for round in speculative)
     emitted = sum(len(round.tokens) for round in speculative)
+    low, high = np.quantile(ratios, (0.25, 0.75)) if ratios else (0.0, 0.0)
     return Speed(
         name,
         statistics.median(own.tokens_per_second for _, own in runs) if runs else 0.0,
         statistics.median(ratios) if ratios else 0.0,
-        _quartiles(ratios),
+        (float(low), float(high)),
         sum(round.accepted for round in speculative) / drafted if drafted else None,
         emitted / len(speculative) if speculative else None,
         sum(own.tokens != plain.tokens for plain, own in runs),
     )
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return (values[0], values[0]) if values else (0.0, 0.0)
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
 
 
 def _run(options: Options) -> int:
@@ -201,9 +190,10 @@ def _run(options: Options) -> int:
     from mlx_spec import load
 
     pair = load(options.target, options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
-    arms = [arm(pair, "plain", 0)]
+    lengths: dict[str, int | None] = {"plain": 0}
     if pair.drafter_names:
-        arms += [arm(pair, f"K = {k}", k) for k in FIXED] + [arm(pair, "adaptive", None)]
+        lengths |= {**{f"K = {k}": k for k in FIXED}, "adaptive": None}
+    arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
     questions = chat_questions(pair.text)
     answers: list[list[Run]] = []
     for repeat in range(options.repeats + 1):  # the first warms up
@@ -213,7 +203,7 @@ def _run(options: Options) -> int:
         answers += runs if repeat else []
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    found = speeds(arms, answers)
+    found = speeds(lengths, answers)
     if options.json:
         show(json.dumps(_as_json(pair, found, len(answers))))
     else:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
+from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
 import typer
 from typer.main import get_command
@@ -151,19 +151,22 @@ def guarded(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # a reader such as `head` has seen enough
-        _drop_output()
+        drop(sys.stdout)
         return 0
     except OSError as error:
         if error.filename is None:
-            _drop_output()
+            drop(sys.stdout)
         what = f"{error.filename or 'stdout'}: {error.strerror or error}"
         print(f"mlx-spec: {what}: make room there, or give another place", file=sys.stderr)
         return ERROR
 
 
-def _drop_output() -> None:
-    """Let what is left of stdout go nowhere, so that the interpreter can end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def drop(stream: TextIO | None) -> None:
+    """Send what is still buffered to nowhere: the interpreter flushes once more when it exits."""
+    if stream is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def show(*lines: str) -> None:

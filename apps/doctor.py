@@ -222,7 +222,7 @@ def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now
 
 
 def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
-    from .selftest import OWN
+    from .selftest import COMPANY, OWN
 
     yield "verdict", _verdict(found)
     for comparison in (*found.wrong, *found.near_ties)[:MAX_FINDINGS]:
@@ -240,9 +240,9 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
             prompts = len({case.prompt for case in cases})
             text = f"{len(cases)} answers to {prompts} prompts, {tokens} tokens"
             yield label, f"{text}, {rejected} draft tokens rejected"
-    if found.in_company:
-        equal = sum(each.divergence is None and each.error is None for each in found.in_company)
-        text = f"{len(found.in_company)} of these answers in one batch with others, {equal} of them the same"
+    if company := [each for each in found.comparisons if each.decoder == COMPANY]:
+        equal = sum(each.divergence is None and each.error is None for each in company)
+        text = f"{len(company)} of these answers in one batch with others, {equal} of them the same"
         yield "company", text
     if found.noise is not None:
         most = f"{found.noise.roundings:.3g} roundings between correct caches"

@@ -28,7 +28,9 @@ from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.files import typed_path
 
 from .command import MODEL, BadOptions, flag, option, program, show
-from .menubar.server_process import Address, candidates, end, get_json, health, last_words
+from .menubar import server_process
+from .menubar.menu import Selection
+from .menubar.server_process import Address, ServerOptions, candidates, get_json, health, last_words
 from .server.settings import Settings
 
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
@@ -36,7 +38,6 @@ NO_KEY = "none"  # agents want some key, the server does not
 SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
 POLL_S = 0.2  # between two looks at a server that loads
 PATIENCE_MS = 3_600_000  # an agent's wait for an answer; reading a long prompt may take minutes here
-SHUTDOWN_S = 10.0  # for a server of ours to end
 
 Name = Literal["codex", "claude", "opencode", "qwen"]
 
@@ -199,14 +200,13 @@ def _run(options: Options) -> int:
 
 def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
     """Return the server as the agent will use it. Raises NotFound and InvalidValue."""
-    rows = get_json(address, "/v1/models", (200,), options.api_key).get("data")
-    if not rows:
+    models = _models(address, options.api_key)
+    if not models:
         raise NotFound(f"{address.url} lists no models: if it has a key, give it with --api-key")
-    names = [row["id"] for row in rows]
-    wanted = options.model or (_served_name(options.target) if options.target else None) or names[0]
-    if wanted not in names:
-        raise NotFound(f"--model {wanted}: {address.url} has {', '.join(names)}")
-    row = rows[names.index(wanted)]
+    wanted = options.model or (_served_name(options.target) if options.target else next(iter(models)))
+    if wanted not in models:
+        raise NotFound(f"--model {wanted}: {address.url} has {', '.join(models)}")
+    row = models[wanted]
     context, who = row["context_length"] or agent.context, f"model {wanted!r}"
     if context < agent.context:
         raise InvalidValue(
@@ -227,7 +227,7 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
     """Yield where a server is ready, and True if it was started for this run."""
     address, target = options.address, options.target
     runs = health(address) is not None
-    if runs and (target is None or _serves(address, _served_name(target), options.api_key)):
+    if runs and (target is None or _served_name(target) in _models(address, options.api_key)):
         _wait_ready(address, None)
         yield address, False
         return
@@ -237,35 +237,28 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
             "or let --target REPO start one for this run"
         )
     address = candidates(Address(Settings.host, 0))[0]
-    drafter = () if options.drafter is None else ("--drafter", options.drafter)
-    command = ("serve", "--target", target, *drafter, "--port", str(address.port))
+    arguments = ServerOptions(address).arguments(Selection(target, options.drafter), address.port)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "mlx_spec", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                process_group=0,  # a Ctrl-C meant for the agent must not reach it
-            )
+        process = server_process.launch(arguments, log)
         try:
             print(f"mlx-spec: loading {target} ...", file=sys.stderr, flush=True)
             _wait_ready(address, process, log)
             yield address, True
         finally:
-            end(process, SHUTDOWN_S)
+            server_process.end(process)
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _serves(address: Address, name: str, key: str | None) -> bool:
+def _models(address: Address, key: str | None) -> dict[str, dict[str, Any]]:
+    """Return what a server says of its models, by their names."""
     rows = get_json(address, "/v1/models", (200,), key).get("data") or []
-    return any(row["id"] == name for row in rows)
+    return {row["id"]: row for row in rows}
 
 
 def _served_name(target: str) -> str:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 from typer import Argument
@@ -24,7 +20,8 @@ from mlx_spec.hub.files import default_folder, human_bytes, typed_path
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners, plan_removal
 
-from .command import ERROR, INTERRUPTED, Json, flag, option, program, show, table
+from .chat.interrupts import Interrupts
+from .command import ERROR, Json, flag, option, program, show, table
 
 AUTO, NONE = "auto", "none"
 
@@ -232,7 +229,7 @@ def _pull(options: Pull) -> int:
         if folder is not None:
             _note(f"{repo} is here")
     message = f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"
-    with _leave_on_interrupt(message):
+    with Interrupts(message):  # threads that wait for the network would delay a return
         for plan in plans:
             here = plan.total - plan.missing
             kept = f", {human_bytes(here)} are here" if here else ""
@@ -246,21 +243,6 @@ def _pull(options: Pull) -> int:
     named = [] if drafter == made_for(target) else ["--drafter", drafter or NONE]
     show(shlex.join(["mlx-spec", "chat", "--target", target, *named]))
     return 0
-
-
-@contextmanager
-def _leave_on_interrupt(message: str) -> Iterator[None]:
-    """Let Ctrl-C print `message` and end the process: threads that wait for the network would delay it."""
-
-    def leave(_signal: int, _frame: FrameType | None) -> None:
-        os.write(2, f"\nmlx-spec: {message}\n".encode())
-        os._exit(INTERRUPTED)
-
-    previous = signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:

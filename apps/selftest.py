@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -78,13 +78,6 @@ class Gap:
     def within(self, allowed: float) -> bool:
         """Return True if the gap is at most `allowed` roundings. False for NaN."""
         return self.roundings <= min(allowed, self.limit)
-
-
-def allowed_roundings(noise: Gap | None) -> float:
-    """Return the roundings by which logits may differ; `noise` is the gap between correct caches."""
-    if noise is None:
-        return MIN_ROUNDINGS
-    return min(max(MIN_ROUNDINGS, NOISE_MARGIN * noise.roundings), noise.limit)
 
 
 def logits_gap(a: mx.array, b: mx.array) -> Gap:
@@ -191,21 +184,23 @@ class Answer:
     next: mx.array | None = None  # logits [V] after the last token, from its own caches
 
 
-@dataclass(frozen=True)
+@dataclass
 class SelfTest:
     """The result of the self-test."""
 
-    comparisons: tuple[Comparison, ...]
-    left_out: int  # tests for which the time was too short
-    window: int | None  # tokens of sliding attention, None if there is none
-    past_window: bool  # whether an answer went past it
-    noise: Gap | None  # the largest between caches without a rollback, None if not measured
-    seconds: float
+    comparisons: list[Comparison] = field(default_factory=list)
+    left_out: int = 0  # tests for which the time was too short
+    window: int | None = None  # tokens of sliding attention, None if there is none
+    past_window: bool = False  # whether an answer went past it
+    noise: Gap | None = None  # the largest between caches without a rollback, None if not measured
+    seconds: float = 0.0
 
     @property
     def allowed(self) -> float:
         """Return the roundings up to which another token is a near-tie."""
-        return allowed_roundings(self.noise)
+        if self.noise is None:
+            return MIN_ROUNDINGS
+        return min(max(MIN_ROUNDINGS, NOISE_MARGIN * self.noise.roundings), self.noise.limit)
 
     @property
     def wrong(self) -> list[Comparison]:
@@ -216,11 +211,6 @@ class SelfTest:
     def near_ties(self) -> list[Comparison]:
         """Return the comparisons with another token that rounding explains."""
         return [c for c in self.comparisons if c.divergence is not None and not c.is_wrong(self.allowed)]
-
-    @property
-    def in_company(self) -> list[Comparison]:
-        """Return the comparisons of answers that were decoded in one batch with others."""
-        return [each for each in self.comparisons if each.decoder == COMPANY]
 
     @property
     def blocks_differ(self) -> bool:
@@ -250,7 +240,8 @@ def self_test(pair: Pair, window: int | None, effort: Effort, progress: StagePro
     for question, sampling in tester.cases(count):
         tester.compare(question, sampling, count)
     progress.end()
-    return tester.result()
+    tester.found.seconds = time.monotonic() - tester.started
+    return tester.found
 
 
 class _Tester:
@@ -258,21 +249,19 @@ class _Tester:
 
     def __init__(self, pair: Pair, window: int | None, effort: Effort) -> None:
         self._pair, self._window, self._effort = pair, window, effort
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._token_seconds = 0.0  # of plain decoding
-        self._comparisons: list[Comparison] = []
-        self._noise: Gap | None = None
-        self._left_out, self._past_window = 0, False
+        self.found = SelfTest(window=window)
         self.questions = chat_questions(pair.text)[: effort.questions]
 
     def _left(self) -> float:
         """Return the seconds that are left; 0 if there are none."""
-        return max(self._started + self._effort.seconds - time.monotonic(), 0.0)
+        return max(self.started + self._effort.seconds - time.monotonic(), 0.0)
 
     def warm_up(self) -> int:
         """Read weights and compile kernels. Return how many tokens an answer may have."""
         for _ in range(2):
-            answer = self._decode(self._plain(), self.questions[0], GREEDY, 8)
+            answer = self._decode(arm(self._pair, 0), self.questions[0], GREEDY, 8)
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
         cost = (len(self.questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
@@ -293,29 +282,23 @@ class _Tester:
         yield from ((question, GREEDY) for question in others)
         yield from ((question, SEEDED) for question in others[:1])
 
-    def _plain(self) -> SequenceParts:
-        return arm(self._pair, "plain", 0).decoding
-
     def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> SequenceParts:
         drafter = ScriptedDrafter(truth, spoil_vocab_size)
         return SequenceParts(self._pair.open().target, (drafter,), FixedPolicy(SCRIPTED_K))
 
-    def _decoders(self, truth: Sequence[int]) -> dict[str, Callable[[], SequenceParts]]:
-        """Return ways to decode with drafts: those of the pair, and drafts that are partly wrong."""
-
-        def spoiled() -> SequenceParts:
-            return self._scripted(truth, self._pair.info.vocab_size)
-
-        found: dict[str, Callable[[], SequenceParts]] = {SPOILED: spoiled, COMPANY: spoiled}
+    def _decoders(self, truth: Sequence[int]) -> Iterator[tuple[str, SequenceParts]]:
+        """Yield ways to decode with drafts: those of the pair, and drafts that are partly wrong."""
+        for name in (SPOILED, COMPANY):
+            yield name, self._scripted(truth, self._pair.info.vocab_size)
         if self._pair.drafter_names:
-            found |= {OWN: lambda: arm(self._pair, OWN, K).decoding, ADAPTIVE: self._pair.open}
-        return found
+            yield OWN, arm(self._pair, K)
+            yield ADAPTIVE, self._pair.open()
 
     def _beside_others(self, running: RunningSequence, count: int) -> Iterator[Round]:
         """Yield the rounds of a sequence that decodes in one batch with the questions, without drafts."""
         batch = self._pair.batch(len(self.questions) + 1)
         for question in self.questions:
-            batch.add(self._pair.prepare(self._plain(), question.tokens, max_tokens=count))
+            batch.add(self._pair.prepare(arm(self._pair, 0), question.tokens, max_tokens=count))
         own = batch.add(running, park=True)
         while running.remaining > 0:
             for id, result in batch.step():
@@ -328,22 +311,22 @@ class _Tester:
         """Decode an answer in all ways for which there is time."""
         reading = len(question.tokens) * PREFILL_COST * self._token_seconds
         if self._left() <= reading:
-            self._left_out += 1
+            self.found.left_out += 1
             return
-        expected = self._decode(self._plain(), question, sampling, count)
+        expected = self._decode(arm(self._pair, 0), question, sampling, count)
         if expected.error is not None or not expected.tokens:
-            self._comparisons.append(self._comparison(question, "plain", sampling, expected, expected))
+            self.found.comparisons.append(self._comparison(question, "plain", sampling, expected, expected))
             return
         truth = [*question.tokens, *expected.tokens]
         self._measure_noise(question, sampling, expected)
-        for name, parts in self._decoders(truth).items():
-            if self._left() <= reading and self._comparisons:
-                self._left_out += 1
+        for name, parts in self._decoders(truth):
+            if self._left() <= reading and self.found.comparisons:
+                self.found.left_out += 1
                 return
-            found = self._decode(parts(), question, sampling, len(expected.tokens), name == COMPANY)
-            self._comparisons.append(self._comparison(question, name, sampling, expected, found))
+            found = self._decode(parts, question, sampling, len(expected.tokens), name == COMPANY)
+            self.found.comparisons.append(self._comparison(question, name, sampling, expected, found))
             if self._window is not None and len(question.tokens) + len(found.tokens) > self._window:
-                self._past_window = True
+                self.found.past_window = True
 
     def _decode(
         self,
@@ -378,7 +361,8 @@ class _Tester:
         if blocks.tokens == expected.tokens and blocks.next is not None:
             others.append(blocks.next)
         gaps = [logits_gap(expected.next, other) for other in others]
-        self._noise = max([*gaps, *([self._noise] if self._noise else [])], key=lambda gap: gap.roundings)
+        known = [self.found.noise] if self.found.noise else []
+        self.found.noise = max([*gaps, *known], key=lambda gap: gap.roundings)
 
     def _comparison(
         self, question: Question, decoder: str, sampling: Sampling, expected: Answer, found: Answer
@@ -406,14 +390,4 @@ class _Tester:
             divergence=divergence,
             drift=drift,
             error=error,
-        )
-
-    def result(self) -> SelfTest:
-        return SelfTest(
-            comparisons=tuple(self._comparisons),
-            left_out=self._left_out,
-            window=self._window,
-            past_window=self._past_window,
-            noise=self._noise,
-            seconds=time.monotonic() - self._started,
         )

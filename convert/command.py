@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument
 
-from mlx_spec.apps.command import INTERRUPTED, flag, option, program
+from mlx_spec.apps.command import flag, option, program
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.files import human_bytes
+from mlx_spec.hub.progress import StageProgress
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -56,31 +58,33 @@ class Options:
     )
 
 
+@contextmanager
+def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
+    """Yield the progress of a run that writes `out`; Ctrl-C or an error of the system end it in one line."""
+    progress = StageProgress(sys.stderr)
+    try:
+        yield progress
+    except OSError as error:
+        what = f"{error.filename or out}: {error.strerror or error}"
+        if error.errno in FULL:
+            what = f"the disk of {out.expanduser().absolute().parent} is full ({error.strerror})"
+        raise SpecError(f"{what}: make room there, or give another place with -o") from error
+    except KeyboardInterrupt:
+        progress.end()
+        print(f"\nmlx-spec: {interrupted}", file=sys.stderr)
+        raise
+    finally:
+        progress.end()
+
+
 def _run(options: Options) -> int:
     require_backend()
     from mlx_spec.convert.convert import Request, convert
-    from mlx_spec.hub.progress import StageProgress
 
-    progress = StageProgress(sys.stderr)
-    try:
+    with long_run(options.out, "interrupted, nothing was written") as progress:
         manifest = convert(Request(**vars(options)), progress)
-    except OSError as error:
-        raise SpecError(_explain(error, options.out)) from error
-    except KeyboardInterrupt:
-        progress.end()
-        print("\nmlx-spec: interrupted, nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        progress.end()
     print("\n".join(_report(manifest, options.out)))
     return 0
-
-
-def _explain(error: OSError, out: Path) -> str:
-    if error.errno in FULL:
-        place = out.expanduser().absolute().parent
-        return f"the disk of {place} is full ({error.strerror}): make room there, or write to another disk"
-    return f"{error.filename or out}: {error.strerror or error}"
 
 
 def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:

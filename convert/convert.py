@@ -16,22 +16,21 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import new_folder, refuse_existing, sha256, typed_path
+from mlx_spec.hub.files import new_folder, sha256
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
-from .families import Family
-from .measure import PUBLISHED, UNQUANTIZED, Conversion, ConversionPlan, TestedConversion
+from .families import Converted, Family, family_of
+from .measure import UNQUANTIZED, ConversionPlan
 from .parts import (
-    ConvertedPart,
+    DRAFT_MODEL,
     convert_drafter,
     convert_model,
-    embedded_family,
     explain_left_out,
     family_or_model,
 )
 from .selftest import self_test
-from .source import Source, cast, check_hashes, open_source, parse_quantization
+from .source import Source, check_hashes, open_source, parse_quantization
 from .write import (
     DRAFTER,
     NOT_RUN,
@@ -67,16 +66,15 @@ def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
 
     Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
     """
-    refuse_existing(typed_path(request.out))
-    plan = _make_plan(request, progress)
     with new_folder(request.out) as folder:
-        target, drafter = _write(plan, folder, progress, allow_unknown=request.skip_test)
-        found = NOT_RUN if request.skip_test else _self_test(plan, folder, progress)
+        plan = _make_plan(request, folder, progress)
+        target, drafter = _write(plan, progress, allow_unknown=request.skip_test)
+        found = NOT_RUN if request.skip_test else _self_test(plan, progress)
         progress.end()
         return write_manifest(folder, target, drafter, request.dtype, found)
 
 
-def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
+def _make_plan(request: Request, folder: Path, progress: StageProgress) -> ConversionPlan:
     choice = request.quantization
     if choice is not None:
         parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
@@ -90,17 +88,11 @@ def _make_plan(request: Request, progress: StageProgress) -> ConversionPlan:
     own = parse_quantization(choice, request.group_size)
     drafter, family = _find_drafter(request.drafter, target, text)
     size = own.group_size if own and own.mode == "affine" else None
+    drafter_quantization = parse_quantization(request.drafter_bits, size)
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
         hashes[DRAFTER] = check_hashes(drafter, progress)
-    return ConversionPlan(
-        target,
-        Conversion(request.dtype, own),
-        drafter,
-        family,
-        Conversion(request.dtype, parse_quantization(request.drafter_bits, size)),
-        hashes,
-    )
+    return ConversionPlan(folder, target, drafter, family, request.dtype, own, drafter_quantization, hashes)
 
 
 def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, Family | None]:
@@ -115,13 +107,13 @@ def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None,
     own = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
     chosen = own if name == AUTO else name
     if chosen is None:
-        family = embedded_family(target)
-        if family is None:
+        try:
+            return target, family_of(target.config, target.tensors().keys())
+        except BadCheckpoint as error:
             raise InvalidValue(
                 f"no drafter is known for {target.name} and it has no draft heads of its own: give --drafter "
                 "with a repository or a folder, or --drafter none"
-            )
-        return target, family
+            ) from error
     drafter = open_source(chosen)
     found = family_or_model(drafter)
     if found is None:
@@ -134,38 +126,31 @@ def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None,
     return drafter, found
 
 
-def _write(
-    plan: ConversionPlan, folder: Path, progress: StageProgress, *, allow_unknown: bool
-) -> tuple[Part, Part | None]:
+def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool) -> tuple[Part, Part | None]:
     """Write both parts and check that the drafter can be opened."""
-    own = plan.target_conversion
-    target = convert_model(plan.target, own.quantization, own.dtype)
+    target = convert_model(plan.target, plan.quantization, plan.dtype)
     drafter, needed = None, _size(target.tensors)
-    unused = target.names - target.used
+    unused = target.unused
     if plan.drafter is not None:
-        own = plan.drafter_conversion
-        drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, own.quantization, own.dtype)
-        needed += 3 * _size(drafter.tensors)  # the self-test writes it twice more
+        drafter = convert_drafter(
+            plan.drafter, plan.family, plan.target.config, plan.drafter_quantization, plan.dtype
+        )
+        needed += 2 * _size(drafter.tensors)  # the self-test writes it once more
         if plan.is_embedded:
             unused -= drafter.used
             drafter = replace(drafter, dropped={})  # it is the target's
-    check_space(folder, needed)
+    check_space(plan.folder, needed)
     left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
-    written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), folder, progress)
+    written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), progress)
     if drafter is None or plan.drafter is None:
         return written, None
-    written_drafter = _write_part(plan, DRAFTER, plan.drafter, drafter, folder, progress)
-    open_drafter(folder / DRAFTER, drafter.config, plan.target.config)
+    written_drafter = _write_part(plan, DRAFTER, plan.drafter, drafter, progress)
+    open_drafter(plan.folder / DRAFTER, drafter.config, plan.target.config)
     return written, written_drafter
 
 
 def _write_part(
-    plan: ConversionPlan,
-    role: str,
-    source: Source,
-    part: ConvertedPart,
-    folder: Path,
-    progress: StageProgress,
+    plan: ConversionPlan, role: str, source: Source, part: Converted, progress: StageProgress
 ) -> Part:
     """Write one half of the pair. Return its entry of pair.json."""
     count = len(part.tensors)
@@ -174,13 +159,13 @@ def _write_part(
         "name": source.name,
         "revision": source.revision,
         "source_sha256": plan.hashes.get(role),
-        "family": part.family,
+        "family": DRAFT_MODEL if role == DRAFTER and plan.family is None else part.config["model_type"],
         "quantization": part.config.get("quantization"),
         "tensors": count,
         "left_out": dict(Counter(part.dropped.values())),
         "unquantized": part.unquantized,
         "notes": part.notes,
-        "files": _write_folder(folder / role, tokenizer, part.config, part.tensors, progress),
+        "files": _write_folder(plan.folder / role, tokenizer, part.config, part.tensors, progress),
     }
     return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 
@@ -207,26 +192,14 @@ def _write_folder(
     return files
 
 
-def _self_test(plan: ConversionPlan, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    subject = TestedConversion(**vars(plan), folder=folder)
-    if plan.drafter is not None and plan.drafter_conversion.changes:
-        _write_references(subject, plan.drafter, progress)
-    found = self_test(subject, progress)
-    for name in (UNQUANTIZED, PUBLISHED):
-        shutil.rmtree(folder / name, ignore_errors=True)
+def _self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
+    """Test the pair; the drafter in our form but not quantized exists for the time of the test."""
+    if plan.drafter is not None and plan.family is not None and plan.drafter_quantization is not None:
+        drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, None, plan.dtype)
+        _write_folder(plan.unquantized_folder, None, drafter.config, drafter.tensors, progress)
+    found = self_test(plan, progress)
+    shutil.rmtree(plan.folder / UNQUANTIZED, ignore_errors=True)
     return found
-
-
-def _write_references(subject: TestedConversion, source: Source, progress: StageProgress) -> None:
-    """Write the drafters that the test compares with, for the time of the test."""
-    conversion, family = subject.drafter_conversion, subject.family
-    if conversion.quantization is not None:
-        prepared = convert_drafter(source, family, subject.target.config, None, conversion.dtype)
-        _write_folder(subject.unquantized_folder, None, prepared.config, prepared.tensors, progress)
-    dtype = conversion.reference_dtype(source)
-    if dtype is not None:
-        tensors = {name: cast(array, dtype) for name, array in source.tensors().items()}
-        _write_folder(subject.folder / PUBLISHED, None, source.config, tensors, progress)
 
 
 def _size(tensors: Mapping[str, mx.array]) -> int:

@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DRAFT_MODEL = "draft model"  # the family of a drafter that is a language model
 
 
-@dataclass(frozen=True)
-class ConvertedPart:
-    """A target or a drafter to write. Nothing is computed yet."""
-
-    family: str  # model_type of a target, family of a drafter
-    config: dict[str, Any]
-    tensors: dict[str, mx.array]  # by our names, or mlx-lm's
-    names: frozenset[str]  # of the source tensors
-    used: frozenset[str]  # source tensors that went in
-    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensors left out, and why
-    notes: tuple[str, ...] = ()
-    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
-
-
-def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> ConvertedPart:
+def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> Converted:
     """Load `source` by mlx-lm, lazily, cast it and quantize it.
 
     Raises BadCheckpoint if mlx-lm has no such model or tensors are missing or left over, InvalidValue if the
@@ -79,7 +65,7 @@ def convert_model(source: Source, quantization: Quantization | None, dtype: str 
     left = ("_name_or_path", "vision_config", "audio_config")  # out by mlx-lm, too
     config = {key: value for key, value in sorted(config.items()) if key not in left}
     tensors = dict(tree_flatten(model.parameters()))
-    result = ConvertedPart(config["model_type"], config, tensors, frozenset(seen), used)
+    result = Converted(config, tensors, used, unused=frozenset(seen) - used)
     seen.clear()  # or the class of the model keeps every tensor that is read
     return result
 
@@ -220,21 +206,13 @@ def family_or_model(source: Source) -> Family | None:
         return None
 
 
-def embedded_family(source: Source) -> Family | None:
-    """Return the family of the draft heads inside a target, None if it has none."""
-    try:
-        return family_of(source.config, source.tensors().keys())
-    except BadCheckpoint:
-        return None
-
-
 def convert_drafter(
     source: Source,
     family: Family | None,
     target_config: Mapping[str, Any],
     quantization: Quantization | None,
     dtype: str | None,
-) -> ConvertedPart:
+) -> Converted:
     """Convert the drafter in `source` for a target. `family` is None for a language model.
 
     Raises BadCheckpoint if a tensor is missing, left over or of another shape than the configs say, Mismatch
@@ -243,8 +221,7 @@ def convert_drafter(
     tensors = source.tensors()
     if family is None:
         model = convert_model(source, quantization, dtype)
-        unused = explain_left_out(model.names - model.used, source.config)
-        return replace(model, family=DRAFT_MODEL, dropped=unused)
+        return replace(model, dropped=explain_left_out(model.unused, source.config))
     if any(name.endswith(".scales") for name in tensors):
         raise InvalidValue(
             f"{source.name} is quantized already: it is loaded as it is, or give the original to convert"
@@ -259,16 +236,7 @@ def convert_drafter(
     if quantization is not None:
         ours, unquantized = _quantize_tensors(ours, converted, quantization)
         config["quantization"] = quantization.settings()
-    return ConvertedPart(
-        family.name,
-        config,
-        ours,
-        frozenset(tensors),
-        converted.used,
-        converted.dropped,
-        converted.notes,
-        unquantized,
-    )
+    return replace(converted, config=config, tensors=ours, unquantized=unquantized)
 
 
 def _quantize_tensors(

@@ -18,7 +18,7 @@ from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
 from mlx_spec.text.stream import AnswerStream, Span, TextKind, TextPart
-from mlx_spec.types import Reason, Round
+from mlx_spec.types import DraftLengthPolicy, Reason, Round
 
 GREEDY = Sampling()
 MIN_COMPARED_TOKENS = 24  # tokens; the time of fewer is mostly that of single rounds, which vary
@@ -298,6 +298,11 @@ class Session:
         """Forget the conversation, but not the system prompt."""
         self._stop()
         self._messages.clear()
+
+    def change_policy(self, policy: DraftLengthPolicy) -> None:
+        """Decide draft lengths by another policy from the next answer on; the caches stay."""
+        self._stop()
+        self._sequence.parts = replace(self._sequence.parts, policy=policy)
 
     def resume(self, turns: Sequence[Mapping[str, Any]]) -> None:
         """Continue these turns, a message of the user and an answer each, instead of the conversation so far.

@@ -11,7 +11,7 @@ from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.load import follow
 
-from ..command import ERROR, parse, refuse
+from ..command import ERROR, drop, parse, refuse
 from .arguments import Options
 from .interrupts import Interrupts
 from .terminal import ReaderLeft, Terminal, checked
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(options, terminal, interrupts)
         except ReaderLeft:  # it has seen enough
-            terminal.drop()
+            drop(sys.stdout)
             return 0
         except SpecError as error:
             terminal.error(error)

@@ -94,7 +94,7 @@ class Commands:
         self._terminal.note(f"{'no' if text == 'off' else 'new'} system prompt, new conversation")
 
     def _model(self, name: str) -> None:
-        present = self._conversation.loaded.choice
+        present = self._conversation.choice
         if not name:
             self._terminal.note(*models.listing(present.target))
             return
@@ -112,7 +112,7 @@ class Commands:
 
     def _draft(self, word: str) -> None:
         if word:
-            self._switch(models.with_drafts(self._conversation.loaded.choice, word.lower()))
+            self._switch(models.with_drafts(self._conversation.choice, word.lower()))
         else:
             self._terminal.note(self._drafts())
 
@@ -130,7 +130,7 @@ class Commands:
 
     def _show(self, _: str) -> None:
         conversation = self._conversation
-        info, choice = conversation.pair.info, conversation.loaded.choice
+        info, choice = conversation.pair.info, conversation.choice
         lines = [f"model: {info.target}, {human_bytes(info.target_bytes)}"]
         if info.drafter is not None:
             lines.append(f"drafter: {info.drafter}, {human_bytes(info.drafter_bytes)}")
@@ -167,7 +167,7 @@ class Commands:
         self._conversation.load(saved)
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")
-        if saved.target != self._conversation.loaded.choice.target:
+        if saved.target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {saved.target}: /model {saved.target} changes to that")
 
     def _retry(self, _: str) -> None:
@@ -214,7 +214,7 @@ class Commands:
                     self._terminal.note(note)
                 self._conversation.switch(choice)
             except KeyboardInterrupt:
-                if self._conversation.loaded.choice == choice:
+                if self._conversation.choice == choice:
                     raise
                 raise SpecError(
                     f"{choice.target} is not loaded: the conversation goes on as before"
@@ -222,7 +222,7 @@ class Commands:
         self._terminal.note(self._drafts())
 
     def _drafts(self) -> str:
-        choice, names = self._conversation.loaded.choice, self._conversation.pair.drafter_names
+        choice, names = self._conversation.choice, self._conversation.pair.drafter_names
         if choice.num_draft_tokens == 0 or not names:
             return "drafts: off, plain decoding"
         if choice.num_draft_tokens is None:

@@ -13,9 +13,11 @@ from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub.files import typed_path, write_atomically
 from mlx_spec.pair import Pair
-from mlx_spec.session import Piece, Session
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.session import Piece
+from mlx_spec.types import Reason
 
-from .models import LoadedPair, PairChoice, check_thinking, open_pair, reuse_weights
+from .models import PairChoice, check_thinking, open_pair
 from .settings import AnswerSettings, from_values, values
 
 SCHEMA_TIMEOUT_S = 10.0  # for a schema to compile
@@ -39,17 +41,11 @@ class NoModelLeft(SpecError):
 class Conversation:
     """A session with everything that can be set about it."""
 
-    def __init__(self, loaded: LoadedPair, settings: AnswerSettings, system: str | None) -> None:
-        self.loaded = loaded
-        self.settings = settings
-        self.system = system
+    def __init__(self, pair: Pair, choice: PairChoice, settings: AnswerSettings, system: str | None) -> None:
+        """Take `choice` as that by which `pair` was loaded."""
+        self.choice, self.settings, self.system = choice, settings, system
         self.schema: AnswerSchema | None = None
-        self.session: Session = loaded.pair.session(system)
-
-    @property
-    def pair(self) -> Pair:
-        """Return the loaded pair."""
-        return self.loaded.pair
+        self._resume(pair, choice, [])
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -90,12 +86,8 @@ class Conversation:
         The old model goes first, because there may be no memory for two; it is loaded again if the new one
         cannot be, or if a KeyboardInterrupt comes.
         """
-        turns = self.turns
-        same = reuse_weights(self.loaded, choice)
-        if same is not None:
-            self._resume(same, turns)
-        else:
-            self._exchange(choice, turns)
+        if not self._redraft(choice):
+            self._exchange(choice, self.turns)
         if (schema := self.schema) is not None:
             self.require_schema(schema.name, schema.source)
 
@@ -113,23 +105,36 @@ class Conversation:
 
     def save(self) -> SavedConversation:
         """Return what `load` takes."""
-        choice = self.loaded.choice
-        return SavedConversation(
-            choice.target, choice.drafter, self.system, self.turns, values(self.settings)
-        )
+        target, drafter = self.choice.target, self.choice.drafter
+        return SavedConversation(target, drafter, self.system, self.turns, values(self.settings))
+
+    def _redraft(self, choice: PairChoice) -> bool:
+        """Change the draft length, and keep what was read. Return False if the choice needs other weights."""
+        if replace(choice, num_draft_tokens=self.choice.num_draft_tokens) != self.choice:
+            return False
+        if choice.num_draft_tokens is not None:
+            length = choice.num_draft_tokens if self.pair.drafter_names else 0
+            self.pair.policies = FixedPolicy(length, Reason.FIXED if length else Reason.DISABLED)
+        elif isinstance(self._own, AdaptivePolicies):
+            self.pair.policies = self._own
+        else:
+            return False
+        self.choice = choice
+        self.session.change_policy(self.pair.open().policy)
+        return True
 
     def _exchange(self, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:
-        former = self.loaded.choice
+        former = self.choice
         failure: SpecError | KeyboardInterrupt
         try:
             self.session.clear()
-            del self.session, self.loaded
-            self._resume(open_pair(choice, think=self.settings.think), turns)
+            del self.session, self.pair, self._own
+            self._resume(open_pair(choice, think=self.settings.think), choice, turns)
             return
         except (SpecError, KeyboardInterrupt) as error:
             failure = error
         try:
-            self._resume(open_pair(former), turns)
+            self._resume(open_pair(former), former, turns)
         except SpecError as error:
             raise NoModelLeft(
                 f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot be "
@@ -137,10 +142,11 @@ class Conversation:
             ) from error
         raise failure
 
-    def _resume(self, loaded: LoadedPair, turns: Sequence[Mapping[str, Any]]) -> None:
-        session = loaded.pair.session(self.system)  # refuses a target that does not chat
+    def _resume(self, pair: Pair, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:
+        session = pair.session(self.system)  # refuses a target that does not chat
         session.resume(turns)
-        self.loaded, self.session = loaded, session
+        self.pair, self.choice, self.session = pair, choice, session
+        self._own: AdaptivePolicies | FixedPolicy = pair.policies  # as loaded, for a return to them
 
 
 # --- on the disk

@@ -26,7 +26,8 @@ class _Action(enum.Enum):
 class Interrupts:
     """The handler of SIGINT, as a context manager. Ctrl-C ends the process, except in the contexts below."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: str = "interrupted") -> None:
+        self._message = message
         self.pressed = False  # since `clear`; the line editor sets it, too, where it reads Ctrl-C as a key
         self._action = _Action.EXIT
 
@@ -77,22 +78,21 @@ class Interrupts:
         again, self.pressed = self.pressed, True
         match self._action:
             case _Action.EXIT:
-                _report()
+                self._report()
                 os._exit(INTERRUPTED)
             case _Action.LOAD:
                 self._action = _Action.EXIT
-                _report()
+                self._report()
                 raise KeyboardInterrupt
             case _Action.STOP if again:
-                _report()
+                self._report()
                 raise SystemExit(INTERRUPTED)
             case _Action.RAISE:
                 self._action = _Action.NOTE
                 raise KeyboardInterrupt
 
-
-def _report() -> None:
-    newline = "\n" if os.isatty(2) else ""
-    # Not through sys.stderr: the signal may have come in the middle of a buffered write.
-    with suppress(OSError):
-        os.write(2, f"{newline}mlx-spec: interrupted\n".encode())
+    def _report(self) -> None:
+        newline = "\n" if os.isatty(2) else ""
+        # Not through sys.stderr: the signal may have come in the middle of a buffered write.
+        with suppress(OSError):
+            os.write(2, f"{newline}mlx-spec: {self._message}\n".encode())

@@ -21,8 +21,7 @@ from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import cache_folder, local_models, partners
 from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
-from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.types import MAX_DRAFT_TOKENS, Reason
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 from ..command import table
 from ..models import summary
@@ -42,15 +41,6 @@ class PairChoice:
     ahead: bool = False
 
 
-@dataclass(frozen=True)
-class LoadedPair:
-    """A pair with the choice that it was loaded by."""
-
-    choice: PairChoice
-    pair: Pair
-    adaptive: AdaptivePolicies | None  # its own policies; None if its draft length was fixed
-
-
 def choose(options: Options) -> PairChoice:
     """Return the choice of a command line; without a target the pair used last, or else the demo."""
     target, drafter = options.target or options.model, options.drafter
@@ -60,14 +50,13 @@ def choose(options: Options) -> PairChoice:
     return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits, options.ahead)
 
 
-def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> LoadedPair:
+def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> Pair:
     """Load a pair and remember it. Raises SpecError; InvalidValue if it has to think and cannot."""
     pair = load(**vars(choice), ranks=ranks)
     if think:
         check_thinking(pair)
     _remember(choice)
-    policies = pair.policies
-    return LoadedPair(choice, pair, policies if isinstance(policies, AdaptivePolicies) else None)
+    return pair
 
 
 def check_thinking(pair: Pair) -> None:
@@ -95,20 +84,6 @@ def with_drafts(choice: PairChoice, word: str) -> PairChoice:
         raise InvalidValue(f"/draft {word} is not known: give auto, off, lookup or 1 to {MAX_DRAFT_TOKENS}")
     drafter = own if choice.drafter == NONE else choice.drafter
     return replace(choice, drafter=drafter, num_draft_tokens=int(word))
-
-
-def reuse_weights(loaded: LoadedPair, choice: PairChoice) -> LoadedPair | None:
-    """Change the draft length of a loaded pair. Returns None if the choice needs other weights."""
-    if replace(choice, num_draft_tokens=loaded.choice.num_draft_tokens) != loaded.choice:
-        return None
-    if choice.num_draft_tokens is not None:
-        length = choice.num_draft_tokens if loaded.pair.drafter_names else 0
-        loaded.pair.policies = FixedPolicy(length, Reason.FIXED if length else Reason.DISABLED)
-    elif loaded.adaptive is not None:
-        loaded.pair.policies = loaded.adaptive
-    else:
-        return None
-    return replace(loaded, choice=choice)
 
 
 # --- models by name

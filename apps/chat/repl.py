@@ -47,9 +47,8 @@ def run(
         if prompt is None:
             remembered = ", the pair used last" if (options.target or options.model) is None else ""
             terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
-        conversation = Conversation(
-            open_pair(choice, think=settings.think, ranks=ranks), settings, options.system
-        )
+        pair = open_pair(choice, think=settings.think, ranks=ranks)
+        conversation = Conversation(pair, choice, settings, options.system)
         chat = ChatState(
             conversation,
             terminal,

@@ -40,8 +40,7 @@ NAMES = (
 
 def from_options(options: Options) -> AnswerSettings:
     """Return the settings of a command line. Raises InvalidValue."""
-    given = {name: value for name, value in vars(options).items() if name in NAMES and value is not None}
-    return _replace(AnswerSettings(), given)
+    return from_values({name: value for name, value in vars(options).items() if value is not None})
 
 
 def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:

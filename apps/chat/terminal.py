@@ -18,7 +18,7 @@ from rich.cells import cell_len, chop_cells
 
 from mlx_spec.errors import InvalidValue, SpecError
 
-from ..command import CONTROLS
+from ..command import CONTROLS, drop
 
 if TYPE_CHECKING:
     from mlx_spec.text.stream import Span
@@ -114,7 +114,7 @@ class Terminal:
     def error(self, error: Exception) -> None:
         """Show an error in one line. Gives up on a stdout that is closed."""
         if isinstance(error, OutputClosed):
-            self.drop()
+            drop(sys.stdout)
         elif not self._fresh_line:
             self.end()
         _print_error(self._folded(f"mlx-spec: {' '.join(str(error).split())}"))
@@ -129,10 +129,6 @@ class Terminal:
             return checked(input(), "this line")
         except UnicodeDecodeError as error:
             raise InvalidValue("this line is not UTF-8 text: type it again") from error
-
-    def drop(self) -> None:
-        """Give up on a stdout that is closed."""
-        _drop(sys.stdout)
 
     def newline(self) -> None:
         """Leave the line of the prompt."""
@@ -326,21 +322,13 @@ def _print_error(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        _drop(sys.stderr)
+        drop(sys.stderr)
 
 
 def _wait_for_line() -> None:
     """Wait until stdin has a line. Python handles signals between two short waits, not within input()."""
     while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], SIGNAL_SECONDS)[0]:
         pass
-
-
-def _drop(stream: TextIO | None) -> None:
-    """Send what is still buffered to nowhere: the interpreter flushes once more when it exits."""
-    if stream is not None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 def _occupy_standard_files() -> None:

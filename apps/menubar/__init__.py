@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from platformdirs import user_state_path
 from typer import Context, Option
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import locked
 
 from .. import command
 from ..command import ERROR, BadOptions, flag, guarded
@@ -23,9 +24,6 @@ from . import macos
 from .app import QUIT, App, Folder, MenuPlan
 from .menu import Selection
 from .server_process import Address, ServerOptions
-
-if TYPE_CHECKING:
-    from .cocoa import CocoaView
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
@@ -96,8 +94,10 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
         else:
             print("removed" if macos.remove_agent(agent) else "there was none")
         return 0
-    with _single_instance(folder.lock) as first:
-        if not first:
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(folder.path))
+        except InvalidValue:
             print("mlx-spec: the menu runs already", file=sys.stderr)
             return 0
         folder.rotate_log()
@@ -105,7 +105,12 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
 
 
 def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
-    view = _view()
+    """Show the menu until it is left. Raises NotFound with what has to be installed."""
+    if (problem := macos.framework_problem()) is not None:
+        macos.notify(problem)
+    from .cocoa import CocoaView
+
+    view = CocoaView(macos.notify)
     app = App(plan, folder, view, agent)
     thread = threading.Thread(target=app.run, name="mlx_spec menu")
 
@@ -119,30 +124,6 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
         app.post(QUIT)  # in case the view was closed by the desktop
         thread.join()
     return ERROR if app.failed else 0
-
-
-def _view() -> CocoaView:
-    """Return the menu bar of macOS. Raises NotFound with what has to be installed."""
-    if (problem := macos.framework_problem()) is not None:
-        macos.notify(problem)
-    from .cocoa import CocoaView
-
-    return CocoaView(macos.notify)
-
-
-@contextmanager
-def _single_instance(lock: Path) -> Iterator[bool]:
-    """Yield False if another menu of this user runs. The lock is held within the context."""
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(handle)
 
 
 def _on_signals(quit_: Callable[[], None]) -> None:

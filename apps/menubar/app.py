@@ -49,7 +49,6 @@ class Folder:
         self.log = path / "logs" / "server.log"
         self.own_log = path / "logs" / "menubar.log"  # of a menu that was started at login
         self.selection = path / "choice.json"  # the pair selected last
-        self.lock = path / "menubar.lock"
 
     def make(self) -> None:
         """Make the folders and keep the log of the last start. Raises InvalidValue if that is impossible."""

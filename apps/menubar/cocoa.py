@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from mlx_spec.errors import NotFound
 
-from .menu import Click, Entry, Item, Menu, Separator, Submenu
+from .menu import Click, Entry, Item, Menu, Submenu
 
 try:
     import AppKit
@@ -106,7 +106,7 @@ class CocoaView:
 
     def _build(self, into: Any, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            if isinstance(entry, Separator):
+            if entry is None:
                 into.addItem_(AppKit.NSMenuItem.separatorItem())
             elif isinstance(entry, Submenu):
                 holder, inner = _new_item(entry.label, None), _new_menu()

@@ -63,19 +63,14 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Separator:
-    """A line between groups."""
-
-
-@dataclass(frozen=True)
 class Submenu:
     """A menu that opens from a line of text."""
 
     label: str
-    entries: tuple[Item | Separator, ...]
+    entries: tuple[Item, ...]
 
 
-Entry: TypeAlias = Item | Separator | Submenu
+Entry: TypeAlias = Item | Submenu | None  # None for a line between groups
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ def menu(state: State) -> Menu:
     speed = state.figures.tokens_per_second
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
     groups = (_status(state), _server(state), _selections(state), _endpoint(state), _program(state))
-    entries = [entry for group in groups for entry in (Separator(), *group)]
+    entries: list[Entry] = [entry for group in groups for entry in (None, *group)]
     return Menu(title, tuple(entries[1:]))
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ MAX_RESPONSE_BYTES = 4 * 2**20
 PORTS_TRIED = 10  # from the requested one
 LAST_PORT = 65535
 REFUSALS = (1, 2)  # exit statuses of a server that says what is wrong: another start would only repeat it
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
+STABLE_S = 60.0  # of answering, after which a crash counts as the first
+SHUTDOWN_S = 10.0  # for requests to end
 KILL_TIMEOUT_S = 5.0  # until a killed process is gone
 LOG_TAIL_BYTES = 4096  # read for the server's last words
 OWN_PREFIX = "mlx-spec: "  # of the lines that the server writes for its user
@@ -57,18 +60,16 @@ def health(address: Address) -> str | None:
 def details(address: Address, key: str | None) -> dict[str, Any]:
     """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
     changes: dict[str, Any] = {}
-    rows = get_json(address, "/v1/models", (200,), key).get("data")
-    if isinstance(rows, list):
-        models = [row for row in rows if isinstance(row, dict) and row.get("id") == row.get("model")]
-        models.sort(key=lambda row: not row.get("loaded"))
-        changes["names"] = tuple(str(row["id"]) for row in models)  # without their aliases
+    if rows := get_json(address, "/v1/models", (200,), key).get("data"):
+        models = sorted(rows, key=lambda row: not row["loaded"])
+        changes["names"] = tuple(row["id"] for row in models if row["id"] == row["model"])  # without aliases
     if found := get_json(address, "/metrics.json", (200,), key):
-        last, memory = found.get("last") or {}, found.get("memory_bytes")
+        last = found.get("last") or {}
         changes["figures"] = Figures(
-            _number(last.get("predicted_per_second")),
-            _number(last.get("gain")),
-            _number(last.get("acceptance_length")) or None,
-            memory if isinstance(memory, int) else None,
+            last.get("predicted_per_second"),
+            last.get("gain"),
+            last.get("acceptance_length"),
+            found.get("memory_bytes"),
             last.get("reason"),
         )
     return changes
@@ -91,10 +92,6 @@ def get_json(
     finally:
         connection.close()
     return found if isinstance(found, dict) else {}
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def is_free(address: Address) -> bool:
@@ -137,24 +134,11 @@ class ServerOptions:
         return (*self.options, *target, *drafter, "--port", str(port))
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Waiting times in seconds."""
-
-    first_retry: float = 1.0  # before the first restart; doubled before each later one
-    longest_retry: float = 60.0
-    stable: float = 60.0  # of answering, after which a crash counts as the first
-    shutdown: float = 10.0  # for requests to end
-
-
 class ServerProcess:
     """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
 
-    def __init__(
-        self, wanted: ServerOptions, log: Path, update: Callable[..., None], timeouts: Timeouts | None = None
-    ) -> None:
+    def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
         self._wanted, self._log, self._update = wanted, log, update
-        self._timeouts = timeouts or Timeouts()
         self._selection = Selection()
         self._process: subprocess.Popen[bytes] | None = None  # None also while somebody else's is watched
         self._address: Address | None = None
@@ -186,7 +170,7 @@ class ServerProcess:
         self._retry_at, self._crashes = None, 0
         if self._process is not None:
             self._update(phase=Phase.STOPPING, problem=None)
-            end(self._process, self._timeouts.shutdown)
+            end(self._process)
         self._process = self._address = None
         self._update(**STOPPED)
 
@@ -205,14 +189,7 @@ class ServerProcess:
     def _launch(self, address: Address) -> None:
         arguments = self._wanted.arguments(self._selection, address.port)
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
-        with self._log.open("ab") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mlx_spec", "serve", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,  # a Ctrl-C meant for the menu must not reach it
-            )
+        self._process = launch(arguments, self._log)
         self._watch(address, own=True)
 
     def _watch(self, address: Address, *, own: bool) -> None:
@@ -221,7 +198,7 @@ class ServerProcess:
 
     def _retry(self, cause: str) -> None:
         """Start it again, later each time."""
-        delay = min(self._timeouts.first_retry * 2**self._crashes, self._timeouts.longest_retry)
+        delay = min(FIRST_RETRY_S * 2**self._crashes, LONGEST_RETRY_S)
         self._crashes += 1
         self._retry_at = time.monotonic() + delay
         self._update(**{**STOPPED, "phase": Phase.CRASHED, "problem": cause, "retry_s": delay})
@@ -238,7 +215,7 @@ class ServerProcess:
             problem = words or f"the server ended with status {status}: the log may say why"
             self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
             return
-        if ready_at is not None and time.monotonic() - ready_at >= self._timeouts.stable:
+        if ready_at is not None and time.monotonic() - ready_at >= STABLE_S:
             self._crashes = 0
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         self._retry(no_port or f"the server {ending}")
@@ -272,11 +249,23 @@ STOPPED: dict[str, Any] = {
 }
 
 
-def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Ask a process to end, and kill it after `timeout_s` seconds."""
+def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start `mlx-spec serve`, which appends to `log`. A Ctrl-C meant for its parent does not reach it."""
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlx_spec", "serve", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and kill it if it does not."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout_s)
+        process.wait(SHUTDOWN_S)
         return
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -9,13 +9,13 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import drafter_kind
 from mlx_spec.hub.files import shortened
 
+from .common import Converted, Family
 from .dflash import DFLASH
 from .eagle3 import EAGLE3, PEAGLE
 from .gemma4 import GEMMA4
 from .medusa import MEDUSA
 from .mtp import DEEPSEEK_MTP, GLM_MTP, QWEN_MTP
 from .pard import PARD
-from .table import Converted, Family
 
 __all__ = ["FAMILIES", "Converted", "Family", "family_of"]
 

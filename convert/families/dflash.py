@@ -9,15 +9,16 @@ Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers,
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
+from mlx_spec.drafters.dflash import DFlashNetwork
+from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import DFLASH as KIND
 
-from . import layers, table
-from .table import Config, Converted, Family, Row, Sizes, Tensors
+from . import common
+from .common import Config, Converted, Family, Tensors
 
 NAME, TITLE = "dflash", "the DFlash drafter"
 SUCCESSORS = (  # parts of the names of their tensors, and what they are called
@@ -35,12 +36,6 @@ SWITCHES = (  # that a runtime needs, if the config has them
     "output_multiplier",
     "final_logit_softcapping",
 )
-HEAD = (
-    table.same("fc.weight", "hidden fused"),
-    table.same("hidden_norm.weight", "hidden"),
-    table.same("norm.weight", "hidden"),
-)
-quantizable = table.all_but("fc.weight")
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
@@ -48,29 +43,28 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     for part, successor in SUCCESSORS:
         if any(part in name for name in tensors):
             raise BadCheckpoint(f"{TITLE} is of the kind {successor} (it has {part}): only DFlash is known")
-    layer = table.layer_config(config)
-    special = {**config, **(config.get("dflash_config") or {})}
+    layer, special = common.layer_config(config), {**config, **(config.get("dflash_config") or {})}
     capture, note = captured(special)
-    table.check_layers(TITLE, capture, target)
-    sizes = layers.captured_sizes(layer, special, len(capture), target, TITLE)
+    vocab = common.size(layer, "vocab_size", TITLE)
+    sizes = common.check_captured(TITLE, special, capture, target)
     if "num_target_layers" in special:
-        table.check_fit(TITLE, {"num_hidden_layers": table.size(special, "num_target_layers", TITLE)}, target)
-    source = table.spell(TITLE, tensors, config, (("model.", ""),))
-    taken = table.take(_rows(layer, sizes), source, sizes)
-    ours = dict(taken.tensors)
-    notes, dropped = table.resolve_map(source, ours, sizes["vocab"])
+        common.check_fit(
+            TITLE, {"num_hidden_layers": common.size(special, "num_target_layers", TITLE)}, target
+        )
+    source = common.read(TITLE, tensors, config, (("model.", ""),))
+    notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
-    conventions = Conventions(hidden="layers", capture=capture, shift=shift, rope="own")
-    written = table.config_of(
+    written = common.config_of(
         NAME,
-        conventions,
+        Conventions(hidden="layers", capture=capture, shift=shift, rope="own"),
         target,
         layer_config=layer,
-        draft_vocab_size=sizes["draft"],
-        **_block(special, sizes),
+        draft_vocab_size=sizes["draft_vocab_size"],
+        **_block(special, vocab),
     )
-    result = Converted(written, ours, taken.used, dropped, quantizable, (note, *notes))
-    return table.finished(source, result)
+    names = common.names_of(source, layer)
+    network = DFlashNetwork(LayerConfig.from_dict(written, names, target))
+    return common.finish(source, network, written, common.all_but("fc.weight"), (note, *notes))
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:
@@ -87,25 +81,12 @@ def captured(special: Config) -> tuple[tuple[int, ...], str]:
     raise BadCheckpoint(f"config.json of {TITLE} has no target_layer_ids: which layers it reads is not known")
 
 
-def _rows(layer: Config, sizes: Sizes) -> tuple[Row, ...]:
-    biases = layers.QKV_BIASES if layer.get("attention_bias") else ()
-    block = (*layers.NORMS, *layers.attention(), *layers.QK_NORMS, *biases, *layers.dense())
-    if biases:
-        block = (*block, replace(table.same("self_attn.o_proj.bias", "hidden"), optional=True))
-    rows = list(HEAD)
-    for index in range(table.size(layer, "num_hidden_layers", TITLE)):
-        rows += table.under(f"layers.{index}.", f"layers.{index}.", block)
-    return (*rows, *layers.tables(sizes))
-
-
-def _block(special: Config, sizes: Sizes) -> dict[str, Any]:
-    mask = table.size(special, "mask_token_id", TITLE)
-    if not 0 <= mask < sizes["vocab"]:
-        raise BadCheckpoint(
-            f"config.json of {TITLE} has mask_token_id {mask}, it knows {sizes['vocab']} tokens"
-        )
+def _block(special: Config, vocab: int) -> dict[str, Any]:
+    mask = common.size(special, "mask_token_id", TITLE)
+    if not 0 <= mask < vocab:
+        raise BadCheckpoint(f"config.json of {TITLE} has mask_token_id {mask}, it knows {vocab} tokens")
     switches = {key: special[key] for key in SWITCHES if special.get(key) is not None}
-    return {"block_size": table.size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
+    return {"block_size": common.size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
 
 
 DFLASH = Family(NAME, convert, KIND)

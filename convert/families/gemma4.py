@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import KEY, Conventions
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fit
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import ASSISTANT
-from mlx_spec.hub.files import shortened
 
-from .table import Config, Converted, Family, Tensors, all_but, finished, spell
+from .common import Config, Converted, Family, Tensors, finish, read
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"
@@ -28,25 +26,18 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     """Convert an assistant. Raises BadCheckpoint, Mismatch for another target's."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
-    needed = set(dict(tree_flatten(AssistantNetwork(assistant).parameters())))
-    missing = sorted(needed - tensors.keys())
-    if missing:
-        raise BadCheckpoint(f"this assistant lacks the tensors {shortened(missing)}: download it again")
-    ours = {name: tensors[name] for name in sorted(needed)}
-    for name in {ORDER, DRAFT_IDS} & ours.keys():
-        ours[name] = _integers(name, ours[name])
-    dropped = {}
-    if HEAD in tensors:
-        dropped[HEAD] = "a copy of the embedding table"
+    source = read(TITLE, tensors, config)
+    for name in {ORDER, DRAFT_IDS} & source.tensors.keys():
+        source.tensors[name] = _integers(name, source.tensors[name])
+    source.drop(HEAD, "a copy of the embedding table")
     if not assistant.num_centroids:
-        unused = [name for name in tensors if name.startswith("masked_embedding.")]
-        dropped |= dict.fromkeys(unused, "config.json has use_ordered_embeddings off")
+        for name in [name for name in source.tensors if name.startswith("masked_embedding.")]:
+            source.drop(name, "config.json has use_ordered_embeddings off")
     written = {**config, "model_type": NAME, KEY: asdict(CONVENTIONS)}
     head = f"a head of {assistant.num_centroids} centroids" if assistant.num_centroids else "a dense head"
     if assistant.draft_vocab_size is not None:
         head = f"the target's head for {assistant.draft_vocab_size} tokens"
-    result = Converted(written, ours, frozenset(needed), dropped, all_but(), (head,))
-    return finished(spell(TITLE, tensors, config), result)
+    return finish(source, AssistantNetwork(assistant), written, notes=(head,))
 
 
 def _integers(name: str, order: mx.array) -> mx.array:

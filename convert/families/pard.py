@@ -5,63 +5,54 @@ Ours: the model's own names, as mlx-lm has them; `layer_config` is the config.js
 
 from __future__ import annotations
 
+import mlx.nn as nn
+from mlx_lm.utils import _get_classes
+
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.catalog import PARD as KIND
+from mlx_spec.hub.files import LOADING_ERRORS, one_line
 
-from . import layers, table
-from .table import Config, Converted, Family, Row, Tensors
+from . import common
+from .common import Config, Converted, Family, Tensors
 
 NAME, TITLE, MASK = "pard", "the PARD drafter", "pard_token"
-ATTENTION: dict[str, tuple[Row, ...]] = {  # model_type -> tensors of its attention beside the projections
-    "llama": (),
-    "qwen2": layers.QKV_BIASES,
-    "qwen3": layers.QK_NORMS,
-}
-quantizable = table.all_but()
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a PARD drafter. Raises BadCheckpoint and Mismatch."""
     kind = str(config.get("model_type"))
-    if kind not in ATTENTION:
-        raise BadCheckpoint(f"{TITLE} is a {kind} model: known are {', '.join(ATTENTION)}")
-    vocab, mask = table.size(config, "vocab_size", TITLE), table.size(config, MASK, TITLE)
+    if kind not in MODEL_TYPES:
+        raise BadCheckpoint(f"{TITLE} is a {kind} model: known are {', '.join(MODEL_TYPES)}")
+    vocab, mask = common.size(config, "vocab_size", TITLE), common.size(config, MASK, TITLE)
     if not 0 <= mask < vocab:
         raise BadCheckpoint(f"config.json of {TITLE} has {MASK} {mask}, the model knows {vocab} tokens")
-    theirs = table.target_size(target, "vocab_size")
+    theirs = common.target_size(target, "vocab_size")
     if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables of one tokenizer differ by their padding
         raise Mismatch(
             f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: "
-            f"{table.OTHER_DRAFTER}"
+            f"{common.OTHER_DRAFTER}"
         )
-    sizes = {
-        **layers.attention_sizes(config, TITLE),
-        "hidden": table.size(config, "hidden_size", TITLE),
-        "inner": table.size(config, "intermediate_size", TITLE),
-        "vocab": vocab,
-    }
-    source = table.spell(TITLE, tensors, config)
-    tied = bool(config.get("tie_word_embeddings"))
-    taken = table.take(_rows(config, kind, tied=tied), source, sizes)
-    head = {"lm_head.weight": "tied to embed_tokens"} if tied and "lm_head.weight" in tensors else {}
+    source, layer = common.read(TITLE, tensors, config), common.own_config(config)
+    layer.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
+    if layer["tie_word_embeddings"]:
+        source.drop("lm_head.weight", "tied to embed_tokens")
     conventions = Conventions(hidden="none", rope="own")
-    written = table.config_of(
-        NAME, conventions, target, layer_config=table.own_config(config), mask_token_id=mask
-    )
-    return table.finished(source, Converted(written, taken.tensors, taken.used, head, quantizable))
+    written = common.config_of(NAME, conventions, target, layer_config=layer, mask_token_id=mask)
+    return common.finish(source, _network(layer), written)
 
 
-def _rows(config: Config, kind: str, *, tied: bool) -> tuple[Row, ...]:
-    biases = layers.QKV_BIASES if kind == "llama" and config.get("attention_bias") else ()
-    block = (*layers.NORMS, *layers.attention(), *ATTENTION[kind], *biases, *layers.dense())
-    rows = [
-        table.same("model.embed_tokens.weight", "vocab hidden"),
-        table.same("model.norm.weight", "hidden"),
-    ]
-    for index in range(table.size(config, "num_hidden_layers", TITLE)):
-        rows += table.under(f"model.layers.{index}.", f"model.layers.{index}.", block)
-    return (*rows, *(() if tied else (table.same("lm_head.weight", "vocab hidden"),)))
+def _network(layer: dict[str, object]) -> nn.Module:
+    """Return the model that mlx-lm makes of a config.json. Raises BadCheckpoint."""
+    try:
+        model_class, args_class = _get_classes(layer)
+        network: nn.Module = model_class(args_class.from_dict(layer))
+    except LOADING_ERRORS as error:
+        raise BadCheckpoint(
+            f"config.json of {TITLE} describes no {layer['model_type']}: {one_line(error)}; download it again"
+        ) from error
+    return network
 
 
 PARD = Family(NAME, convert, KIND)

@@ -21,7 +21,7 @@ from mlx_spec.hub.files import one_line
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, DraftRequest, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
@@ -77,10 +77,6 @@ class Recorder(SequenceDrafter):
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return no tokens."""
         return no_draft()
-
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return no tokens for any sequence."""
-        return [no_draft()] * len(requests)
 
     def answer(self, question: AnswerRequest) -> RecordedAnswer | None:
         """Return what was recorded; None for an answer that is too short to learn from."""
@@ -138,27 +134,37 @@ def record(
 
 
 def write_answer(file: Path, answer: RecordedAnswer) -> None:
-    """Write a file under a temporary name first."""
+    """Write what `read_answer` reads."""
     arrays = {"tokens": answer.tokens, "hidden": answer.hidden, "logsumexp": answer.logsumexp}
     arrays |= {KEYS + kind: rows for kind, rows in answer.keys.items()}
     arrays |= {VALUES + kind: rows for kind, rows in answer.values.items()}
-    temporary = file.with_suffix(".tmp.safetensors")
-    mx.save_safetensors(str(temporary), arrays, {"kind": answer.kind, "greedy": str(answer.greedy)})
-    temporary.replace(file)
+    write_arrays(file, arrays, {"kind": answer.kind, "greedy": str(answer.greedy)})
 
 
 def read_answer(file: Path) -> RecordedAnswer:
     """Read a recorded answer. Raises BadCheckpoint for a damaged file."""
-    try:
-        loaded = mx.load(str(file), return_metadata=True)
-    except RuntimeError as error:
-        raise BadCheckpoint(
-            f"{file} cannot be read ({one_line(error)}): remove it and train again"
-        ) from error
-    found, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
+    found, metadata = read_arrays(file)
     keys = {name.removeprefix(KEYS): a for name, a in found.items() if name.startswith(KEYS)}
     values = {name.removeprefix(VALUES): a for name, a in found.items() if name.startswith(VALUES)}
     greedy = metadata["greedy"] == str(True)
     return RecordedAnswer(
         metadata["kind"], greedy, found["tokens"], found["hidden"], keys, values, found["logsumexp"]
     )
+
+
+def write_arrays(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
+    """Write a file under a temporary name first."""
+    temporary = file.with_suffix(".tmp.safetensors")
+    mx.save_safetensors(str(temporary), arrays, metadata)
+    temporary.replace(file)
+
+
+def read_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return the arrays and the metadata in a file. Raises BadCheckpoint for a damaged one."""
+    try:
+        loaded = mx.load(str(file), return_metadata=True)
+    except RuntimeError as error:
+        raise BadCheckpoint(
+            f"{file} cannot be read ({one_line(error)}): remove it and train again"
+        ) from error
+    return cast(tuple[dict[str, mx.array], dict[str, str]], loaded)

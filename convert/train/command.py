@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Argument
 
-from mlx_spec.apps.command import INTERRUPTED, MODEL, option, program
+from mlx_spec.apps.command import MODEL, option, program
+from mlx_spec.convert.command import long_run
 from mlx_spec.device import require_backend
-from mlx_spec.errors import SpecError
-
-LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -53,52 +47,14 @@ class Options:
     seed: Annotated[int, option(value="N", help="the same seed, the same drafter")] = 0
 
 
-class _Bars:
-    """Show the stages of a run: a bar on a terminal, a line now and then anywhere else."""
-
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._task, self._stage, self._said = TaskID(0), "", 0.0
-
-    def advance(self, stage: str, done: int, total: int, figures: str) -> None:
-        """Show that `done` of `total` steps of a stage are done."""
-        if not sys.stderr.isatty():
-            if stage != self._stage or done == total or time.monotonic() - self._said > LINE_SECONDS:
-                print(f"{stage}: {done} of {total} {figures}".rstrip(), file=sys.stderr, flush=True)
-                self._stage, self._said = stage, time.monotonic()
-            return
-        if stage != self._stage or self._bar is None:
-            self.end()
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
-            times = TimeElapsedColumn(), TimeRemainingColumn()
-            self._bar = Progress(*columns, *times, console=Console(stderr=True))
-            self._bar.start()
-            self._task, self._stage = self._bar.add_task(stage, total=total, figures=""), stage
-        self._bar.update(self._task, completed=done, total=total, figures=figures)
-
-    def end(self) -> None:
-        """Stop the present bar."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
-
-
 def _run(options: Options) -> int:
     require_backend()
     from mlx_spec.convert.train.train import WORK, TrainingRequest, train
 
-    bars = _Bars()
     request = TrainingRequest(**{**vars(options), "prompts": tuple(options.prompts or ())})
-    try:
-        report = train(request, lambda line: print(line, file=sys.stderr), bars.advance)
-    except OSError as error:
-        raise SpecError(f"{error.filename or options.out}: {error.strerror or error}") from error
-    except KeyboardInterrupt:
-        bars.end()
-        print(f"mlx-spec: interrupted; the same command goes on from {options.out}{WORK}", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        bars.end()
+    interrupted = f"interrupted; the same command goes on from {options.out}{WORK}"
+    with long_run(options.out, interrupted) as progress:
+        report = train(request, progress)
     print("\n".join(_lines(report, options)))
     return 0
 

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_spec.drafters.gemma4 import AssistantNetwork
 from mlx_spec.types import TargetParts
 
-from .answers import RecordedAnswer, read_answer
+from .answers import RecordedAnswer, read_answer, read_arrays, write_arrays
 from .unroll import batch_of, heads_of, loss_of, round_tokens, unroll
 
 DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
@@ -36,19 +36,6 @@ MAX_TEST_ROWS = 6000  # of held-out rows for the curve: 1 % of acceptance is tol
 BRANCH = 0.1  # first weight of the norms behind attention and MLP: a tenth of the residual stream
 RIDGE = 1e-3  # of the mean square of an input: keeps the first projections finite
 STATE = "state.safetensors"
-
-
-@dataclass(frozen=True)
-class HeldOutAcceptance:
-    """Tokens a round on held-out answers, with `DEPTH` draft tokens."""
-
-    greedy: float
-    sampled: float
-
-    @property
-    def mean(self) -> float:
-        """Return the mean of both, by which the best weights are chosen."""
-        return (self.greedy + self.sampled) / 2
 
 
 @dataclass
@@ -128,8 +115,8 @@ class Fit:
         """Go back to the weights that had the best acceptance."""
         self.network.update(tree_unflatten(list(self._best.items())))
 
-    def acceptance(self) -> HeldOutAcceptance:
-        """Measure the acceptance on held-out answers."""
+    def acceptance(self) -> tuple[float, float]:
+        """Return the tokens a round on held-out greedy answers, and on sampled ones."""
         greedy, sampled, left = [0.0, 0], [0.0, 0], MAX_TEST_ROWS
         for file in self._test:
             if left <= 0:
@@ -141,7 +128,7 @@ class Fit:
             into, found = (greedy, ours) if answer.greedy else (sampled, expected)
             into[0], into[1] = into[0] + float(found.sum()), into[1] + found.size
             left -= found.size
-        return HeldOutAcceptance(*(total / max(count, 1) for total, count in (greedy, sampled)))
+        return greedy[0] / max(greedy[1], 1), sampled[0] / max(sampled[1], 1)
 
     def _schedule(self, peak: float) -> Callable[[mx.array], mx.array]:
         """Return the learning rate by step: it rises to `peak`, then falls along a cosine."""
@@ -172,28 +159,24 @@ class Fit:
 
     def _note(self) -> None:
         """Add a point to the curve, and keep the weights if they are the best so far."""
-        progress, found = self.progress, self.acceptance()
+        progress, acceptance = self.progress, self.acceptance()
         loss = sum(progress.losses) / max(len(progress.losses), 1)
-        progress.curve.append((progress.step, loss, found.greedy, found.sampled))
+        progress.curve.append((progress.step, loss, *acceptance))
         progress.losses.clear()
-        if found.mean > progress.best:
-            progress.best = found.mean
+        if sum(acceptance) / 2 > progress.best:
+            progress.best = sum(acceptance) / 2
             self._best = flat(self.network.parameters())
 
     def save(self) -> None:
-        """Write everything that the rest of the run depends on, under a temporary name first."""
-        arrays = {f"network.{name}": a for name, a in flat(self.network.parameters()).items()}
-        arrays |= {f"best.{name}": a for name, a in self._best.items()}
-        arrays |= {f"optimizer.{name}": a for name, a in flat(self._optimizer.state).items()}
-        temporary = self._folder / "state.tmp.safetensors"
-        mx.save_safetensors(str(temporary), arrays, {"progress": json.dumps(vars(self.progress))})
-        temporary.replace(self._folder / STATE)
+        """Write everything that the rest of the run depends on."""
+        parts = {"network": self.network.parameters(), "best": self._best, "optimizer": self._optimizer.state}
+        arrays = {f"{part}.{name}": a for part, tree in parts.items() for name, a in flat(tree).items()}
+        write_arrays(self._folder / STATE, arrays, {"progress": json.dumps(vars(self.progress))})
 
     def _restore(self) -> None:
         if not (self._folder / STATE).exists():
             return
-        loaded = mx.load(str(self._folder / STATE), return_metadata=True)
-        arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
+        arrays, metadata = read_arrays(self._folder / STATE)
         parts: dict[str, list[tuple[str, mx.array]]] = {"network": [], "best": [], "optimizer": []}
         for name, array in arrays.items():
             part, _, rest = name.partition(".")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -35,6 +36,7 @@ from mlx_spec.hub.files import (
     typed_path,
     write_atomically,
 )
+from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import folders, load
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
@@ -70,11 +72,7 @@ class TrainingRequest:
     seed: int
 
 
-Say = Callable[[str], None]
-Advance = Callable[[str, int, int, str], None]  # stage, done, of how many, figures
-
-
-def train(request: TrainingRequest, say: Say, advance: Advance) -> dict[str, Any]:
+def train(request: TrainingRequest, progress: StageProgress) -> dict[str, Any]:
     """Train a drafter and write it to `request.out`. Return its report.
 
     Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
@@ -88,17 +86,35 @@ def train(request: TrainingRequest, say: Say, advance: Advance) -> dict[str, Any
     with locked(work):
         _check_settings(work / SETTINGS, _settings(request))
         plan = AnswerPlan(work / "answers", request.answers, request.answer_tokens, request.seed, own)
-        check_space(out.name, _announce(pair, request, say), work, "give another OUT")
-        _record(pair, plan, request, advance)
+        check_space(out.name, _announce(pair, request), work, "give another OUT")
+        _record(pair, plan, request, progress)
         network, config = _network(pair, plan, request)
-        fit = _fit(pair, plan, network, config, request, work)
+        files = plan.answers(held_out=False), plan.answers(held_out=True)
+        if "draft_ids" in network:
+            ids = network.draft_ids
+        else:  # its own table has a row for every token; the rows of others than these are not trained
+            size = pair.info.vocab_size
+            ids = frequent_tokens(files[0], min(request.vocabulary, size), size)
+            network.model.embed_tokens.freeze()
+        network.freeze(recurse=False, keys=["draft_ids"])
+        fit = Fit(
+            network,
+            pair.parts,
+            ids,
+            files,
+            work,
+            window=config["text_config"]["sliding_window"],
+            epochs=request.epochs,
+            fine_tunes=request.source is not None,
+            seed=request.seed,
+        )
         for done in fit.run():
             last = done.curve[-1]
             loss = f"loss {done.losses[-1]:.2f}, " if done.losses else ""
             figures = f"{loss}{last[2]:.2f} tokens a round greedy, {last[3]:.2f} sampled"
-            advance("training", done.step, fit.steps, figures)
+            progress.show("training", done.step, fit.steps, figures)
         fit.take_best()
-        tests = _test(pair, plan, network, config, advance)
+        tests = _test(pair, plan, network, config, progress)
         report = _report(request, plan, fit, tests)
         if request.source is not None and fit.best_step == 0:
             raise InvalidValue(
@@ -137,7 +153,7 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
             )
 
 
-def _announce(pair: Pair, request: TrainingRequest, say: Say) -> int:
+def _announce(pair: Pair, request: TrainingRequest) -> int:
     """Say what memory and disk a run takes. Returns the bytes on the disk."""
     parts = pair.open()
     parts.target.prefill([0, 0])
@@ -147,9 +163,10 @@ def _announce(pair: Pair, request: TrainingRequest, say: Say) -> int:
     disk = rows * (2 * width + shared)
     caches = request.parallel * request.answer_tokens * 2 * parts.target.row_bytes
     memory = pair.info.target_bytes + caches
-    say(
+    print(
         f"{request.answers} answers of up to {request.answer_tokens} tokens: at most {human_bytes(memory)} "
-        f"of memory and {human_bytes(disk)} on the disk until it is done"
+        f"of memory and {human_bytes(disk)} on the disk until it is done",
+        file=sys.stderr,
     )
     return disk
 
@@ -157,12 +174,12 @@ def _announce(pair: Pair, request: TrainingRequest, say: Say) -> int:
 # --- stages
 
 
-def _record(pair: Pair, plan: AnswerPlan, request: TrainingRequest, advance: Advance) -> None:
+def _record(pair: Pair, plan: AnswerPlan, request: TrainingRequest, progress: StageProgress) -> None:
     done = sum(file.exists() for held in (True, False) for file in plan.answers(held_out=held))
     tokens = 0
     for count in plan.record(pair, request.parallel):
         done, tokens = done + 1, tokens + count
-        advance("answers", min(done, request.answers), request.answers, f"{tokens} tokens")
+        progress.show("answers", min(done, request.answers), request.answers, f"{tokens} tokens")
     for held_out in (True, False):
         if not plan.answers(held_out=held_out):
             raise InvalidValue(
@@ -249,36 +266,12 @@ def _new_config(
     }
 
 
-def _fit(
+def _test(
     pair: Pair,
     plan: AnswerPlan,
     network: AssistantNetwork,
     config: Mapping[str, Any],
-    request: TrainingRequest,
-    work: Path,
-) -> Fit:
-    files = plan.answers(held_out=False), plan.answers(held_out=True)
-    if "draft_ids" in network:
-        ids = network.draft_ids
-    else:  # its own table has a row for every token; the rows of others than these are not trained
-        ids = frequent_tokens(files[0], min(request.vocabulary, pair.info.vocab_size), pair.info.vocab_size)
-        network.model.embed_tokens.freeze()
-    network.freeze(recurse=False, keys=["draft_ids"])
-    return Fit(
-        network,
-        pair.parts,
-        ids,
-        files,
-        work,
-        window=config["text_config"]["sliding_window"],
-        epochs=request.epochs,
-        fine_tunes=request.source is not None,
-        seed=request.seed,
-    )
-
-
-def _test(
-    pair: Pair, plan: AnswerPlan, network: AssistantNetwork, config: Mapping[str, Any], advance: Advance
+    progress: StageProgress,
 ) -> dict[str, dict[str, float]]:
     """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
     source = assistant_source(network, config["text_config"]["sliding_window"], pair.info.vocab_size)
@@ -294,7 +287,7 @@ def _test(
                     for each in (kind, "all"):
                         counts[each][0] += len(result.tokens)
                         counts[each][1] += 1
-            advance(f"test at temperature {temperature:g}", i + 1, len(prompts), "")
+            progress.show(f"test at temperature {temperature:g}", i + 1, len(prompts))
         results[f"{temperature:g}"] = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
     return results
 

@@ -98,8 +98,7 @@ def take_step(
 class Step:
     """One step of a chain over all rows that have a token so far ahead."""
 
-    logits: mx.array  # of the drafter, [B, A - k, W]
-    logsumexp: mx.array  # [B, A - k]
+    logprobs: mx.array  # of the drafter, [B, A - k, W]
     target: mx.array  # the target's probabilities of the same tokens, [B, A - k, W]
     real: mx.array  # bool [B, A - k]
 
@@ -136,7 +135,8 @@ def unroll(
         tokens = mx.pad(rows.tokens[:, k - 1 :], [(0, 0), (0, k - 1)]).reshape(-1)
         hidden, normed = take_step(network, embed(tokens), hidden, rows)
         logits = heads.drafter(network, hidden, normed).reshape(B, A, -1)[:, : A - k].astype(mx.float32)
-        steps.append(Step(logits, mx.logsumexp(logits, axis=-1), target[:, k:], rows.real[:, k:]))
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        steps.append(Step(logprobs, target[:, k:], rows.real[:, k:]))
     return steps
 
 
@@ -147,8 +147,7 @@ def loss_of(steps: Sequence[Step]) -> mx.array:
     """
     total, weights = mx.array(0.0), 0.0
     for k, step in enumerate(steps):
-        known = step.target.sum(axis=-1)
-        entropy = known * step.logsumexp - (step.target * step.logits).sum(axis=-1)
+        entropy = -(step.target * step.logprobs).sum(axis=-1)
         mean = mx.where(step.real, entropy, 0).sum() / mx.maximum(step.real.sum(), 1)
         total = total + STEP_WEIGHT**k * mean
         weights += STEP_WEIGHT**k
@@ -167,8 +166,8 @@ def round_tokens(
     greedy = sampled = mx.ones(rows.real[:, K:].shape)
     results = [greedy, sampled]
     for k, step in enumerate(steps, 1):
-        right = ids[mx.argmax(step.logits, axis=-1)] == rows.tokens[:, k:]
-        overlap = mx.minimum(mx.exp(step.logits - step.logsumexp[..., None]), step.target).sum(axis=-1)
+        right = ids[mx.argmax(step.logprobs, axis=-1)] == rows.tokens[:, k:]
+        overlap = mx.minimum(mx.exp(step.logprobs), step.target).sum(axis=-1)
         greedy, sampled = greedy * right[:, : A - K], sampled * overlap[:, : A - K]
         results = [results[0] + greedy, results[1] + sampled]
     return results[0], results[1], rows.real[:, K:]

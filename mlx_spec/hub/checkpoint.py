@@ -79,6 +79,12 @@ def read_published(folder: Path) -> dict[str, Any]:
             f"{folder} needs its own code ({config['model_file']}), which is never run: "
             "use a checkpoint of a model that mlx-lm knows"
         )
+    for key in TEXT_CONFIGS:
+        if not isinstance(config.get(key), Mapping | None):
+            raise BadCheckpoint(f"{folder / 'config.json'} has a {key} that is no object: {AGAIN}")
+    context = integer(text_config(config), "max_position_embeddings")
+    if context is not None and context < 1:
+        raise BadCheckpoint(f"{folder / 'config.json'} has max_position_embeddings {context}: {AGAIN}")
     return config
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import mlx_spec
 from mlx_spec.apps import bench
-from mlx_spec.apps.bench import Arm, Run, arm, chat_questions, in_turns, main, speeds
+from mlx_spec.apps.bench import Run, arm, chat_questions, in_turns, main, speeds
 from mlx_spec.pair import Pair
 from mlx_spec.types import Round
 
@@ -24,7 +24,7 @@ def pair() -> Pair:
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
     prompt = chat_questions(pair.text)[0].tokens
     expected = [t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens]
-    arms = [arm(pair, "plain", 0), arm(pair, "K = 4", 4), arm(pair, "adaptive", None)]
+    arms = [arm(pair, 0), arm(pair, 4), arm(pair, None)]
     for start in range(2):
         runs = in_turns(pair, arms, prompt, 20, start)
         assert [run.tokens for run in runs] == [expected] * 3
@@ -35,11 +35,11 @@ def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
 
 def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
     """Plain decoding begins its second token before it returns the first: that pass must not be free."""
-    prompt, plain = chat_questions(pair.text)[0].tokens, arm(pair, "plain", 0)
+    prompt, plain = chat_questions(pair.text)[0].tokens, arm(pair, 0)
     sizes, clock = [], time.perf_counter
 
     def read_clock() -> float:
-        sizes.append(plain.decoding.target.size)
+        sizes.append(plain.target.size)
         return clock()
 
     monkeypatch.setattr(time, "perf_counter", read_clock)
@@ -55,8 +55,8 @@ def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) 
     return Run(iter(()), rounds, tokens / speed)
 
 
-def test_speeds_are_medians_of_ratios_within_a_prompt(pair):
-    arms = [Arm("plain", pair.open()), Arm("K = 2", pair.open())]
+def test_speeds_are_medians_of_ratios_within_a_prompt():
+    arms = ["plain", "K = 2"]
     slow = run(10.0), run(20.0, drafted=4, accepted=3)
     fast = run(100.0), run(150.0, drafted=4, accepted=1)
     plain, two = speeds(arms, [slow, fast])

@@ -28,7 +28,6 @@ from mlx_spec.apps.selftest import (
     Divergence,
     Gap,
     SelfTest,
-    allowed_roundings,
     self_test,
 )
 from mlx_spec.hub.progress import StageProgress
@@ -46,7 +45,7 @@ def gap(logits: float) -> Gap:
     return Gap(logits, 0.125, "bfloat16", 8)
 
 
-GOOD = SelfTest((EQUAL,), 0, None, False, None, 1.0)
+GOOD = SelfTest([EQUAL], seconds=1.0)
 NOW = datetime(2026, 11, 21, 16, 5, tzinfo=UTC)
 
 
@@ -168,9 +167,9 @@ def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
 
 
 def test_what_is_a_near_tie_follows_what_was_measured():
-    assert allowed_roundings(None) == allowed_roundings(gap(0.0)) == 1.0
-    assert allowed_roundings(gap(0.125)) == 4.0
-    assert allowed_roundings(gap(2.0)) == 8.0  # and no more
+    assert SelfTest().allowed == SelfTest(noise=gap(0.0)).allowed == 1.0
+    assert SelfTest(noise=gap(0.125)).allowed == 4.0
+    assert SelfTest(noise=gap(2.0)).allowed == 8.0  # and no more
     assert gap(0.5).within(4.0) and not gap(0.625).within(4.0)
     assert not gap(1.125).within(100.0)
     assert not gap(float("nan")).within(8.0) and not gap(float("inf")).within(8.0)
@@ -180,7 +179,7 @@ def test_blocks_that_give_other_logits_fail():
     worse = replace(GOOD, noise=gap(1.25))
     assert worse.blocks_differ and not worse.passed
     assert not replace(GOOD, noise=gap(1.0)).blocks_differ
-    nothing = replace(GOOD, comparisons=())
+    nothing = replace(GOOD, comparisons=[])
     assert not nothing.passed and "NOT SUBJECT" in shown(nothing)
 
 
@@ -217,7 +216,7 @@ def shown(found: SelfTest, *made: Check) -> str:
 def test_certificate_of_a_difference_hides_places():
     far = replace(EQUAL, divergence=Divergence(7, " the", " a", gap(0.5)))
     off = replace(EQUAL, drift=gap(0.5), seeded=True)
-    some = replace(GOOD, comparisons=(EQUAL, far, off), noise=gap(0.0625))
+    some = replace(GOOD, comparisons=[EQUAL, far, off], noise=gap(0.0625))
     assert not some.passed and some.wrong == [far, off]
     text = shown(some, Check("disk", "ok", "much"), Check("backend", "wrong", "two of them"))
     assert "verdict FAILED: 2 of 3 answers" in text and "wrong backend: two of them" in text

@@ -250,10 +250,11 @@ class PressedSoon(Interrupts):
 
 def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
     options = parse(Options, "chat", [*endless, "--max-tokens=8"])
-    loaded, settings = open_pair(choose(options)), from_options(options)
+    choice, settings = choose(options), from_options(options)
+    pair = open_pair(choice)
     with PressedSoon() as interrupts:
         chat, fresh = (
-            ChatState(Conversation(loaded, settings, None), Terminal(), interrupts) for _ in range(2)
+            ChatState(Conversation(pair, choice, settings, None), Terminal(), interrupts) for _ in range(2)
         )
         assert not chat.answer("hello").is_interrupted
         interrupts.timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))

@@ -27,14 +27,16 @@ from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
 from mlx_spec.apps.chat.input import CommandCompleter, LineEditor
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
-from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
+from mlx_spec.apps.chat.models import PairChoice, open_pair, with_drafts
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
 from mlx_spec.apps.chat.terminal import Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
-from mlx_spec.session import Positions, Session, Statistics
+from mlx_spec.pair import Pair
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
-TARGET = str(GOLDEN / "target")
+CHOICE = PairChoice(str(GOLDEN / "target"), str(GOLDEN / "assistant"))
 TURNS = [
     {"role": "user", "content": "What does zip do?"},
     {"role": "assistant", "content": "It yields tuples.", "reasoning_content": "Hm."},
@@ -42,12 +44,8 @@ TURNS = [
 
 
 @pytest.fixture(scope="module")
-def model() -> LoadedPair:
-    return open_pair(PairChoice(TARGET, str(GOLDEN / "assistant")))
-
-
-def texts(session: Session, message: str, max_tokens: int = 12) -> str:
-    return "".join(piece.text for piece in session.stream(message, max_tokens=max_tokens))
+def model() -> Pair:
+    return open_pair(CHOICE)
 
 
 # --- reports
@@ -174,7 +172,7 @@ def test_names_of_files(tmp_path):
 
 
 def test_loading_is_all_or_nothing(model):
-    talk = Conversation(model, AnswerSettings(max_tokens=5), "Be brief.")
+    talk = Conversation(model, CHOICE, AnswerSettings(max_tokens=5), "Be brief.")
     talk.session.resume(TURNS)
     wrong = ({"temperature": -1}, {"temperature": "warm"}, {"max_tokens": 0}, {"think": "on"})
     for turns, settings in ((TURNS[::-1], {}), (TURNS[:1], {}), *((TURNS, each) for each in wrong)):
@@ -189,20 +187,27 @@ def test_loading_is_all_or_nothing(model):
 
 
 def test_drafts_without_loading_again(model):
-    """Off, a number and back: the same weights, another policy; other drafters are another matter."""
-    pair, own = model.pair, model.pair.policies
-    reasons = {}
-    for word in ("off", "2", "auto"):
-        found = reuse_weights(model, with_drafts(model.choice, word))
-        assert found is not None and found.pair is pair
-        session = pair.session()
-        reasons[word] = (texts(session, "hello", 6), session.statistics.reason.value)
-    assert len({text for text, _ in reasons.values()}) == 1
-    assert reasons["off"][1] == "disabled by user" and reasons["2"][1] == "fixed by user"
-    assert pair.policies is own
-    assert reuse_weights(model, with_drafts(model.choice, "lookup")) is None
-    fixed = replace(model, choice=replace(model.choice, num_draft_tokens=2), adaptive=None)
-    assert reuse_weights(fixed, with_drafts(fixed.choice, "auto")) is None
+    """Off, a number and back: the same weights and caches, another policy."""
+    own, talk = model.policies, Conversation(model, CHOICE, AnswerSettings(max_tokens=6), None)
+    texts, reasons = set(), {}
+    for word in ("2", "off", "auto"):
+        talk.switch(with_drafts(CHOICE, word))
+        assert talk.pair is model
+        texts.add("".join(piece.text for piece in talk.stream("hello")))
+        reasons[word] = talk.session.statistics.reason.value
+        assert talk.session.statistics.reused_tokens > 0 or word == "2"
+        talk.session.undo()
+    assert len(texts) == 1 and (reasons["off"], reasons["2"]) == ("disabled by user", "fixed by user")
+    assert model.policies is own
+
+
+def test_other_drafters_need_other_weights(model):
+    own, talk = model.policies, Conversation(model, CHOICE, AnswerSettings(), None)
+    assert not talk._redraft(with_drafts(CHOICE, "lookup"))
+    model.policies = FixedPolicy(2)
+    fixed = Conversation(model, replace(CHOICE, num_draft_tokens=2), AnswerSettings(), None)
+    assert not fixed._redraft(CHOICE)
+    model.policies = own
 
 
 # --- Markdown

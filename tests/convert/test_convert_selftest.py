@@ -16,7 +16,7 @@ from test_convert import GOLDEN, converted, edit_config, edit_tensors
 
 import mlx_spec
 from mlx_spec.convert import measure, selftest
-from mlx_spec.convert.measure import Conversion, SelfTestFailed
+from mlx_spec.convert.measure import ConversionPlan, SelfTestFailed
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.selftest import check_lossless, compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
@@ -25,7 +25,6 @@ from mlx_spec.hub.progress import StageProgress
 
 QUIET = StageProgress(io.StringIO())
 PAIR = "12b-trained"
-UNCHANGED = Conversion(None, None)
 
 
 @pytest.fixture(autouse=True)
@@ -139,17 +138,9 @@ def test_not_finite(tmp_path: Path) -> None:
         proved(source, out, drafter="none", dtype="float16")
 
 
-def subject(folder: Path, **changes: Any) -> measure.TestedConversion:
-    values = {
-        "folder": folder,
-        "target": open_source(str(GOLDEN / PAIR / "target")),
-        "target_conversion": UNCHANGED,
-        "drafter": None,
-        "family": None,
-        "drafter_conversion": UNCHANGED,
-        "hashes": {},
-    }
-    return measure.TestedConversion(**{**values, **changes})
+def plan(folder: Path, quantization: Quantization | None = None) -> ConversionPlan:
+    target = open_source(str(GOLDEN / PAIR / "target"))
+    return ConversionPlan(folder, target, None, None, None, quantization, None, {})
 
 
 @pytest.mark.parametrize(
@@ -170,27 +161,27 @@ def test_other_logits(tmp_path: Path) -> None:
     converted(PAIR, out, drafter="none", dtype=None)
     edit_config(out / "target", lambda config: config["text_config"].update(sliding_window=4))
     with pytest.raises(SelfTestFailed, match="logits of the converted target differ"):
-        self_test(subject(out), QUIET)
+        self_test(plan(out), QUIET)
 
 
 def test_perplexity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    quantized = Conversion(None, Quantization(8, 64))
+    quantized = Quantization(8, 64)
     converted(PAIR, out, drafter="none", quantization="8", dtype=None)
-    ratio = self_test(subject(out, target_conversion=quantized), QUIET)["perplexity"]["ratio"]
+    ratio = self_test(plan(out, quantized), QUIET)["perplexity"]["ratio"]
     assert 0.9 < ratio < 1.1
     monkeypatch.setattr(selftest, "MAX_PERPLEXITY_RATIO", ratio - 0.01)
     with pytest.raises(SelfTestFailed, match=r"perplexity of the converted target is .* use more bits"):
-        self_test(subject(out, target_conversion=quantized), QUIET)
+        self_test(plan(out, quantized), QUIET)
 
 
 def test_text_that_is_not_the_targets(tmp_path: Path) -> None:
     out = tmp_path / "out"
     converted(PAIR, out, dtype=None)
-    text = mlx_spec.load(out, "none").text
-    prompt = [2, *text.encode("Once upon a")]
-    plain = [t for r in mlx_spec.load(out, "none").generate(prompt, max_tokens=8) for t in r.tokens]
-    assert check_lossless(subject(out), [prompt], [plain], QUIET)["ended_in_a_tie"] == 0
+    alone = mlx_spec.load(out, "none")
+    prompt = [2, *alone.text.encode("Once upon a")]
+    plain = [t for r in alone.generate(prompt, max_tokens=8) for t in r.tokens]
+    assert check_lossless(out / "target", [prompt], [plain], [plain])["ended_in_a_tie"] == 0
     wrong = [*plain[:3], (plain[3] + 1) % 512, *plain[4:]]
     with pytest.raises(SelfTestFailed, match="not lossless"):
-        check_lossless(subject(out), [prompt], [wrong], QUIET)
+        check_lossless(out / "target", [prompt], [plain], [wrong])

@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     "a transposed projection": (
         lambda: synthetic.dflash().changed(layers__0__mlp__gate_proj__weight=mx.zeros((D, 48))),
         "the DFlash drafter has layers.0.mlp.gate_proj.weight of shape [32, 48], as if transposed, by the "
-        "configs it is [48, 32] (inner × hidden): weights and config.json belong to different models",
+        "configs it is [48, 32]: weights and config.json belong to different models",
     ),
     "maps that contradict each other": (
         lambda: synthetic.eagle3().changed(t2d=mx.arange(V) < W + 1),

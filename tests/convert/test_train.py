@@ -145,7 +145,7 @@ def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path
     batch = batch_of([changed], 64, mx.float32)
     heads = heads_of(network, demo.parts, network.draft_ids)
     steps = unroll(network, batch, 4, heads, demo.parts.embed)
-    best = [int(heads.ids[int(mx.argmax(step.logits[0, place]))]) for step in steps]
+    best = [int(heads.ids[int(mx.argmax(step.logprobs[0, place]))]) for step in steps]
     assert best == drafted
 
 
@@ -227,6 +227,12 @@ def test_train_killed_and_gone_on(tmp_path: Path, capsys: pytest.CaptureFixture[
             [t for r in pair.generate(prompt, max_tokens=60) for t in r.tokens] for pair in (plain, fast)
         ]
         assert texts[0] == texts[1]
+
+
+def test_a_place_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("train", "demo", "-o", str(tmp_path / "file" / "out")) == 1
+    assert "give another place with -o" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_all_kinds_are_tested() -> None:

@@ -188,6 +188,8 @@ def test_missing_path(tmp_path: Path) -> None:
         ('{"model_type": "nothing_known"}', "is of model_type nothing_known, which mlx-lm does not support"),
         ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
         ('{"model_type": "llama"}', "cannot be loaded as llama: "),
+        ('{"model_type": "llama", "text_config": []}', "has a text_config that is no object"),
+        ('{"model_type": "llama", "max_position_embeddings": -5}', "has max_position_embeddings -5"),
     ],
 )
 def test_config(target: Path, content: str, message: str) -> None:

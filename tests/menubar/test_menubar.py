@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import plistlib
 import subprocess
@@ -17,6 +16,7 @@ from mlx_spec.apps.menubar.app import Folder
 from mlx_spec.apps.menubar.menu import Selection
 from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.files import locked
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds until a process counts as hung
@@ -63,8 +63,7 @@ def test_elsewhere_it_says_where_it_works():
 def test_a_second_menu_leaves_at_once(tmp_path, capsys):
     folder = Folder(tmp_path)
     folder.make()
-    with folder.lock.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.path):
         assert menubar._run(parse([]), folder) == 0
     assert capsys.readouterr().err == "mlx-spec: the menu runs already\n"
 

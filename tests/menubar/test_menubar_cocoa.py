@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, Separator, State, Submenu, menu
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, Submenu, menu
 
 LIMIT = 10  # seconds
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
@@ -175,16 +175,14 @@ def top(screen: Screen) -> Native:
 
 
 DRAFTERS = (Item("auto", Click(Action.DRAFTER), True), Item("off", Click(Action.DRAFTER, "none"), False))
-SMALL = Menu(
-    "61", (Item("61 tok/s"), Separator(), Item("Stop", Click(Action.STOP)), Submenu("Draft", DRAFTERS))
-)
+SMALL = Menu("61", (Item("61 tok/s"), None, Item("Stop", Click(Action.STOP)), Submenu("Draft", DRAFTERS)))
 
 
 def test_every_phase_is_drawn_with_the_allowed_selectors(screen):
     menus = [menu(State(phase=phase, url="http://127.0.0.1:8080", login=True)) for phase in Phase]
     ran(screen, *menus)
     titles = [child.values.get("setTitle_") for child in top(screen).children]
-    labels = [None if isinstance(entry, Separator) else entry.label for entry in menus[-1].entries]
+    labels = [entry and entry.label for entry in menus[-1].entries]
     assert titles == labels
     assert screen.of("stop_") == [(None,)] and len(screen.of("postEvent_atStart_")) == 1
 

@@ -36,7 +36,6 @@ from mlx_spec.apps.menubar.server_process import (
     Address,
     ServerOptions,
     ServerProcess,
-    Timeouts,
     end,
     health,
     is_free,
@@ -47,7 +46,13 @@ HOST = "127.0.0.1"
 # Below those that Linux (from 32768) and macOS (from 49152) hand out to whoever asks for any.
 PORTS = range(20_000, 32_000)
 LIMIT = 60  # seconds until something counts as never to come
-QUICK = Timeouts(first_retry=0.1, longest_retry=0.3, stable=600.0, shutdown=20.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0, "SHUTDOWN_S": 20.0}
+    for name, seconds in times.items():
+        monkeypatch.setattr(server_process, name, seconds)
 
 
 class Watched:
@@ -56,7 +61,7 @@ class Watched:
     def __init__(self, folder: Path, port: int) -> None:
         self.state, self.states = State(), list[State]()
         wanted = ServerOptions(Address(HOST, port))
-        self.server = ServerProcess(wanted, folder / "server.log", self._update, QUICK)
+        self.server = ServerProcess(wanted, folder / "server.log", self._update)
 
     def _update(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
@@ -226,13 +231,14 @@ def test_no_free_port_is_shown(watched, port, monkeypatch):
     assert str(port) in one.state.problem and "--port" in one.state.problem
 
 
-def test_a_process_that_ignores_the_request_is_killed():
+def test_a_process_that_ignores_the_request_is_killed(monkeypatch):
+    monkeypatch.setattr(server_process, "SHUTDOWN_S", 0.3)
     ignore = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)"
     code = f"{ignore}; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        end(process, 0.3)
+        end(process)
         assert process.returncode == -signal.SIGKILL
 
 

@@ -14,7 +14,6 @@ from mlx_spec.apps.menubar.menu import (
     Item,
     ListedModel,
     Phase,
-    Separator,
     State,
     environment_example,
     menu,
@@ -30,7 +29,7 @@ UP = State(Phase.RUNNING, URL, names=("demo",))
 
 def drawn(entry: Entry) -> list[str]:
     """Lines of an entry: `(…)` cannot be clicked, `•` is marked, `◦` could be."""
-    if isinstance(entry, Separator):
+    if entry is None:
         return ["---"]
     if isinstance(entry, Item):
         mark = {None: "", True: "• ", False: "◦ "}[entry.checked]

@@ -67,7 +67,9 @@ def native(model_type: str, centre: float | None = None) -> Checkpoint:
         if name.endswith((".2.embed_tokens.weight", "shared_head.head.weight")):
             own = "model.embed_tokens.weight" if "embed" in name else "lm_head.weight"
             tensors[name] = mx.array(tensors[own])
-    return Checkpoint(tensors, made["config"], made["config"])
+    # As in published configs, and as mlx-lm asks for.
+    config = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.4, **made["config"]}
+    return Checkpoint(tensors, config, config)
 
 
 def fused(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -172,15 +174,19 @@ def vllm_medusa() -> Checkpoint:
 def pard(kind: str = "qwen3") -> Checkpoint:
     """PARD of two layers."""
     extra = {"qwen3": {"self_attn.q_norm.weight": [HEAD], "self_attn.k_norm.weight": [HEAD]}, "llama": {}}
+    head = D // HEADS if kind == "qwen2" else HEAD  # qwen2 knows no other
+    queries, keys = HEADS * head, GROUPS * head
     extra["qwen2"] = {
-        "self_attn.q_proj.bias": [HEADS * HEAD],
-        "self_attn.k_proj.bias": [GROUPS * HEAD],
-        "self_attn.v_proj.bias": [GROUPS * HEAD],
+        "self_attn.q_proj.bias": [queries],
+        "self_attn.k_proj.bias": [keys],
+        "self_attn.v_proj.bias": [keys],
     }
     forms = {"model.embed_tokens.weight": [V, D], "model.norm.weight": [D], "lm_head.weight": [V, D]}
     for index in range(2):
-        forms |= {f"model.layers.{index}.{n}": form for n, form in {**layer_shapes(D), **extra[kind]}.items()}
+        layer = {**layer_shapes(D, queries=queries, keys=keys), **extra[kind]}
+        forms |= {f"model.layers.{index}.{name}": form for name, form in layer.items()}
     config = {**LAYER, "model_type": kind, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    config["head_dim"] = head
     config |= {"rope_theta": 1e4, "max_position_embeddings": 64}
     tensors = {name: random(name, form) for name, form in forms.items()}
     return Checkpoint(tensors, {**config, "pard_token": 63, "spd_type": "pard"}, dict(TARGET))

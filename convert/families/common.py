@@ -1,0 +1,328 @@
+"""Drafter families: what a conversion takes from a checkpoint and what it makes of it.
+
+`read` brings the tensors of a checkpoint under our names, a family merges or drops some of them, and `finish`
+compares them with the network that will run them: nothing missing, nothing left over, every shape right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_spec.drafters.checkpoint import KEY, Conventions, required
+from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.checkpoint import text_config
+from mlx_spec.hub.files import shortened
+
+Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
+Config = Mapping[str, Any]  # of a config.json
+Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
+
+# As other quantizers name their parts. Full precision is asked for instead: quantizing twice loses twice.
+QUANTIZED = (".scales", ".qweight", ".weight_packed", ".weight_scale")
+FP8_SCALE = "_scale_inv"  # one factor a block of an 8-bit weight (DeepSeek-V3)
+FP8_BLOCK = 128
+COMPUTED = "rotary_emb.inv_freq"
+TRUNK = "part of the target, not of its head"
+
+
+def all_but(*kept: str) -> Callable[[str], bool]:
+    """Return a rule: quantize weights, but no norms and no name that ends in `kept`."""
+
+    def quantizable(name: str) -> bool:
+        parts = name.split(".")
+        return parts[-1] == "weight" and not any("norm" in part for part in parts) and not name.endswith(kept)
+
+    return quantizable
+
+
+any_weight = all_but()
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A drafter in our form, or a target in mlx-lm's. Nothing is computed yet.
+
+    Every tensor of the source is in `used`, in `dropped` or in `unused`.
+    """
+
+    config: dict[str, Any]  # config.json to write; of a drafter its model_type is the name of the family
+    tensors: dict[str, mx.array]  # by our names, or mlx-lm's
+    used: frozenset[str]  # source tensors that went in
+    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensor -> why it is rightly left out
+    quantizable: Callable[[str], bool] = any_weight  # by our names
+    notes: tuple[str, ...] = ()  # conventions found, for pair.json
+    unused: frozenset[str] = frozenset()  # source tensors of a model, of which nobody said why
+    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
+
+
+@dataclass(frozen=True)
+class Family:
+    """One drafter family."""
+
+    name: str  # our model_type
+    # (tensors, config.json, that of the target). Raises BadCheckpoint and Mismatch.
+    convert: Callable[[Tensors, Config, Config], Converted]
+    kind: str | None = None  # the kind of hub.catalog that it converts
+    # (config.json, names of the tensors), for families that live inside a target
+    recognizes: Callable[[Config, Collection[str]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class PublishedTensors:
+    """The tensors of a drafter by our names. A family merges, splits and drops some of them."""
+
+    title: str  # for the errors: "the EAGLE-3 drafter"
+    own: Prefixes
+    tensors: dict[str, mx.array] = field(default_factory=dict)  # unread
+    names: dict[str, str] = field(default_factory=dict)  # our name -> name in the checkpoint
+    dropped: dict[str, str] = field(default_factory=dict)  # name in the checkpoint -> why
+
+    def drop(self, name: str, why: str) -> None:
+        """Leave a tensor out, if it is there."""
+        if name in self.tensors:
+            del self.tensors[name]
+            self.dropped[self.names[name]] = why
+
+    def refuse_missing(self, missing: Collection[str], count: int) -> None:
+        """Raise BadCheckpoint if some of `count` tensors, by our names, are missing."""
+        if missing:
+            names = sorted(map(self._as_published, missing))
+            raise BadCheckpoint(
+                f"{self.title} lacks {len(missing)} of {count} tensors ({shortened(names)}): "
+                "download it again, or take a complete checkpoint"
+            )
+
+    def _as_published(self, name: str) -> str:
+        found = (theirs + name.removeprefix(ours) for theirs, ours in self.own if name.startswith(ours))
+        return next(found, name)
+
+
+def read(
+    title: str,
+    tensors: Tensors,
+    config: Config,
+    spellings: Prefixes = (),
+    own: Prefixes = (),
+    *,
+    in_target: bool = False,
+) -> PublishedTensors:
+    """Return the tensors of a checkpoint by our names; 8-bit ones with a factor a block become bfloat16.
+
+    All `spellings` are replaced, then the first of `own` that fits. With `in_target` tensors that fit none of
+    `own` are the target's. Raises BadCheckpoint for a clash, and for tensors that are quantized already.
+    """
+    source = PublishedTensors(title, own)
+    for name, tensor in tensors.items():
+        common = spelled(name, spellings)
+        pair = next((pair for pair in own if common.startswith(pair[0])), None)
+        if pair is None and in_target:
+            source.dropped[name] = TRUNK
+            continue
+        new = common if pair is None else spelled(common, [pair])
+        if new in source.names:
+            raise BadCheckpoint(f"{title} holds {new} twice, as {source.names[new]} and as {name}")
+        source.names[new], source.tensors[new] = name, tensor
+    for name in [name for name in source.names if COMPUTED in name]:
+        source.drop(name, "computed from config.json")
+    _refuse_quantized(source)
+    _widen(source, config)
+    return source
+
+
+def spelled(name: str, prefixes: Prefixes) -> str:
+    """Return a name with all of `prefixes` replaced, in their order."""
+    for theirs, ours in prefixes:
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
+
+
+def finish(
+    source: PublishedTensors,
+    network: nn.Module,
+    config: dict[str, Any],
+    quantizable: Callable[[str], bool] = any_weight,
+    notes: tuple[str, ...] = (),
+) -> Converted:
+    """Return a drafter whose tensors are the parameters of `network`, the one that `config` describes.
+
+    Raises BadCheckpoint for tensors that are missing, of another shape, or not accounted for.
+    """
+    found, expected = source.tensors, dict(tree_flatten(network.parameters()))
+    source.refuse_missing(expected.keys() - found.keys(), len(expected))
+    wrong = [name for name, array in expected.items() if array.shape != found[name].shape]
+    if wrong:
+        shape, said = list(found[wrong[0]].shape), list(expected[wrong[0]].shape)
+        turned = ", as if transposed" if shape == said[::-1] else ""
+        more = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
+        name = source.names.get(wrong[0], wrong[0])
+        raise BadCheckpoint(
+            f"{source.title} has {name} of shape {shape}{turned}, by the configs it is {said}{more}: weights "
+            "and config.json belong to different models"
+        )
+    left = sorted(source.names.get(name, name) for name in found.keys() - expected.keys())
+    if left:
+        raise BadCheckpoint(
+            f"{source.title} has tensors that its family {config['model_type']} does not know, "
+            f"{len(left)} of {len(source.names)} ({shortened(left)}): it is of another kind, or newer than "
+            "this version"
+        )
+    used = frozenset(source.names.values()) - source.dropped.keys()
+    return Converted(config, found, used, source.dropped, quantizable, notes)
+
+
+def _refuse_quantized(source: PublishedTensors) -> None:
+    tensors = source.tensors
+    integers = {name for name, tensor in tensors.items() if mx.issubdtype(tensor.dtype, mx.integer)}
+    packed = {name for name in integers if name.endswith(".weight") and name + FP8_SCALE not in tensors}
+    marks = [source.names[name] for name in tensors if name.endswith(QUANTIZED) or name in packed]
+    if marks:
+        raise BadCheckpoint(
+            f"{source.title} is quantized already ({shortened(sorted(marks))}): "
+            "convert it from the original repository, in full precision"
+        )
+
+
+def _widen(source: PublishedTensors, config: Config) -> None:
+    """Apply the factors of 8-bit weights."""
+    quantization = config.get("quantization_config")
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    block = int(blocks[0]) if blocks else FP8_BLOCK
+    for name in [name for name in source.tensors if name + FP8_SCALE in source.tensors]:
+        tensor, scales = source.tensors[name], source.tensors.pop(name + FP8_SCALE)
+        rows, columns = tensor.shape
+        factors = mx.repeat(mx.repeat(scales, block, axis=0), block, axis=1)[:rows, :columns]
+        wide = mx.from_fp8(tensor, dtype=mx.float32) * factors
+        source.tensors[name] = wide.astype(mx.bfloat16)
+
+
+# --- configs
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave")
+STORAGE_KEYS = ("quantization", "quantization_config", "vision_config", "audio_config", "auto_map")
+OTHER_DRAFTER = "use the drafter made for this target"
+
+
+def config_of(model_type: str, conventions: Conventions, target: Config, **fields: Any) -> dict[str, Any]:
+    """Return a config.json: family, conventions, the target it fits, and `fields`."""
+    text = text_config(target)
+    fits = {key: text.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    if "model_type" in target:
+        fits["model_type"] = target["model_type"]
+    rope = {key: text[key] for key in ROPE_KEYS if text.get(key) is not None}
+    return {"model_type": model_type, KEY: asdict(conventions), "target": {**fits, "rope": rope}, **fields}
+
+
+def own_config(config: Config) -> dict[str, Any]:
+    """Return the config of a drafter's layers, without the keys of its storage."""
+    return {key: value for key, value in text_config(config).items() if key not in STORAGE_KEYS}
+
+
+def layer_config(config: Config) -> dict[str, Any]:
+    """Return the config of a drafter's layers, nested in the form of speculators or not."""
+    nested = config.get("transformer_layer_config")
+    return dict(nested) if isinstance(nested, Mapping) else own_config(config)
+
+
+def size(config: Config, key: str, title: str) -> int:
+    """Return `config[key]`. Raises BadCheckpoint if it is absent or no integer."""
+    return required(config, key, int, f"config.json of {title}")
+
+
+def target_size(target: Config, key: str) -> int:
+    """Return a size of the target. Raises BadCheckpoint if its config.json lacks it."""
+    return required(text_config(target), key, int, "the target's config.json")
+
+
+def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
+    """Compare sizes with the target's config.json. Raises Mismatch."""
+    for key, value in ours.items():
+        theirs = target_size(target, key)
+        if value != theirs:
+            what = key.replace("_", " ")
+            raise Mismatch(
+                f"{title} is made for a target of {what} {value}, this one has {theirs}: {OTHER_DRAFTER}"
+            )
+
+
+def check_captured(title: str, config: Config, capture: Sequence[int], target: Config) -> dict[str, int]:
+    """Return the sizes in the config.json of a drafter that reads the outputs of the layers `capture`.
+
+    The input of layer 0 counts as output -1 while layer ids are read. It is never recorded: for the target's
+    hooks, and for Python, -1 is the last. Raises BadCheckpoint, and Mismatch for another target.
+    """
+    layer, layers = layer_config(config), target_size(target, "num_hidden_layers")
+    width, vocab = (size(layer, key, title) for key in ("hidden_size", "vocab_size"))
+    sizes = {
+        "target_hidden_size": int(config.get("target_hidden_size") or width),
+        "draft_vocab_size": int(config.get("draft_vocab_size") or vocab),
+    }
+    check_fit(title, {"hidden_size": sizes["target_hidden_size"], "vocab_size": vocab}, target)
+    for index in capture:
+        if index == -1:
+            raise BadCheckpoint(
+                f"{title} reads the embedding of its target (the input of layer 0), and only outputs of "
+                "layers can be captured: use a drafter that reads those"
+            )
+        if not 0 <= index < layers:
+            raise Mismatch(
+                f"{title} reads layer {index} of its target, this one has {layers} layers: {OTHER_DRAFTER}"
+            )
+    return sizes
+
+
+# --- reduced vocabularies
+
+
+def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> tuple[mx.array, str]:
+    """Return the target's id of each draft id, int32 [draft vocabulary], and a note.
+
+    Checkpoints store offsets (id + d2t[id], as the reference) and rarely ids. Raises BadCheckpoint if neither
+    reading gives distinct ids that t2d marks, Mismatch for ids outside the target's vocabulary.
+    """
+    stored = np.array(d2t, dtype=np.int64)
+    marked = None if t2d is None else np.flatnonzero(np.array(t2d))
+    for ids, note in ((stored + np.arange(stored.size), "d2t holds offsets"), (stored, "d2t holds ids")):
+        distinct = np.unique(ids)
+        if distinct.size != ids.size or (marked is not None and not np.array_equal(distinct, marked)):
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= vocab_size:
+            raise Mismatch(
+                f"{title} drafts the tokens {lowest} to {highest}, the target knows {vocab_size}: "
+                f"{OTHER_DRAFTER}"
+            )
+        return mx.array(ids.astype(np.int32)), note
+    theirs = "" if marked is None else f", or not the {marked.size} that t2d marks"
+    raise BadCheckpoint(
+        f"{title} has a d2t of {stored.size} entries that names some token twice{theirs}: "
+        "download it again, or take another checkpoint"
+    )
+
+
+def resolve_map(source: PublishedTensors, vocab_size: int, draft_vocab_size: int) -> list[str]:
+    """Make draft_ids of d2t and t2d, and drop what is the target's. Return notes."""
+    tensors = source.tensors
+    if draft_vocab_size != vocab_size:
+        source.refuse_missing({"lm_head.weight", "d2t"} - tensors.keys(), len(source.names))
+    notes = []
+    if "d2t" in tensors:
+        ids, note = draft_ids(source.title, tensors.pop("d2t"), tensors.get("t2d"), vocab_size)
+        tensors["draft_ids"], notes = ids, [note]
+    source.drop("t2d", "the inverse of d2t, checked against it")
+    for name in ("verifier_norm.weight", "verifier_lm_head.weight"):
+        source.drop(name, "the target's own")
+    return notes
+
+
+def names_of(source: PublishedTensors, layer: Config) -> set[str]:
+    """Return the names of the tensors, and of the biases that the config of the layers promises."""
+    parts = ("q_proj", "k_proj", "v_proj") if layer.get("attention_bias") else ()
+    layers = range(int(layer.get("num_hidden_layers") or 1))
+    return {*source.tensors, *(f"layers.{i}.self_attn.{part}.bias" for i in layers for part in parts)}
