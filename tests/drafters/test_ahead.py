@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import chi_square
 import exact_distribution
@@ -119,16 +120,26 @@ def hits(done: Sequence[Round]) -> float:
 # --- the text
 
 
+def assert_plain_text(name: str, sampling: str, thread: Any) -> None:
+    model, prompt = tiny.sliding() if name == "sliding" else tiny.full(), tiny.prompt(25) * 2
+    done = drafted(model, ahead_source(SOURCES[name](), thread), SAMPLINGS[sampling], prompt)
+    assert emitted(done) == plain(model, SAMPLINGS[sampling], prompt)
+    assert name == "lookup" or type(thread) is CPUThread or hits(done) > 0.05
+
+
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [*(("draft model", s) for s in SAMPLINGS), *((n, "filtered") for n in [*SOURCES][1:])],
 )
 def test_text_is_plain_decoding_s(name: str, sampling: str) -> None:
-    model = tiny.sliding() if name == "sliding" else tiny.full()
-    prompt = tiny.prompt(25) * 2
-    done = drafted(model, ahead_source(SOURCES[name](), Inline()), SAMPLINGS[sampling], prompt)
-    assert emitted(done) == plain(model, SAMPLINGS[sampling], prompt)
-    assert name == "lookup" or hits(done) > 0.05
+    assert_plain_text(name, sampling, Inline())
+
+
+@pytest.mark.parametrize("thread", [CPUThread, Waiting])
+@pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
+def test_text_with_the_real_thread(name: str, thread: Callable[[], CPUThread]) -> None:
+    """Whether the drafts are ready or not. With the thread of programs, that is a matter of chance."""
+    assert_plain_text(name, "filtered", thread())
 
 
 @pytest.mark.parametrize("kind", test_retokenized.KINDS)
@@ -139,24 +150,6 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
     done = list(pair.generate(prompt, max_tokens=50))
     assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
     assert hits(done) > 0.1  # it recites: all is accepted, and its own next token follows
-
-
-def test_lookup_in_a_text_that_repeats() -> None:
-    model = tiny.full()
-    prompt = plain(model, Sampling(), PROMPT, 40) * 3
-    truth = plain(model, Sampling(), prompt)
-    target = LMTarget(model)
-    drafter = ahead_source(lookup_source(), Inline()).make(target.parts)
-    assert emitted(lossless.rounds(target, drafter, AHEAD, prompt, 50)) == truth
-
-
-@pytest.mark.parametrize("thread", [CPUThread, Waiting])
-@pytest.mark.parametrize("name", ["draft model", "pard", "lookup"])
-def test_text_with_the_real_thread(name: str, thread: Callable[[], CPUThread]) -> None:
-    """Whether the drafts are ready or not. With the thread of programs, that is a matter of chance."""
-    done = drafted(tiny.full(), ahead_source(SOURCES[name](), thread()), SAMPLINGS["filtered"])
-    assert emitted(done) == plain(tiny.full(), SAMPLINGS["filtered"])
-    assert thread is CPUThread or name == "lookup" or hits(done) > 0.05
 
 
 @pytest.mark.parametrize("name", ["draft model", "lookup"])
@@ -196,16 +189,17 @@ def read(tokens: mx.array) -> list[int]:
     return found
 
 
-def counted(kind: type[DraftModel]) -> tuple[np.ndarray, np.ndarray, float]:
+def counted(
+    kind: type[DraftModel], generations: int, thread: Any = None
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Return counts of generations by their tokens, their exact distribution, and the hit rate.
 
     Drafts have one token. The second one is of the second or third token; one more makes room for it.
     """
-    source = draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V), kind)
-    drafter = ahead_source(source, Inline(), mean=V).make(LMTarget(exact_distribution.model()).parts)
     target, counts = LMTarget(exact_distribution.model()), np.zeros((V,) * COUNT)
+    drafter = ahead_source(law_source(kind), thread or Inline(), mean=V).make(target.parts)
     prompt, policy, ahead = exact_distribution.PROMPT, FixedPolicy(1, ahead=True), list[bool]()
-    for i in range(GENERATIONS):
+    for i in range(generations):
         target.rewind(len(prompt) - 1)
         drafter.observe(prompt, NOTHING)
         sampler = exact_distribution.unseeded(PLAIN, verify.block)(i)
@@ -213,6 +207,10 @@ def counted(kind: type[DraftModel]) -> tuple[np.ndarray, np.ndarray, float]:
         ahead += [round.ahead for round in done if round.ahead is not None]
         counts[tuple(emitted(done)[:COUNT])] += 1
     return counts, exact_distribution.exact(exact_distribution.model(), PLAIN), float(np.mean(ahead))
+
+
+def law_source(kind: type[DraftModel] = DraftModel) -> DrafterSource:
+    return draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V), kind)
 
 
 def surplus(counts: np.ndarray, exact: np.ndarray) -> float:
@@ -226,27 +224,31 @@ def surplus(counts: np.ndarray, exact: np.ndarray) -> float:
 
 def test_unseeded_samples_keep_the_distribution() -> None:
     """A right store is rejected twice in a million; the keys are fixed, so a pass stays a pass."""
-    counts, exact, rate = counted(DraftModel)
+    counts, exact, rate = counted(DraftModel, GENERATIONS)
     assert chi_square.excess(counts, exact) < 1
     assert surplus(counts, exact) < ERRORS
     assert rate > 0.9
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    counts, exact, _ = counted(Peeking)
+    counts, exact, _ = counted(Peeking, GENERATIONS)
     assert surplus(counts, exact) > ERRORS
 
 
 # --- hits
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "seeded", "filtered"])
-def test_a_drafter_like_the_target_needs_one_guess(sampling: str) -> None:
+def assert_one_guess_hits(sampling: str, thread: Any) -> None:
     """With a seed the noise is known, so that the likeliest token by log q + noise is the one drawn."""
     source = draft_model_source("same", tiny.full(), SAME)
-    done = drafted(tiny.full(), ahead_source(source, Inline(), mean=1), SAMPLINGS[sampling])
+    done = drafted(tiny.full(), ahead_source(source, thread, mean=1), SAMPLINGS[sampling])
     assert sum(r.accepted for r in done) == sum(r.drafted for r in done)
     assert hits(done) == 1.0
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "seeded", "filtered"])
+def test_a_drafter_like_the_target_needs_one_guess(sampling: str) -> None:
+    assert_one_guess_hits(sampling, Inline())
 
 
 def test_more_guesses_hit_more_often() -> None:

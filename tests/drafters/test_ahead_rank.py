@@ -11,27 +11,32 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import chi_square
-import exact_distribution
-import lossless
 import mlx.core as mx
-import numpy as np
 import pytest
 import tiny
-from exact_distribution import COUNT, PLAIN, V
-from lossless import emitted
-from test_ahead import AHEAD, NOTHING, PROMPT, SAME, SAMPLINGS, SOURCES, K, hits, noisy, plain, read
+from exact_distribution import V
+from test_ahead import (
+    NOTHING,
+    PROMPT,
+    SAME,
+    SAMPLINGS,
+    SOURCES,
+    K,
+    assert_one_guess_hits,
+    assert_plain_text,
+    counted,
+    law_source,
+    noisy,
+    read,
+)
 
 from mlx_spec.drafters.ahead import ahead_source
 from mlx_spec.drafters.ahead_rank import DraftRank, RankDrafting
-from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes, draft_model_source
+from mlx_spec.drafters.draft_model import DraftModel, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Outcome
-from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import Sampling, verify
+from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft
-
-GENERATIONS = 250
 
 
 class Line:
@@ -82,42 +87,23 @@ def rank_of(
     ("name", "sampling"), [*(("draft model", sampling) for sampling in SAMPLINGS), ("pard", "filtered")]
 )
 def test_text_is_plain_decoding_s(name: str, sampling: str) -> None:
-    prompt, target = tiny.prompt(25) * 2, LMTarget(tiny.full())
     with rank_of(SOURCES[name](), tiny.VOCAB) as (rank, line):
-        drafter = ahead_source(SOURCES[name](), rank).make(target.parts)
-        done = lossless.rounds(target, drafter, AHEAD, prompt, 50, sampling=SAMPLINGS[sampling])
-    assert emitted(done) == plain(tiny.full(), SAMPLINGS[sampling], prompt)
-    assert hits(done) > 0.05
-    histories = [message[4] for message in line.sent if message[0] == "ahead"]
-    assert histories[0] == prompt[: len(histories[0])] and max(map(len, histories[1:])) <= K + 1
+        assert_plain_text(name, sampling, rank)
+    first, *others = [message[4] for message in line.sent if message[0] == "ahead"]
+    assert first == (tiny.prompt(25) * 2)[: len(first)] and max(map(len, others)) <= K + 1
 
 
 def test_the_noise_of_a_seed_is_known_there() -> None:
-    source, target = draft_model_source("same", tiny.full(), SAME), LMTarget(tiny.full())
-    with rank_of(source, tiny.VOCAB) as (rank, _):
-        drafter = ahead_source(source, rank, mean=1).make(target.parts)
-        done = lossless.rounds(target, drafter, AHEAD, PROMPT, 50, sampling=SAMPLINGS["filtered"])
-    assert hits(done) == 1.0
-    assert sum(r.accepted for r in done) == sum(r.drafted for r in done)
+    with rank_of(draft_model_source("same", tiny.full(), SAME), tiny.VOCAB) as (rank, _):
+        assert_one_guess_hits("filtered", rank)
 
 
 def test_unseeded_samples_keep_the_distribution() -> None:
     """A right store is rejected once in a million; the keys are fixed, so a pass stays a pass."""
-    source = draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V))
-    target, counts = LMTarget(exact_distribution.model()), np.zeros((V,) * COUNT)
-    prompt, found = exact_distribution.PROMPT, list[bool]()
-    with rank_of(source, V) as (rank, _):
-        drafter = ahead_source(source, rank, mean=V).make(target.parts)
-        for i in range(GENERATIONS):
-            target.rewind(len(prompt) - 1)
-            drafter.observe(prompt, NOTHING)
-            sampler = exact_distribution.unseeded(PLAIN, verify.block)(i)
-            policy = FixedPolicy(1, ahead=True)
-            done = list(generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT + 1))
-            found += [round.ahead for round in done if round.ahead is not None]
-            counts[tuple(emitted(done)[:COUNT])] += 1
-    assert chi_square.excess(counts, exact_distribution.exact(exact_distribution.model(), PLAIN)) < 1
-    assert np.mean(found) > 0.9
+    with rank_of(law_source(), V) as (rank, _):
+        counts, exact, rate = counted(DraftModel, 250, rank)
+    assert chi_square.excess(counts, exact) < 1
+    assert rate > 0.9
 
 
 class Slow(DraftModel):

@@ -14,13 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import random_sources
+from checkpoints import read
 from drafting import K, drafted, rows
-from exact_distribution import FILTERED, seeded
+from exact_distribution import FILTERED, control_excess, drafted_excess, seeded, seeded_texts
 from fitted import largest
 from lossless import emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from one_pass_law import control_excess, drafted_excess, seeded_texts
 
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.source import open_source
@@ -320,7 +320,7 @@ def test_quantized(name, bits, tmp_path):
 
     nn.quantize(network, 32, bits, class_predicate=chosen)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(network.parameters())))
-    source: Any = open_drafter(folder, drafting.read(folder), drafting.read(g.target_folder))
+    source: Any = open_drafter(folder, read(folder), read(g.target_folder))
     layers = dict(source.network.named_modules())
     assert isinstance(layers["fc"], nn.Linear)
     quantized = layers["lm_head" if g.is_eagle else "layers.0.mlp.switch_mlp.up_proj"]
@@ -382,7 +382,7 @@ REFUSED: list[tuple[str, type[Exception], str, Edit]] = [
 @pytest.mark.parametrize(("name", "kind", "text", "edit"), REFUSED)
 def test_refused(name: str, kind: type[Exception], text: str, edit: Edit, tmp_path: Path) -> None:
     path = drafting.write_converted(golden(name).published, golden(name).target_folder, tmp_path / "drafter")
-    config, target = drafting.read(path), drafting.read(golden(name).target_folder)
+    config, target = read(path), read(golden(name).target_folder)
     edit(config, target)
     with pytest.raises(kind) as caught:
         open_drafter(path, config, target)

@@ -11,12 +11,14 @@ import lossless
 import mlx.core as mx
 import pytest
 import tiny
+from checkpoints import read
 from fitted import largest, opened, random_rows, replay
 from synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.conditioned import MAX_WAITING
 from mlx_spec.drafters.dflash import DFlash
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, TargetParts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dflash"
@@ -34,7 +36,7 @@ def golden() -> tuple[list[int], list[int], dict[str, mx.array]]:
 
 
 def published(**config: object) -> Checkpoint:
-    found = json.loads((GOLDEN / "config.json").read_text())
+    found = read(GOLDEN)
     sizes = found["num_target_layers"], found["hidden_size"], found["vocab_size"]
     tensors = mx.load(str(GOLDEN / "model.safetensors"))
     return Checkpoint(tensors, {**found, **config}, fitted.target_config(*sizes))
@@ -101,7 +103,7 @@ def small(layers: int = 3, **config: object) -> Checkpoint:
 
 @cache
 def parts(kind: str = "full") -> TargetParts:
-    return fitted.LMTarget(getattr(tiny, kind)()).parts
+    return LMTarget(getattr(tiny, kind)()).parts
 
 
 def test_after_a_long_prompt_and_any_rounds_it_is_as_good_as_new(tmp_path):
@@ -150,7 +152,7 @@ def test_features_line_up_with_the_target(tmp_path):
     """Rows from the taps are those of one plain forward pass over the history, and of no other layers."""
     model, prompt = tiny.full(), tiny.prompt(20)
     source = opened(small(), tmp_path)
-    target = fitted.LMTarget(model, source.needs)
+    target = LMTarget(model, source.needs)
     drafter = source.make(target.parts)
     drafter.observe(prompt[:15], target.prefill(prompt[:14]))
     target.verify(mx.array([*prompt[14:19], 7, 7]))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from functools import cache
-from pathlib import Path
 
-import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from checkpoints import read
 from fitted import Recorder
-from mlx.utils import tree_flatten, tree_map
+from test_load import save
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, VocabularySizes
@@ -205,38 +202,12 @@ def test_padded_vocabulary(size, temperature):
         assert draft.probs is None
 
 
-# --- at work
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lossless_with_a_drafter_that_is_often_right(kind):
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(25)
-    noisy = copy.deepcopy(model)
-    noisy.update(tree_map(lambda x: x + 0.02 * mx.random.normal(x.shape, dtype=x.dtype), noisy.parameters()))
-    done = lossless.rounds(LMTarget(model), DraftModel(noisy, SAME), 4, prompt, 48)
-    assert lossless.emitted(done) == lossless.plain(model, prompt, 48)
-    accepted = [round.accepted for round in done]
-    assert 0 < sum(accepted) < 4 * len(done)
-    assert set(accepted) & {1, 2, 3}
-
-
 # --- from disk
-
-
-def save(folder: Path, model: nn.Module, config: dict) -> None:
-    folder.mkdir(exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def llama_config(model: nn.Module) -> dict:
-    return {key: value for key, value in vars(model.args).items() if value is not None}
 
 
 def test_any_language_model_becomes_a_drafter(tmp_path):
     model = tiny.full(seed=1)
-    config = llama_config(model)
-    save(tmp_path, model, config)
+    config = read(save(model, tmp_path))
     source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
     assert (source.name, source.vocab_size) == ("llama", tiny.VOCAB)
     assert source.make(None)._vocabulary == VocabularySizes(tiny.VOCAB, 260)

@@ -13,9 +13,12 @@ import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from checkpoints import read
+from fitted import largest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
+import mlx_spec
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.gemma4 import Gemma4Assistant, visible_rows
 from mlx_spec.model.target import LMTarget
@@ -30,7 +33,7 @@ TOLERANCE = 1e-4
 
 
 def config_of(pair: str, part: str) -> dict:
-    return json.loads((GOLDEN / pair / part / "config.json").read_text())
+    return read(GOLDEN / pair / part)
 
 
 def open_pair_drafter(pair: str) -> DrafterSource:
@@ -53,10 +56,6 @@ def golden(pair: str, case: str) -> tuple[dict, dict[str, mx.array]]:
     tensors = mx.load(str(GOLDEN / pair / "golden.safetensors"))
     found = {name.replace(f".{case}", ""): array for name, array in tensors.items() if f".{case}" in name}
     return json.loads((GOLDEN / pair / "golden.json").read_text())["cases"][case], found
-
-
-def largest(a: mx.array, b: mx.array) -> float:
-    return mx.abs(a - b).max().item()
 
 
 # --- the same numbers as transformers
@@ -148,19 +147,33 @@ def test_rounds_are_those_of_an_exact_engine(pair, case):
 
 
 @pytest.mark.parametrize("K", [0, 1, 4, 7])
-@pytest.mark.parametrize("pair", TRAINED)
+@pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
 def test_same_tokens_as_plain_decoding(pair, K):
+    """Also where all drafts fail, as those of random weights do."""
     facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 64)
+    accepted = sum(round.accepted for round in done)
     assert lossless.emitted(done) == facts["greedy"][1:65]
-    assert not K or sum(round.accepted for round in done) > 15
+    assert not K or (accepted > 15 if pair in TRAINED else accepted <= 2)
 
 
-@pytest.mark.parametrize(("K", "count"), [(1, 24), (3, 64), (4, 24), (7, 24)])
-@pytest.mark.parametrize("pair", VARIANTS)
-def test_same_tokens_when_all_drafts_fail(pair, K, count):
-    done = speculate(pair, "long", K, count)
-    assert lossless.emitted(done) == golden(pair, "long")[0]["greedy"][1 : count + 1]
-    assert sum(round.accepted for round in done) <= 2
+PROMPTS = ["The capital of", "def fib(n):\n    if n", "one two three four five six seven eight nine ten"]
+
+
+# The mixture of experts is missing: on the CPU MLX gathers expert weights in float32 only.
+@pytest.mark.parametrize("pair", ["e2b-trained", "e4b-trained", "12b-trained", "31b-trained"])
+def test_bfloat16_text_is_the_same_with_and_without_the_drafter(pair: str) -> None:
+    target, drafter = GOLDEN / pair / "target", GOLDEN / pair / "assistant"
+    drafted = mlx_spec.load(target, drafter, num_draft_tokens=3)
+    plain = mlx_spec.load(target, "none")
+    accepted = 0
+    for text in PROMPTS:
+        prompt = [2, *plain.text.encode(text)]
+        for sampling in (mlx_spec.Sampling(), mlx_spec.Sampling(temperature=0.8, seed=4)):
+            rounds = list(drafted.generate(prompt, sampling=sampling, max_tokens=40))
+            expected = [t for r in plain.generate(prompt, sampling=sampling, max_tokens=40) for t in r.tokens]
+            assert [t for r in rounds for t in r.tokens] == expected
+            accepted += sum(r.accepted for r in rounds)
+    assert accepted > 0
 
 
 KEPT = "model.layers.1.mlp.up_proj"
@@ -193,8 +206,7 @@ def test_quantized(pair, bits, tmp_path):
     model = copy.deepcopy(load(pair)[0])
     quantize(model, bits)
     save_quantized(pair, bits, tmp_path / "drafter")
-    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    source = open_drafter(tmp_path / "drafter", config, config_of(pair, "target"))
+    source = open_drafter(tmp_path / "drafter", read(tmp_path / "drafter"), config_of(pair, "target"))
     layers = dict(source.network.named_modules())
     assert isinstance(layers["model.embed_tokens"], nn.QuantizedEmbedding)
     assert layers["pre_projection"].bits == bits

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fitted
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tiny
 from fitted import largest, logits_of, opened
@@ -43,7 +44,7 @@ def test_five_rounds_of_transformers(name, tmp_path):
 
 
 @cache
-def model() -> fitted.nn.Module:
+def model() -> nn.Module:
     return tiny.full(seed=1)
 
 

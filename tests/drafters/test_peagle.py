@@ -16,6 +16,7 @@ from by_hand import Shape, array, norm
 from fitted import Checkpoint, largest, logits_of, opened, random_rows, replay
 
 from mlx_spec.drafters.conditioned import MAX_WAITING
+from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Features, TargetParts
 
 TOLERANCE = 1e-5
@@ -25,7 +26,7 @@ SHAPE = Shape(fitted.HEADS, fitted.GROUPS, fitted.HEAD)
 
 @cache
 def parts() -> TargetParts:
-    return fitted.LMTarget(tiny.full()).parts
+    return LMTarget(tiny.full()).parts
 
 
 def small(layers: int = 3, head: bool = True, **config: object) -> Checkpoint:
@@ -97,7 +98,7 @@ def test_ids_are_inputs_of_layers(tmp_path):
     made, model, prompt = small(), tiny.full(), tiny.prompt(12)
     source = opened(made, tmp_path)
     assert source.needs.hidden_layers == CAPTURE
-    target = fitted.LMTarget(model, source.needs)
+    target = LMTarget(model, source.needs)
     drafter = source.make(target.parts)
     drafter.observe(prompt[:9], target.prefill(prompt[:8]))
     target.verify(mx.array([*prompt[8:11], 7]))

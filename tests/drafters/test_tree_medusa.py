@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import tempfile
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import fitted
 import grammars
 import lossless
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from drafting import QUESTIONS
-from fitted import opened
-from synthetic import Checkpoint
+from drafting import QUESTIONS, converted
+from fitted import opened, random_rows
 from test_logprobs import recorded
 
 from mlx_spec import load
-from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.drafters.medusa import GuessRates, MedusaTrees
+from mlx_spec.drafters.medusa import GuessRates
 from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.engine import generate
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
@@ -42,37 +37,6 @@ PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=
 
 def small(nodes: int, height: int = HEADS) -> Tree:
     return tree_template(nodes, RATES[:height]).tree(nodes)
-
-
-@cache
-def fit(
-    kind: str, sampling: Sampling = lossless.GREEDY
-) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
-    """A target, a prompt, its text, and heads whose first guess is right, or else the second."""
-    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
-    truth = text(model, kind, prompt, Scripted([]), sampling, 0)[0]
-    made = fitted.medusa(len(model.layers), HEADS)
-    with tempfile.TemporaryDirectory() as folder:
-        needs = opened(made, Path(folder)).needs
-    target = LMTarget(model, needs, kv_bits=TARGETS[kind])
-    target.prefill(prompt[:-1])
-    hidden = []
-    for token in [prompt[-1], *truth[:-1]]:
-        target.verify(mx.array([token]))
-        hidden.append(np.array(target.commit(1).final_hidden)[0])
-    changes = {}
-    for k in range(HEADS):
-        wanted = [*truth[k + 1 :], *[0] * (k + 1)]
-        other = [(token + 1) % 256 for token in wanted]
-        swapped = [(i + k) % 3 == 1 for i in range(len(wanted))]
-        first = [b if s else a for a, b, s in zip(wanted, other, swapped, strict=True)]
-        second = [a if s else b for a, b, s in zip(wanted, other, swapped, strict=True)]
-        changes[f"{k}__0__linear__weight"] = mx.zeros((64, 64))
-        changes[f"{k}__0__linear__bias"] = mx.zeros(64)
-        changes[f"{k}__1__weight"] = 2 * fitted.head_of(np.array(hidden), first) + fitted.head_of(
-            np.array(hidden), second
-        )
-    return model, prompt, truth, made.changed(**changes)
 
 
 class Scripted(SequenceDrafter):
@@ -101,25 +65,12 @@ class Scripted(SequenceDrafter):
 
 
 def text(
-    model: fitted.nn.Module,
-    kind: str,
-    prompt: list[int],
-    drafter: Drafter,
-    sampling: Sampling,
-    K: int,
-    stop: Sequence[int] = (),
-    count: int = COUNT,
+    model: nn.Module, kind: str, prompt: list[int], drafter: Drafter, sampling: Sampling, K: int
 ) -> tuple[list[int], list[Round]]:
     """Tokens and rounds; K is the most tokens of a tree."""
     target = LMTarget(model, drafter.needs, kv_bits=TARGETS[kind])
-    sampler = sampling.sampler(len(prompt), 256)
-    done = list(generate(target, [drafter], FixedPolicy(K), sampler, prompt, max_tokens=count, stop=stop))
+    done = lossless.rounds(target, drafter, K, prompt, COUNT, sampling=sampling)
     return lossless.emitted(done), done
-
-
-def tree_drafter(made: Checkpoint, model: fitted.nn.Module, folder: Path) -> MedusaTrees:
-    source = opened(made, folder)
-    return source.trees.make(None)
 
 
 # --- the draft
@@ -127,8 +78,7 @@ def tree_drafter(made: Checkpoint, model: fitted.nn.Module, folder: Path) -> Med
 
 def test_a_tree_of_the_heads_likeliest_tokens(tmp_path: Path) -> None:
     """Node by node from the heads' own rows, in the order of an independent ranking."""
-    _, prompt, _, made = fit("full")
-    source, row = opened(made, tmp_path), fitted.random_rows(1, 1)[0]
+    source, prompt, row = opened(fitted.medusa(3, HEADS), tmp_path), tiny.prompt(25), random_rows(1, 1)[0]
     trees, chain = (each.make(None) for each in (source.trees, source))
     sampler = lossless.GREEDY.sampler(1, 256)
     assert trees.draft(prompt, 9, sampler).tokens.size == 0  # nothing was observed
@@ -187,22 +137,6 @@ def test_scripted_trees_leave_the_text(kind: str, sampling: Sampling) -> None:
     assert len(done) < COUNT // 2
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [*((kind, 16) for kind in TARGETS), ("sliding", 9)])
-def test_medusa_trees_leave_the_text(kind: str, nodes: int, tmp_path: Path) -> None:
-    model, prompt, truth, made = fit(kind)
-    drafter = tree_drafter(made, model, tmp_path)
-    emitted, done = text(model, kind, prompt, drafter, lossless.GREEDY, nodes)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
-    check(done, nodes)
-
-
-def test_seeded_text_is_the_same(tmp_path: Path) -> None:
-    model, prompt, truth, made = fit("sliding", PENALTIES)
-    emitted, done = text(model, "sliding", prompt, tree_drafter(made, model, tmp_path), PENALTIES, 16)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
-    check(done, 16)
-
-
 @pytest.mark.parametrize("place", [13, 16, 17])
 def test_a_stop_token_inside_a_path(place: int) -> None:
     """The text ends with it, the caches hold all before it, and what follows is right."""
@@ -230,8 +164,7 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
-    target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", True), StageProgress(io.StringIO()))
+    converted(GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / "medusa", out)
     return out
 
 
