@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from enumeration import Accept, Levels, error, rows, trees
 from enumeration import emitted as enumerated
-from exact_distribution import PROMPT, V, draft_model, model
+from exact_distribution import PROMPT, V, draft_model, model, unseeded
 from grammars import byte_text
 from lossless import Scripted, emitted
 
@@ -25,7 +25,7 @@ from mlx_spec.grammar import Matcher
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
+from mlx_spec.sampling import Sampling, verify
 from mlx_spec.types import Draft, Drafter, Sampler
 
 COUNT = 3  # tokens of a generation
@@ -104,10 +104,6 @@ def excess(
     return chi_square.excess(counts, expected)
 
 
-def unseeded(rule: verify.Rule = verify.block, sampling: Sampling = SAMPLING) -> Callable[[int], Sampler]:
-    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), rule=rule, key=i)
-
-
 def matcher() -> Matcher:
     assert SAMPLING.grammar is not None
     return SAMPLING.grammar.matcher(PROMPT)
@@ -133,12 +129,12 @@ class CutDrawn:
 
 @pytest.mark.parametrize("rule", [verify.block, verify.token])
 def test_drawn_drafts(expected: np.ndarray, rule: verify.Rule) -> None:
-    assert excess(expected, legal(draft_model()), unseeded(rule)) < 1
+    assert excess(expected, legal(draft_model()), unseeded(SAMPLING, rule)) < 1
 
 
 @pytest.mark.parametrize("drafter", [legal(Lookup(2, 8)), Scripted([])])
 def test_drafts_that_are_not_drawn_and_no_drafts(expected: np.ndarray, drafter: Drafter) -> None:
-    assert excess(expected, drafter, unseeded()) < 1
+    assert excess(expected, drafter, unseeded(SAMPLING)) < 1
 
 
 def test_seeded_drafts(expected: np.ndarray) -> None:
@@ -146,11 +142,11 @@ def test_seeded_drafts(expected: np.ndarray) -> None:
 
 
 def test_drawn_drafts_cut_by_validity_are_caught(expected: np.ndarray) -> None:
-    assert excess(expected, CutDrawn(draft_model()), unseeded(), 3 * GENERATIONS) > 1
+    assert excess(expected, CutDrawn(draft_model()), unseeded(SAMPLING), 3 * GENERATIONS) > 1
 
 
 def test_a_missing_grammar_is_caught(expected: np.ndarray) -> None:
-    assert excess(expected, Scripted([]), unseeded(sampling=Sampling(1.0)), 50) > 1
+    assert excess(expected, Scripted([]), unseeded(Sampling(1.0)), 50) > 1
 
 
 # --- every draft, enumerated

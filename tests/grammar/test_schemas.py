@@ -25,7 +25,3 @@ def test_random_answers_match_and_end(number: int) -> None:
         written += bytes([draw.choice(allowed)])
         assert len(written) < MAX_BYTES
     jsonschema.Draft202012Validator(schema).validate(json.loads(written))
-
-
-def test_a_seed_draws_the_same_schemas() -> None:
-    assert Draws(7).schemas(12) == Draws(7).schemas(12) != Draws(8).schemas(12)
