@@ -27,11 +27,11 @@ from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
 from mlx_spec.apps.chat.input import CommandCompleter, LineEditor
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
-from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair, reuse_weights, with_drafts
+from mlx_spec.apps.chat.models import LoadedPair, PairChoice, open_pair
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
 from mlx_spec.apps.chat.terminal import Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
-from mlx_spec.session import Positions, Session, Statistics
+from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
 TARGET = str(GOLDEN / "target")
@@ -44,10 +44,6 @@ TURNS = [
 @pytest.fixture(scope="module")
 def model() -> LoadedPair:
     return open_pair(PairChoice(TARGET, str(GOLDEN / "assistant")))
-
-
-def texts(session: Session, message: str, max_tokens: int = 12) -> str:
-    return "".join(piece.text for piece in session.stream(message, max_tokens=max_tokens))
 
 
 # --- reports
@@ -183,26 +179,6 @@ def test_loading_is_all_or_nothing(model):
         assert (talk.turns, talk.system, talk.settings.max_tokens) == (TURNS, "Be brief.", 5)
     talk.load(SavedConversation("demo", None, None, [], {}))
     assert (talk.turns, talk.system, talk.settings) == ([], None, AnswerSettings())
-
-
-# --- drafts
-
-
-def test_drafts_without_loading_again(model):
-    """Off, a number and back: the same weights, another policy; other drafters are another matter."""
-    pair, own = model.pair, model.pair.policies
-    reasons = {}
-    for word in ("off", "2", "auto"):
-        found = reuse_weights(model, with_drafts(model.choice, word))
-        assert found is not None and found.pair is pair
-        session = pair.session()
-        reasons[word] = (texts(session, "hello", 6), session.statistics.reason.value)
-    assert len({text for text, _ in reasons.values()}) == 1
-    assert reasons["off"][1] == "disabled by user" and reasons["2"][1] == "fixed by user"
-    assert pair.policies is own
-    assert reuse_weights(model, with_drafts(model.choice, "lookup")) is None
-    fixed = replace(model, choice=replace(model.choice, num_draft_tokens=2), adaptive=None)
-    assert reuse_weights(fixed, with_drafts(fixed.choice, "auto")) is None
 
 
 # --- Markdown
