@@ -1,19 +1,23 @@
-"""A draft model: whatever happened before, it drafts like a new one; and it is lossless at work."""
+"""A draft model, and PARD: whatever happened before, it drafts like a new one."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 
+import fitted
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
 from checkpoints import read
-from fitted import Recorder
+from fitted import Recorder, largest, logits_of, opened
 from test_load import save
 
+import mlx_spec.drafters.draft_model as module
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, VocabularySizes
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, Pard, VocabularySizes
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
@@ -22,7 +26,9 @@ from mlx_spec.types import Features
 KINDS = ("full", "sliding", "shared", "recurrent", "recurrent_moe")
 SAME = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 NOTHING = Features()
-TOLERANCE = 1e-4
+TOLERANCE, EXACT = 1e-4, 1e-5
+GOLDEN = Path(__file__).parents[1] / "golden" / "pard"
+MASK = tiny.VOCAB - 1
 
 
 @cache
@@ -200,6 +206,69 @@ def test_padded_vocabulary(size, temperature):
         assert draft.probs[:, size:].sum().item() == 0
     else:
         assert draft.probs is None
+
+
+# --- PARD: the numbers of transformers, and of one pass without a cache
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_five_rounds_of_transformers(name, tmp_path):
+    """2, none, all, 1 and 3 of the 4 drafts are accepted."""
+    config, facts = (json.loads((GOLDEN / name / f"{f}.json").read_text()) for f in ("config", "golden"))
+    tensors, golden = (mx.load(str(GOLDEN / name / f"{f}.safetensors")) for f in ("model", "golden"))
+    published = fitted.Checkpoint(tensors, config, fitted.target_config(3, vocab=config["vocab_size"]))
+    drafter = opened(published, tmp_path).make(LMTarget(tiny.full()).parts)
+    for i, begin in enumerate(facts["begins"]):
+        history = facts["history"][:begin]
+        drafter.observe(history, NOTHING)
+        assert largest(logits_of(drafter, history, 4), golden[f"logits.{i}"]) < EXACT
+
+
+def pard() -> Pard:
+    return Pard(model_of("full"), SAME, MASK)
+
+
+def whole(history: list[int], limit: int) -> mx.array:
+    """The last K logits of one pass without a cache."""
+    return model_of("full")(mx.array([history + [MASK] * (limit - 1)]))[0, -limit:]
+
+
+def grown(drafter: Pard, history: list[int], tokens: list[int]) -> list[int]:
+    history = [*history, *tokens]
+    drafter.observe(history, NOTHING)
+    return history
+
+
+@pytest.mark.parametrize("length", [1, 7, 20, MAX_UNWRITTEN + 30])
+def test_rounds_of_pard(length, monkeypatch):
+    """All, none and some accepted, other limits, plain rounds in between: always the rows of one pass."""
+    monkeypatch.setattr(module, "PREFILL_STEP", 50)
+    drafter, history = pard(), tiny.prompt(length)
+    drafter.observe(history, NOTHING)
+    for kept, limit in ((5, 4), (1, 4), (3, 2), (1, 7), (2, 1), (8, 4)):
+        assert largest(logits_of(drafter, history, limit), whole(history, limit)) < EXACT
+        history = grown(drafter, history, tiny.prompt(kept, seed=kept + 4))
+
+
+def test_history_of_pard_goes_back():
+    drafter, first = pard(), tiny.prompt(50)
+    other = tiny.prompt(40, seed=5)
+    for history in (first, first[:30], [*first[:30], 9, 9], first[:31], other, first[:1], first):
+        assert largest(logits_of(drafter, history, 3), whole(history, 3)) < EXACT
+        assert largest(logits_of(drafter, history, 3), whole(history, 3)) < EXACT
+        drafter.observe([*history, 7], NOTHING)
+
+
+def test_interrupted_draft_of_pard(monkeypatch):
+    drafter, history = pard(), tiny.prompt(12)
+    logits_of(drafter, history, 4)
+    history = grown(drafter, history, [1, 2])
+    layer = model_of("full").model.layers[2]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "__call__", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.draft(history, 4, Recorder())
+    assert largest(logits_of(drafter, history, 4), whole(history, 4)) < EXACT
 
 
 # --- from disk

@@ -1,23 +1,84 @@
-"""Medusa heads: an independent forward pass, their traps, and the target's own text."""
+"""Medusa: heads by an independent forward pass; small trees at work, and what users see of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import by_hand
 import fitted
+import grammars
 import lossless
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+import pytest
 import synthetic
 import tiny
-from fitted import largest, opened
+from drafting import QUESTIONS, converted
+from fitted import largest, opened, random_rows
 from synthetic import Checkpoint
+from test_logprobs import recorded
 
+from mlx_spec import load
 from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.drafters.medusa import GuessRates
+from mlx_spec.drafters.model_free import GrammarFilter
+from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
-from mlx_spec.types import Draft, Features
+from mlx_spec.model.tree import Tree, tree_of, tree_template
+from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
-TOLERANCE = 1e-5
-GREEDY = lossless.GREEDY.sampler(1, 256)
+GOLDEN = Path(__file__).parents[1] / "golden"
+TOLERANCE, SAMPLER = 1e-5, lossless.GREEDY.sampler(1, 256)
+HEADS, COUNT = 4, 48
+RATES = [[0.6, 0.15, 0.07, 0.04]] * HEADS
+TARGETS = {"full": None, "sliding": None, "shared": None, "quantized": 8}
+PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.1, seed=3)
+
+
+def small(nodes: int, height: int = HEADS) -> Tree:
+    return tree_template(nodes, RATES[:height]).tree(nodes)
+
+
+class Scripted(SequenceDrafter):
+    """Trees whose path of truth goes now by first guesses and now by others, and ends now and then."""
+
+    def __init__(self, truth: Sequence[int], needs: FeatureSpec | None = None) -> None:
+        self.truth, self.drafts, self.needs = list(truth), 0, needs or FeatureSpec()
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        ahead = self.truth[len(history) : len(history) + limit]
+        self.drafts += 1
+        if not ahead:
+            return Draft(mx.array([], dtype=mx.int32))
+        tree = small(14, len(ahead))
+        leaves = [path for path in tree.paths if len(path) > 1]
+        path = leaves[5 * self.drafts % len(leaves)][1:]
+        tokens = [
+            (ahead[depth - 1] + 1 + rank) % 256 for depth, rank in zip(tree.depths, tree.ranks, strict=True)
+        ][1:]
+        for row in path:
+            tokens[row - 1] = ahead[tree.depths[row] - 1]
+        return Draft(mx.array(tokens, dtype=mx.int32), parents=tree.parents)
+
+
+def text(
+    model: nn.Module, kind: str, prompt: list[int], drafter: Drafter, sampling: Sampling, K: int
+) -> tuple[list[int], list[Round]]:
+    """Tokens and rounds; K is the most tokens of a tree."""
+    target = LMTarget(model, drafter.needs, kv_bits=TARGETS[kind])
+    done = lossless.rounds(target, drafter, K, prompt, COUNT, sampling=sampling)
+    return lossless.emitted(done), done
+
+
+# --- heads in a row
 
 
 def by_formula(made: Checkpoint, hidden: mx.array, heads: int) -> np.ndarray:
@@ -29,7 +90,7 @@ def by_formula(made: Checkpoint, hidden: mx.array, heads: int) -> np.ndarray:
     return np.array(result)
 
 
-def check(source: DrafterSource, draft: Draft, made: Checkpoint, hidden: mx.array) -> None:
+def check_draft(source: DrafterSource, draft: Draft, made: Checkpoint, hidden: mx.array) -> None:
     """The likeliest tokens, and the logits behind them."""
     expected = by_formula(made, hidden, 4)
     assert draft.probs is None and draft.tokens.tolist() == expected.argmax(axis=-1).tolist()
@@ -40,13 +101,13 @@ def check(source: DrafterSource, draft: Draft, made: Checkpoint, hidden: mx.arra
 def test_rounds(tmp_path):
     """Behind no, some and all tokens accepted it is the newest row that counts."""
     made = fitted.medusa(3)
-    source, rows, end = opened(made, tmp_path), fitted.random_rows(30, 1)[0], 9
+    source, rows, end = opened(made, tmp_path), random_rows(30, 1)[0], 9
     drafter, history = source.make(LMTarget(tiny.full(), source.needs).parts), tiny.prompt(31)
     for kept in (1, 3, 5, 1, 2):
         drafter.observe(history[: end + kept], Features(final_hidden=rows[end - 1 : end + kept - 1]))
         end += kept
-        draft = drafter.draft(history[:end], 4, GREEDY)
-        check(source, draft, made, rows[end - 2])
+        draft = drafter.draft(history[:end], 4, SAMPLER)
+        check_draft(source, draft, made, rows[end - 2])
         assert draft.tokens.tolist() != by_formula(made, rows[end - 3], 4).argmax(axis=-1).tolist()
 
 
@@ -66,20 +127,205 @@ def test_hidden_is_the_one_behind_the_final_norm(tmp_path):
         target = LMTarget(model, source.needs)
         drafter = source.make(target.parts)
         drafter.observe(prompt[:9], target.prefill(prompt[:8]))
-        assert drafter.draft(prompt[:9], 4, GREEDY).tokens.size == 0  # behind a prompt
+        assert drafter.draft(prompt[:9], 4, SAMPLER).tokens.size == 0  # behind a prompt
         target.verify(mx.array([*prompt[8:11], 7]))
         drafter.observe(prompt, target.commit(3))
-        check(source, drafter.draft(prompt, 4, GREEDY), made, hidden[0, -1])
+        check_draft(source, drafter.draft(prompt, 4, SAMPLER), made, hidden[0, -1])
     assert largest(by_formula(made, after[0, -1], 4), by_formula(made, before[0, -1], 4)) > 1e-3
 
 
 def test_more_blocks_a_head_and_no_biases(tmp_path):
     """vLLM's form."""
     made = synthetic.vllm_medusa()
-    source, row = opened(made, tmp_path), fitted.random_rows(1, 1, synthetic.D)[0]
+    source, row = opened(made, tmp_path), random_rows(1, 1, synthetic.D)[0]
     h = np.array(row[0], dtype=np.float64)
     for layer in range(2):
         h = h + by_hand.silu(by_hand.array(made.tensors, f"blocks.1.layers.{layer}.weight") @ h)
     expected = by_hand.array(made.tensors, "lm_heads.1.weight") @ h
     assert largest(source.network(row, 2)[1], expected) < TOLERANCE
     assert largest(source.network(row, 2)[0], expected) > 1e-3
+
+
+# --- the tree
+
+
+def test_a_tree_of_the_heads_likeliest_tokens(tmp_path: Path) -> None:
+    """Node by node from the heads' own rows, in the order of an independent ranking."""
+    source, prompt, row = opened(fitted.medusa(3, HEADS), tmp_path), tiny.prompt(25), random_rows(1, 1)[0]
+    trees, chain = (each.make(None) for each in (source.trees, source))
+    assert trees.draft(prompt, 9, SAMPLER).tokens.size == 0  # nothing was observed
+    trees.observe(prompt, Features(final_hidden=row))
+    chain.observe(prompt, Features(final_hidden=row))
+    ranked = np.argsort(-np.array(source.network(row, HEADS)), axis=-1, kind="stable")
+    for nodes in (1, 2, 7, 16):
+        draft = trees.draft(prompt, nodes, SAMPLER)
+        tree = tree_of(draft.parents)
+        assert len(tree.parents) == nodes and draft.probs is None
+        for j, token in enumerate(draft.tokens.tolist()):
+            assert token == ranked[tree.depths[j + 1] - 1, tree.ranks[j + 1]]
+    likeliest = chain.draft(prompt, HEADS, SAMPLER).tokens.tolist()
+    assert draft.tokens.tolist()[: tree.height] == likeliest[: tree.height]
+    assert trees.draft(prompt, 0, SAMPLER).tokens.size == 0
+    assert trees.draft([*prompt, 1], 9, SAMPLER).tokens.size == 0
+
+
+@pytest.mark.parametrize(("accepted", "chain"), [(HEADS, True), (1, False)])
+def test_rates_of_guesses_are_learned(accepted: int, chain: bool) -> None:
+    """Where first guesses are right the tree becomes a chain; where only the first one is, it widens."""
+    rates, tree = GuessRates(HEADS), small(14)
+    drafted = [10 * depth + rank for depth, rank in zip(tree.depths[1:], tree.ranks[1:], strict=True)]
+    tokens = [10 * (i + 1) if i < accepted else 99 for i in range(HEADS)]
+    for _ in range(300):
+        rates.observe(tree, drafted, tokens)
+    learned = rates.template().tree(HEADS)
+    assert (learned.height == HEADS) is chain
+    assert sum(rates.tree_gains()[:HEADS]) == pytest.approx(accepted, abs=0.35)
+
+
+# --- the text
+
+
+def check(done: list[Round], nodes: int) -> None:
+    """Side branches, whole and partial acceptance, and figures that fit together."""
+    trees = [round for round in done if round.nodes]
+    assert any(any(round.ranks) for round in trees), "no side branch was accepted"
+    assert any(0 < round.accepted < round.drafted for round in trees)
+    assert any(rank > 0 and i > 0 for round in trees for i, rank in enumerate(round.ranks))
+    for round in trees:
+        assert round.accepted <= round.drafted <= round.nodes <= nodes
+        assert len(round.ranks) == round.accepted <= len(round.tokens) <= round.accepted + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"), [*((kind, lossless.GREEDY) for kind in TARGETS), ("sliding", PENALTIES)]
+)
+def test_scripted_trees_leave_the_text(kind: str, sampling: Sampling) -> None:
+    """Past the sliding window; with penalties, which count the tokens of each path."""
+    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
+    truth, _ = text(model, kind, prompt, Scripted([]), sampling, 0)
+    emitted, done = text(model, kind, prompt, Scripted([*prompt, *truth]), sampling, 14)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    check(done, 14)
+    assert len(done) < COUNT // 2
+
+
+@pytest.mark.parametrize("place", [13, 16, 17])
+def test_a_stop_token_inside_a_path(place: int) -> None:
+    """The text ends with it, the caches hold all before it, and what follows is right."""
+    model, prompt = tiny.sliding(), tiny.prompt(25)
+    truth, _ = text(model, "sliding", prompt, Scripted([]), lossless.GREEDY, 0)
+    place = truth.index(truth[place])
+    target = LMTarget(model)
+    sampler = lossless.GREEDY.sampler(len(prompt), 256)
+    drafter = Scripted([*prompt, *truth])
+    rounds = list(
+        generate(target, [drafter], FixedPolicy(14), sampler, prompt, max_tokens=COUNT, stop=[truth[place]])
+    )
+    emitted = lossless.emitted(rounds)
+    assert emitted == truth[: place + 1] and rounds[-1].finish_reason == "stop"
+    assert rounds[-1].accepted <= len(rounds[-1].tokens)
+    assert target.size == len(prompt) + place and target.uncommitted == 0
+    history = [*prompt, *emitted]
+    again = list(generate(target, [drafter], FixedPolicy(14), sampler, history, max_tokens=COUNT - place - 1))
+    assert lossless.emitted(again) == truth[place + 1 :]
+
+
+# --- heads that were trained, from `load` on
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "pair"
+    converted(GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / "medusa", out)
+    return out
+
+
+PLAIN = 0.03  # seconds of a plain token
+FLAT = {1: PLAIN, 17: PLAIN}  # seconds of a pass by rows: width is free
+STEEP = {1: PLAIN, 3: 1.2 * PLAIN, 5: 1.4 * PLAIN, 17: 8 * PLAIN}
+
+
+class Simulated(AdaptivePolicies):
+    """Adaptive policies on a virtual clock: passes take what the table says, drafts take no time."""
+
+    def __init__(self, names: Sequence[str], passes: dict[int, float]) -> None:
+        super().__init__(names)
+        self.passes, self.now = passes, 0.0
+        self.use(Table(PLAIN, passes, [{} for _ in names]))
+
+    def policy(self, clock=None, gains=None) -> AdaptivePolicy:
+        policy = super().policy(lambda: self.now, gains)
+        observe = policy.observe
+
+        def observe_later(round: Round) -> None:
+            rows = 1 + (round.nodes or round.drafted)
+            self.now += float(np.interp(rows, list(self.passes), list(self.passes.values())))
+            observe(round)
+
+        policy.observe = observe_later
+        return policy
+
+
+def answered(folder: Path, sampling: Sampling, passes: dict[int, float]) -> list[Round]:
+    """Rounds of a pair whose passes take the given time; all texts are those of plain decoding."""
+    pair, alone = load(folder), load(folder, "none")
+    assert pair.drafter_names == ("medusa", "medusa trees", "lookup")
+    pair.policies = Simulated(pair.drafter_names, passes)
+    done: list[Round] = []
+    for question in QUESTIONS:
+        prompt = [2, *pair.text.encode(question)]
+        found = list(pair.generate(prompt, sampling=sampling, max_tokens=COUNT))
+        plain = lossless.emitted(list(alone.generate(prompt, sampling=sampling, max_tokens=COUNT)))
+        assert lossless.emitted(found) == plain, question
+        done += found
+    return done
+
+
+@pytest.mark.parametrize("sampling", [lossless.GREEDY, Sampling(0.8, top_p=0.95, seed=6)])
+def test_trained_heads_draft_trees_where_width_is_free(trained, sampling) -> None:
+    """Past the target's window of 16; every answer is the first of its conversation."""
+    done = answered(trained, sampling, FLAT)
+    check(done, 16)
+    trees = [round for round in done if round.nodes]
+    assert len(trees) > 0.6 * sum(round.drafted > 0 for round in done)
+    assert {0, 3} <= {round.accepted for round in trees}
+    assert sum(round.accepted for round in trees) > 1.5 * len(trees)
+
+
+def test_trained_heads_draft_small_where_rows_are_dear(trained) -> None:
+    done = answered(trained, lossless.GREEDY, STEEP)
+    rows = [round.nodes or round.drafted for round in done if round.drafted]
+    assert rows and max(rows) <= 6
+
+
+# --- what is seen of it
+
+
+@pytest.mark.parametrize("sampling", [lossless.GREEDY, PENALTIES])
+def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
+    """They equal those of plain decoding, token for token."""
+    model, prompt = tiny.sliding(), tiny.prompt(25)
+    found, truth = [], list[int]()
+    for K in (0, 14):
+        rounds, said = recorded(model, Scripted([*prompt, *truth]), FixedPolicy(K), sampling, prompt)
+        truth = lossless.emitted(rounds)
+        found.append(said)
+    check(rounds, 14)
+    for plain, drafted in zip(*found, strict=True):
+        assert (plain.token, [a.token for a in plain.top]) == (drafted.token, [a.token for a in drafted.top])
+        assert drafted.logprob == pytest.approx(plain.logprob, abs=1e-4)
+
+
+def test_a_grammar_holds_on_every_path() -> None:
+    model, prompt = tiny.full(), tiny.prompt(25)
+    sampling = Sampling(grammar=grammars.compiled("regex", "[a-f]{30}[0-9]{40}"))
+    truth, _ = text(model, "full", prompt, Scripted([]), sampling, 0)
+    assert (
+        bytes(truth[:32]).isalnum()
+        and truth != text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)[0]
+    )
+    matcher = sampling.grammar.matcher(prompt)
+    drafter = GrammarFilter(Scripted([*prompt, *truth]), matcher, len(prompt))
+    emitted, done = text(model, "full", prompt, drafter, sampling, 14)
+    assert emitted == truth, lossless.first_difference(emitted, truth)
+    check(done, 14)
