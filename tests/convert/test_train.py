@@ -35,6 +35,11 @@ FACTS = ROOT / "benchmarks" / "demo_pair" / "facts.json"
 SMALL = "--answers 60 --answer-tokens 20 --vocabulary 512 --width 48 --epochs 2".split()
 
 
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_spec.convert.train.fit.STEP_ROWS", 128)
+
+
 @pytest.fixture(scope="module")
 def demo() -> Pair:
     return recording(mlx_spec.load("demo", "none"))
@@ -176,7 +181,7 @@ def test_a_run_in_pieces_is_a_run_in_one(demo: Pair, answers: list[Path], tmp_pa
             (answers[:-1], answers[-1:]),
             folder,
             window=64,
-            epochs=24,
+            epochs=6,
             fine_tunes=False,
             seed=1,
         )
@@ -213,7 +218,6 @@ def test_train_killed_and_gone_on(
     assert run(*arguments, "--epochs", "3") == 1
     assert "epochs 2.0, this one has 3.0" in capsys.readouterr().err
     monkeypatch.setattr("mlx_spec.convert.train.train.TEST_TOKENS", 16)
-    monkeypatch.setattr("mlx_spec.convert.train.fit.STEP_ROWS", 128)
     assert run(*arguments) == 0
     report = json.loads((out / "training.json").read_text())
     assert report["tokens_a_round"]["0"]["all"] > 1 + CHANCE_FACTOR * MIN_ACCEPTANCE
