@@ -22,7 +22,6 @@ from lossless import (
 
 from mlx_spec import engine
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Sampler
 
@@ -79,25 +78,6 @@ def test_features_are_those_of_one_plain_forward(kind: str) -> None:
     assert drafter.histories == [sum(sizes[: i + 1]) + 1 for i in range(len(sizes))]
 
 
-def test_shared_kv_holds_committed_rows_only() -> None:
-    needs = FeatureSpec(shared_kv=True)
-    prompt = tiny.prompt(30)
-    truth = plain(MODELS["shared"], prompt, 30)
-    target, drafter = LMTarget(MODELS["shared"], needs), Scripted(prompt + truth, 2, needs)
-    rounds(target, drafter, 4, prompt, 30)
-    fresh = LMTarget(MODELS["shared"], needs)
-    features = fresh.prefill((prompt + truth)[:-1])
-    assert features.shared_kv is not None and drafter.seen[-1].shared_kv is not None
-    expected, seen = features.shared_kv(), drafter.seen[-1].shared_kv()
-    assert set(expected) == {"full_attention", "sliding_attention"}
-    assert (
-        expected["full_attention"].keys.shape[2] == 59 and expected["sliding_attention"].keys.shape[2] == 15
-    )
-    for name, rows in expected.items():
-        assert mx.allclose(rows.keys, seen[name].keys, atol=1e-4).item()
-        assert mx.allclose(rows.values, seen[name].values, atol=1e-4).item()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [0, 4])
 def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K: int) -> None:
@@ -115,22 +95,6 @@ def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K:
     assert more == mlx_lm_greedy(model, history, 20)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("K", [0, 3])
-def test_closing_between_rounds_leaves_cache_and_text_equal(kind: str, K: int) -> None:
-    model, prompt = MODELS[kind], tiny.prompt(17)
-    truth = said(kind, 17)[:30]
-    target = LMTarget(model)
-    stream = engine.generate(
-        target, [Scripted(prompt + truth, 2)], FixedPolicy(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
-    )
-    got = [t for _ in range(3) for t in next(stream).tokens]
-    stream.close()
-    assert got == truth[: len(got)] and target.size == len(prompt) + len(got) - 1
-    rest = emitted(rounds(target, Scripted([]), 0, prompt + got, 10))
-    assert rest == truth[len(got) : len(got) + 10]
-
-
 @pytest.mark.parametrize("K", [0, 1, 5])
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_max_tokens_is_exact(K: int, count: int) -> None:
@@ -138,34 +102,6 @@ def test_max_tokens_is_exact(K: int, count: int) -> None:
     truth = plain(MODELS["full"], prompt, 20)
     done = rounds(LMTarget(MODELS["full"]), Scripted(prompt + truth), K, prompt, count)
     assert emitted(done) == truth[:count] and done[-1].finish_reason == "length"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
-    model, needs = MODELS[kind], FeatureSpec(final_hidden=True)
-    prompts = [tiny.prompt(17), tiny.prompt(33, seed=8)]
-    truths = [said(kind, 17)[:30], plain(model, prompts[1], 30)]
-    streams = [
-        engine.generate(
-            LMTarget(model, needs),
-            [Scripted(p + t, 2, needs)],
-            FixedPolicy(K),
-            GREEDY.sampler(len(p), 256),
-            p,
-            max_tokens=30,
-        )
-        for p, t, K in zip(prompts, truths, (3, 0), strict=True)
-    ]
-    got: list[list[int]] = [[], []]
-    live = [0, 1]
-    while live:
-        for i in list(live):
-            round = next(streams[i], None)
-            if round is None:
-                live.remove(i)
-            else:
-                got[i] += round.tokens
-    assert got == truths
 
 
 @pytest.mark.parametrize("K", [0, 4])

@@ -163,6 +163,7 @@ def test_missing_path(tmp_path: Path) -> None:
     assert "is a file: give the folder that holds it" in refused(NotFound, tmp_path / "file")
     for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", "./none"):
         assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name)
+    assert "cannot hold a NUL" in refused(InvalidValue, "a\0b")
     (tmp_path / "folder").mkdir()
     assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path / "folder")
 
