@@ -130,18 +130,6 @@ def test_manifest(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_ordering_stays_integer_and_what_cannot_be_quantized_is_named(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    manifest = converted("e2b", out, drafter_bits="4", dtype="bfloat16", group_size=128)
-    tensors = stored(out / "drafter" / "model.safetensors")
-    original = stored(GOLDEN / "e2b" / "assistant" / "model.safetensors")
-    order = "masked_embedding.token_ordering"
-    assert tensors[order].dtype == mx.int32 and mx.array_equal(tensors[order], original[order])
-    left = manifest["parts"]["drafter"].get("unquantized", [])
-    assert all(f"{name.removesuffix('weight')}scales" not in tensors for name in left)
-    assert tensors["model.norm.weight"].dtype == mx.bfloat16
-
-
 def test_several_shards(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("e4b")
     split(source / "target", 3)

@@ -150,10 +150,10 @@ def test_rounds_are_those_of_an_exact_engine(pair, case):
 @pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
 def test_same_tokens_as_plain_decoding(pair, K):
     """Also where all drafts fail, as those of random weights do."""
-    facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 64)
+    facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 40)
     accepted = sum(round.accepted for round in done)
-    assert lossless.emitted(done) == facts["greedy"][1:65]
-    assert not K or (accepted > 15 if pair in TRAINED else accepted <= 2)
+    assert lossless.emitted(done) == facts["greedy"][1:41]
+    assert not K or (accepted > 10 if pair in TRAINED else accepted <= 2)
 
 
 PROMPTS = ["The capital of", "def fib(n):\n    if n", "one two three four five six seven eight nine ten"]

@@ -27,7 +27,7 @@ from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
-COUNT = 50  # tokens of an answer
+COUNT = 40  # tokens of an answer
 BITS, SPOILED, LENGTHS = [None, 8, 4], [(1, 2), (4, 3), (16, 2)], [1, 16, 40]
 
 
@@ -137,7 +137,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
 
     class Late(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-            return super().draft(history, limit if len(history) > 40 else 0, sampler)
+            return super().draft(history, limit if len(history) > 30 else 0, sampler)
 
     policy = Listed(Decision((Choice(0, 4),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
@@ -147,7 +147,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
         queued.append(bool(target.uncommitted))
     assert emitted(done) == truth
     assert [r.kind == "plain" for r in done] == queued
-    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 23]
+    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 13]
     assert [queued[i] for i in early] == [False, *[True] * (len(early) - 1)]
     first = next(i for i, r in enumerate(done) if r.kind == "draft")
     assert [r.kind for r in done[first - 2 : first]] == ["plain", "landed"]  # the queued token comes first
