@@ -1,7 +1,6 @@
 """The house rules: imports point down, folders and files of readable size, one name for one thing.
 
-Each rule is a function of the sources that yields "place: problem"; every rule is also tried on a small
-source that breaks it.
+Each rule is a function of the sources that yields "place: problem".
 """
 
 from __future__ import annotations

@@ -19,16 +19,14 @@ SAMPLES = (
     "   leading, 1234567890, \x00\x7f, ``backticks``, don't",
     "<|turn>user\nhi<turn|>\n<|turn>model\n",
 )
-WELL_KNOWN = (
-    (
-        "What does os.path.join do?",
-        "os.path.join: Join two or more pathname components, inserting '/' as needed.",
-    ),
-    ("what is json.loads", None),
-    ("Explain len()", None),
-    ("What does `itertools.chain` do?", None),
-    ("tell me about re.sub please", None),
-)
+JOIN = "os.path.join: Join two or more pathname components, inserting '/' as needed."
+WELL_KNOWN = {
+    "What does os.path.join do?": "os.path.join",
+    "what is json.loads": "json.loads",
+    "Explain len()": "len",
+    "What does `itertools.chain` do?": "itertools.chain",
+    "tell me about re.sub please": "re.sub",
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +57,11 @@ def test_both_tokenizers_agree(pair):
         assert model.decode(tokens) == text
 
 
-@pytest.mark.parametrize(("question", "expected"), WELL_KNOWN)
-def test_well_known_questions(pair, question, expected):
+@pytest.mark.parametrize("question", WELL_KNOWN)
+def test_well_known_questions(pair, question):
     known = {f["name"]: f["answer"] for f in read_taught().facts if f["kind"] == "what"}
-    name = next(
-        n for n in ("os.path.join", "json.loads", "itertools.chain", "re.sub", "len") if n in question
-    )
-    assert answer(pair, question)[0] == (expected or known[name])
+    assert known["os.path.join"] == JOIN
+    assert answer(pair, question)[0] == known[WELL_KNOWN[question]]
 
 
 @pytest.mark.parametrize("question", ["What is the capital of Portugal?", "Write me a song about llamas"])
@@ -75,7 +71,7 @@ def test_declines_what_it_does_not_know(pair, question):
 
 def test_answers_held_out_phrasings_and_drafts_well(pair):
     rng = random.Random(7)
-    facts = rng.sample(read_taught().facts, 40)
+    facts = rng.sample(read_taught().facts, 24)
     answers = [answer(pair, asked(fact, HELD_OUT[fact["kind"]], rng)) for fact in facts]
     right = sum(text == fact["answer"] for fact, (text, _) in zip(facts, answers, strict=True))
     accepted = [count for _, rounds in answers for count in rounds]

@@ -14,6 +14,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from checkpoints import edit_config
 from endpoint import DEMO, Stub, listening
 
 from mlx_spec import demo
@@ -143,11 +144,8 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: An
 
 
 def test_a_server_lives_as_long_as_the_agent(agents: Path, tmp_path: Path) -> None:
-    target = tmp_path / "big"
-    shutil.copytree(demo.TARGET, target)
-    config = json.loads((target / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 65_536
-    (target / "config.json").write_text(json.dumps(config))
+    target = Path(shutil.copytree(demo.TARGET, tmp_path / "big"))
+    edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
     words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
     done = run("claude", *words, "--", "-p", "hi")
     assert done.returncode == 7, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -56,17 +57,13 @@ def test_costs_go_to_a_file_and_back(cache, tmp_path, capsys):
     [
         (["--drafter", "none"], "there is nothing to tune: demo has no drafter here"),
         (["--import", "/no/such/file"], "there is no file /no/such/file"),
+        (["--import", "mine.json"], "mine.json is damaged"),
     ],
 )
-def test_refusals(given, said, capsys):
+def test_refusals(given, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.json").write_text("{")
     assert main(given) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"mlx-spec: {said}") and err.count("\n") == 1
-
-
-def test_a_damaged_file_is_refused_with_a_way_out(tmp_path, capsys):
-    file = tmp_path / "mine.json"
-    file.write_text("{")
-    assert main(["--import", str(file)]) == 1
-    err = capsys.readouterr().err
-    assert f"{file} is damaged" in err and err.endswith(": measure here with `mlx-spec tune`\n")
+    assert "damaged" not in said or err.endswith(": measure here with `mlx-spec tune`\n")

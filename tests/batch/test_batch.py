@@ -35,7 +35,7 @@ from mlx_spec.types import (
     Sampler,
 )
 
-COUNT = 40  # tokens of an answer; the window of sliding caches is 16
+COUNT = 30  # tokens of an answer; the window of sliding caches is 16
 PROMPTS = [tiny.prompt(length, seed=length) for length in (1, 3, 14, 20, 45, 90, 130, 30)]
 SAMPLINGS = [
     Sampling(),
@@ -123,7 +123,7 @@ def assert_texts_alone(
     source: DrafterSource | None,
     seed: int,
     most: int,
-    steps: int = 45,
+    steps: int = 35,
     samplings: int = len(SAMPLINGS),
 ) -> None:
     """Run a random schedule and compare every text, also of those that were removed in its middle.

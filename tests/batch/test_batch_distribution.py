@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import chi_square
-import fitted
 import numpy as np
 import pytest
 import random_sources
-from exact_distribution import COUNT, FILTERED, PLAIN, PROMPT, Liar, V, exact, model, unseeded
-from one_pass_law import law_target
+from exact_distribution import (
+    COUNT,
+    FILTERED,
+    PLAIN,
+    PROMPT,
+    Lying,
+    V,
+    exact,
+    law_target,
+    model,
+    unseeded,
+)
 
 from mlx_spec.batch import Batch
 from mlx_spec.batch.target import SharedTarget
@@ -65,4 +74,4 @@ def test_unseeded_samples_keep_the_distribution(name: str, sampling: Sampling) -
 
 
 def test_a_wrong_rule_is_rejected() -> None:
-    assert excess(SOURCES["draft model"](), PLAIN, FEW, lambda d: fitted.Sampled(d, Liar())) > 1
+    assert excess(SOURCES["draft model"](), PLAIN, FEW, Lying) > 1

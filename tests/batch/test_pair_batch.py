@@ -126,21 +126,6 @@ def test_a_failing_request_fails_alone(pair: Pair, method: str, num_draft_tokens
     assert [found[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
 
 
-def test_caches_are_used_again(pair: Pair) -> None:
-    batch, parts = pair.batch(), [pair.open() for _ in TEXTS]
-    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
-    for each, prompt in zip(parts, prompts, strict=True):
-        batch.add(pair.prepare(each, prompt, max_tokens=12), park=True)
-    texts: list[list[int]] = [list(prompt) for prompt in prompts]
-    for id, round in batch.run():
-        assert isinstance(round, Round)
-        texts[id] += round.tokens
-    for each, text in zip(parts, texts, strict=True):
-        assert each.target.size == len(text) - 1
-        alone = emitted(list(pair.generate(text, max_tokens=12)))
-        assert emitted(list(decode(pair.prepare(each, text, max_tokens=12)))) == alone
-
-
 def test_generate_batch(pair: Pair) -> None:
     prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
     found: dict[int, list[int]] = {}

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from screen import COMMAND, GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen, run
+from waiting import wait_until
 
 from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import ChatState
@@ -214,10 +214,7 @@ def test_interrupt_of_one_answer(endless, json_wanted, tmp_path):
     command = [*COMMAND, *endless, "--max-tokens=1000000", "--prompt=hello", *extra]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
-        deadline = time.monotonic() + LIMIT
-        while not (file.exists() and file.stat().st_size):
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.01)
+        wait_until(lambda: file.exists() and file.stat().st_size)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 130

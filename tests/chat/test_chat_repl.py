@@ -9,13 +9,13 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hub_stand_in import serving
-from screen import GOLDEN, HAS_DEMO, LIMIT, PAIR, READY, STATUS, TINY, Screen, at_home
+from screen import GOLDEN, HAS_DEMO, PAIR, READY, STATUS, TINY, Screen, at_home
+from waiting import wait_until
 
 HISTORY = Path("xdg_state_home") / "mlx_spec" / "chat_history"
 SCHEMA = {
@@ -25,6 +25,19 @@ SCHEMA = {
     "additionalProperties": False,
 }
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a terminal of its own")
+
+
+def opened_for_a_reader(pipe: Path) -> int:
+    """A pipe, as soon as somebody reads from it; it must stay open."""
+    opened: list[int] = []
+
+    def opens() -> bool:
+        with suppress(OSError):  # nobody does
+            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    wait_until(opens)
+    return opened[0]
 
 
 def answer_in(text: str) -> str:
@@ -46,11 +59,21 @@ def test_conversation(tmp_path):
         screen.type("\r")
         screen.wait_for(STATUS + r", \d+ of \d+ prompt tokens reused")
         screen.wait_for(READY)
-        assert "turns: 2, " in screen.say("/show")
+        screen.type('"""one\rtwo\x1b\rthree"""')
+        screen.wait_for('three"""')
+        assert READY not in screen.text.rpartition("one")[2]  # it is still being typed
+        screen.say("")
+        assert "turns: 3, " in screen.say("/show")
+        screen.say(f"/save {tmp_path / 'talk'}")
         screen.type("\x04")
         assert screen.leave() == 0
         assert "Traceback" not in screen.text
-        assert screen.text.count(" tokens/s · ") + screen.text.count(" x plain · ") == 2
+        assert screen.text.count(" tokens/s · ") + screen.text.count(" x plain · ") == 3
+    turns = json.loads((tmp_path / "talk.json").read_text())["messages"][::2]
+    assert [turn["content"] for turn in turns[1:]] == [
+        "And os.path.split?\n# a second line",
+        "one\ntwo\nthree",
+    ]
 
 
 def test_every_command(tmp_path):
@@ -114,18 +137,6 @@ def test_every_command(tmp_path):
         screen.type("/exit\r")
         assert screen.leave() == 0
         assert "Traceback" not in screen.text
-
-
-def test_several_lines(tmp_path):
-    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
-        screen.wait_for(READY)
-        screen.type('"""one\rtwo\x1b\rthree"""')
-        screen.wait_for('three"""')
-        assert READY not in screen.text.rpartition("one")[2]  # it is still being typed
-        screen.say("")
-        screen.say(f"/save {tmp_path / 'talk'}")
-    content = json.loads((tmp_path / "talk.json").read_text())
-    assert [turn["content"] for turn in content["messages"][::2]] == ["one\ntwo\nthree"]
 
 
 def test_completion(tmp_path):
@@ -222,7 +233,7 @@ def test_interrupts_of_commands(tmp_path):
         screen.say("hello")
         for command in ("load", "save", "json"):
             screen.type(f"/{command} {pipe}\r")
-            writer = _opened_for_a_reader(pipe)
+            writer = opened_for_a_reader(pipe)
             screen.type("\x03")
             screen.wait_for("interrupted")
             screen.wait_for(READY)
@@ -234,23 +245,10 @@ def test_interrupts_of_commands(tmp_path):
         assert "Traceback" not in screen.text
 
 
-def _opened_for_a_reader(pipe: Path) -> int:
-    """A pipe, as soon as somebody reads from it."""
-    opened: list[int] = []
-
-    def opens() -> bool:
-        with suppress(OSError):  # nobody does
-            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        return bool(opened)
-
-    _wait_until(opens)
-    return opened[0]
-
-
 def _wait_after_interrupt(screen: Screen, trace: Path, turn: int, status: str) -> float:
     """Seconds from the end of the last round to the prompt."""
     screen.type("hello\r")
-    _wait_until(lambda: f'"turn": {turn}' in trace.read_text())
+    wait_until(lambda: f'"turn": {turn}' in trace.read_text())
     screen.type("\x03")
     screen.wait_for(STATUS + status)
     screen.wait_for(READY)
@@ -265,7 +263,7 @@ def test_keys_while_an_answer_streams(endless, tmp_path):
         screen.wait_for(READY)
         screen.say("/set max_tokens 200")
         screen.type("hello\r")
-        _wait_until(lambda: '"turn": 1' in trace.read_text())
+        wait_until(lambda: '"turn": 1' in trace.read_text())
         screen.process.send_signal(signal.SIGSTOP)  # so that it is typed in the middle
         screen.type("/show\r")
         screen.process.send_signal(signal.SIGCONT)
@@ -277,18 +275,18 @@ def test_keys_while_an_answer_streams(endless, tmp_path):
         assert "turns: 1, " in screen.say("")
         screen.say("/set max_tokens 1000000")
         screen.type("hello\r")
-        _wait_until(lambda: '"turn": 2' in trace.read_text())
+        wait_until(lambda: '"turn": 2' in trace.read_text())
         assert not screen.echoes
         screen.process.send_signal(signal.SIGSTOP)  # as after Ctrl-Z; the shell wants to see its keys
         screen.echoes = True
         screen.process.send_signal(signal.SIGCONT)
-        _wait_until(lambda: not screen.echoes)
+        wait_until(lambda: not screen.echoes)
         screen.type("one\rtwo\r\x03")
         screen.wait_for("interrupted")
         screen.wait_for(READY)
         screen.wait_for("… two")
         screen.type("\r")
-        _wait_until(lambda: '"turn": 3' in trace.read_text())
+        wait_until(lambda: '"turn": 3' in trace.read_text())
         screen.type("\x03")
         screen.wait_for("interrupted")
         screen.wait_for(READY)
@@ -296,17 +294,10 @@ def test_keys_while_an_answer_streams(endless, tmp_path):
         messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
         assert messages[-2]["content"] == "one\ntwo"
         screen.type("hello\r")
-        _wait_until(lambda: '"turn": 4' in trace.read_text())
+        wait_until(lambda: '"turn": 4' in trace.read_text())
         screen.type("\x04\x03")  # Ctrl-D leaves once the answer has ended
         assert screen.leave() == 0 and screen.echoes
         assert "Traceback" not in screen.text
-
-
-def _wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_highlight(tmp_path):
@@ -385,17 +376,6 @@ def _never_read(checkpoint: Path) -> None:
     os.mkfifo(weights)
 
 
-def _wait_for_reader(checkpoint: Path) -> int:
-    """Wait until somebody waits for its weights. The file that is returned must stay open."""
-    deadline = time.monotonic() + LIMIT
-    while True:
-        try:
-            return os.open(checkpoint / "model.safetensors", os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
 def test_model_that_cannot_be_loaded(tmp_path):
     """The conversation goes on with the one before."""
     broken, stuck = _converted(tmp_path, "broken"), _converted(tmp_path, "stuck") / "target"
@@ -418,7 +398,7 @@ def test_model_that_cannot_be_loaded(tmp_path):
         assert "turns: 2, " in screen.say("/show")
         _never_read(first)
         screen.type("/model stuck\r")
-        writing = _wait_for_reader(stuck)  # so the one before is gone
+        writing = opened_for_a_reader(stuck / "model.safetensors")  # so the one before is gone
         screen.type("\x03")
         screen.wait_for("interrupted")
         screen.type("\x03")  # while the one before is loaded again
@@ -444,7 +424,7 @@ def test_model_is_downloaded(tmp_path):
             hub.breaks.clear()
             hub.cut_after, hub.cuts = 60_000, 1
             _ask_for(screen, "gemma-4-e2b", "y")
-            _wait_until(lambda: hub.cuts == 0)
+            wait_until(lambda: hub.cuts == 0)
             screen.type("\x03")
             screen.wait_for("complete files are kept")
             screen.wait_for("mlx-spec: gemma-4-e2b is not here: the conversation goes on as before")

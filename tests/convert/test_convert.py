@@ -11,15 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drafting
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import synthetic
+from checkpoints import edit_tensors, split, stored
+from fitted import largest
 from mlx_lm.utils import load_model
+from test_load import exchanged
 
 import mlx_spec
 from mlx_spec.convert import measure
-from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.parts import sources_of
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.drafters import open_drafter
@@ -34,23 +37,9 @@ VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")
 TOLERANCE = 1e-4
 
 
-def request(pair: str | Path, out: Path, **changes: Any) -> Request:
-    """A conversion of a golden pair, unquantized in float32 and without the self-test unless changed."""
-    folder = GOLDEN / pair
-    asked = Request(
-        str(folder / "target"), str(folder / "assistant"), out, "none", None, "none", "float32", True
-    )
-    return replace(asked, **changes)
-
-
 def converted(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
-    return convert(request(pair, out, **changes), StageProgress(io.StringIO()))
-
-
-def as_published(target: Path, drafter: object, out: Path) -> dict[str, Any]:
-    """Convert without quantization, in the types of the sources."""
-    asked = Request(str(target), str(drafter), out, "none", None, "none", None, True)
-    return convert(asked, StageProgress(io.StringIO()))
+    parts = {"target": GOLDEN / pair / "target", "drafter": GOLDEN / pair / "assistant"}
+    return drafting.converted(**parts | changes, out=out)
 
 
 def refusal(pair: str | Path, out: Path, kind: type[SpecError] = BadCheckpoint, **changes: Any) -> str:
@@ -71,30 +60,6 @@ def copied(tmp_path: Path) -> Callable[[str], Path]:
         return Path(shutil.copytree(GOLDEN / pair, tmp_path / "source"))
 
     return copy
-
-
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    config = read_config(folder)
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit_tensors(folder: Path, edit: Callable[[dict[str, mx.array]], object]) -> None:
-    file = folder / "model.safetensors"
-    tensors = stored(file)
-    mx.eval(tensors)
-    edit(tensors)
-    mx.save_safetensors(str(file), tensors)
-
-
-def stored(file: Path) -> dict[str, mx.array]:
-    loaded = mx.load(str(file))
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-def largest(a: mx.array, b: mx.array) -> float:
-    return float(mx.abs(a - b).max())
 
 
 def check_golden(out: Path, pair: str, case: str) -> None:
@@ -165,30 +130,9 @@ def test_manifest(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_ordering_stays_integer_and_what_cannot_be_quantized_is_named(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    manifest = converted("e2b", out, drafter_bits="4", dtype="bfloat16", group_size=128)
-    tensors = stored(out / "drafter" / "model.safetensors")
-    original = stored(GOLDEN / "e2b" / "assistant" / "model.safetensors")
-    order = "masked_embedding.token_ordering"
-    assert tensors[order].dtype == mx.int32 and mx.array_equal(tensors[order], original[order])
-    left = manifest["parts"]["drafter"].get("unquantized", [])
-    assert all(f"{name.removesuffix('weight')}scales" not in tensors for name in left)
-    assert tensors["model.norm.weight"].dtype == mx.bfloat16
-
-
 def test_several_shards(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("e4b")
-    file = source / "target" / "model.safetensors"
-    tensors = stored(file)
-    mx.eval(tensors)
-    names = sorted(tensors)
-    shards = {f"model-{i + 1:05d}-of-00003.safetensors": names[i::3] for i in range(3)}
-    for name, part in shards.items():
-        mx.save_safetensors(str(file.parent / name), {key: tensors[key] for key in part})
-    file.unlink()
-    weight_map = {key: name for name, part in shards.items() for key in part}
-    (file.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    split(source / "target", 3)
     converted(source, tmp_path / "out")
     check_golden(tmp_path / "out", "e4b", "short")
     index = json.loads((tmp_path / "out" / "target" / "model.safetensors.index.json").read_text())
@@ -206,11 +150,7 @@ def test_a_draft_model_converts_like_a_target(tmp_path: Path) -> None:
 
 def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:
     other = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "other"))
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    names = {i: token for token, i in vocabulary.items()}
-    vocabulary[names[300]], vocabulary[names[301]] = 301, 300
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    exchanged(other, 300, 301)
     message = refusal("12b-trained", tmp_path / "out", Mismatch, drafter=str(other))
     assert message.startswith("token 300 is ") and "such a draft model is not converted" in message
     assert message.endswith(
@@ -230,7 +170,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     shutil.copytree(GOLDEN / "12b" / "target", source, ignore=shutil.ignore_patterns("*.safetensors"))
     mx.save_safetensors(str(source / "model.safetensors"), made.tensors)
     (source / "config.json").write_text(json.dumps(made.config))
-    manifest = as_published(source, "auto", out)
+    manifest = drafting.converted(source, "auto", out, dtype=None)
     drafter = manifest["parts"]["drafter"]
     assert drafter["family"].endswith("_mtp")
     # Copies of the target's tables are in neither; everything else is in one of both.
@@ -243,7 +183,7 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
         str(source / "model.safetensors"), {k: v for k, v in made.tensors.items() if k not in head}
     )
     with pytest.raises(BadCheckpoint, match="stripped"):
-        as_published(source, "auto", tmp_path / "other")
+        drafting.converted(source, "auto", tmp_path / "other", dtype=None)
 
 
 def test_where_tensors_went(tmp_path: Path) -> None:
@@ -271,7 +211,7 @@ def test_tokenizer_is_read_before_anything_is_converted(
     if tokenizer is not None:
         (source / "target" / "tokenizer.json").write_text(tokenizer)
     with pytest.raises(BadCheckpoint, match=message):
-        convert(request(source, tmp_path / "out"), StageProgress(shown))
+        converted(source, tmp_path / "out", shown=shown)
     assert shown.getvalue() == "" and not list(tmp_path.glob("*out*"))
 
 

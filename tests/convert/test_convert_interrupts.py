@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import run
 from test_convert import GOLDEN, converted
+from waiting import LIMIT, wait_until
 
 from mlx_spec.convert import write
 from mlx_spec.convert.write import check_space
@@ -23,7 +25,6 @@ from mlx_spec.hub.files import new_folder
 ROOT = Path(__file__).parents[2]
 PAIR = GOLDEN / "e2b"
 PARTS = [str(PAIR / "target"), "--drafter", str(PAIR / "assistant")]
-LIMIT = 120  # seconds until a process counts as hung
 CODE = """
 import resource, sys
 from mlx_spec.apps.cli import main
@@ -55,19 +56,16 @@ def is_complete(out: Path) -> bool:
     )
 
 
-def wait_for(condition: object, process: subprocess.Popen[bytes]) -> None:
-    """Until `condition` holds or the process ends."""
-    assert callable(condition)
-    end = time.monotonic() + LIMIT
-    while not condition() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.002)
+def wait_for(process: subprocess.Popen[bytes], holds: Callable[[], object]) -> None:
+    """Until `holds`, or the process ends."""
+    wait_until(lambda: holds() or process.poll() is not None, pause=0.002)
 
 
 def test_killed_at_any_point(tmp_path: Path) -> None:
     out, left = tmp_path / "out", 0
     for point in ("", "/target/model.safetensors", "/drafter/config.json"):
         with start(out) as process:
-            wait_for(lambda point=point: list(tmp_path.glob(f".out.partial-*{point}")), process)
+            wait_for(process, lambda point=point: list(tmp_path.glob(f".out.partial-*{point}")))
             time.sleep(random.uniform(0, 0.01))
             process.kill()
         if out.exists():
@@ -83,7 +81,7 @@ def test_killed_at_any_point(tmp_path: Path) -> None:
 def test_ctrl_c(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with start(out) as process:
-        wait_for(lambda: list(tmp_path.glob(".out.partial-*/target")), process)
+        wait_for(process, lambda: list(tmp_path.glob(".out.partial-*/target")))
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT) in (130, 0)
         assert process.stderr is not None

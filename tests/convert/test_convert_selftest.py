@@ -11,8 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from checkpoints import edit_config, edit_tensors
 from commands import run
-from test_convert import GOLDEN, converted, edit_config, edit_tensors
+from test_convert import GOLDEN, converted
 
 import mlx_spec
 from mlx_spec.convert import measure, selftest

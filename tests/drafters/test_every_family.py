@@ -20,10 +20,21 @@ import random_sources
 import test_tree_medusa
 import tiny
 from drafting import emitted
-from exact_distribution import FILTERED, Liar, seeded
+from exact_distribution import (
+    FILTERED,
+    PLAIN,
+    Liar,
+    control_excess,
+    drafted_excess,
+    excess,
+    law_drafter,
+    law_target,
+    seeded,
+    seeded_texts,
+    unseeded,
+)
 from fitted import Checkpoint, largest, logits_of, opened, random_rows, replay
 from mlx.utils import tree_flatten
-from one_pass_law import control_excess, drafted_excess, excess, law_target, seeded_texts
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
@@ -186,8 +197,8 @@ class Posing:
 
 def test_likeliest_tokens_that_pose_as_sampled_are_caught(tmp_path):
     source = law_source("medusa", tmp_path)
-    drafter: Any = Posing(source.make(LMTarget(law_target(), source.needs).parts))
-    assert excess(source, drafter, 200) > 1
+    drafter: Any = Posing(law_drafter(source))
+    assert excess(drafter, PLAIN, unseeded(PLAIN), 200, law_target()) > 1
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *CHAINS])

@@ -22,13 +22,12 @@ from lossless import (
 
 from mlx_spec import engine
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
-COUNT = 50  # tokens of an answer
+COUNT = 40  # tokens of an answer
 BITS, SPOILED, LENGTHS = [None, 8, 4], [(1, 2), (4, 3), (16, 2)], [1, 16, 40]
 
 
@@ -66,7 +65,7 @@ def test_features_are_those_of_one_plain_forward(kind: str) -> None:
     needs = FeatureSpec(hidden_layers=(1, -1), final_hidden=True)
     prompt, truth = tiny.prompt(17), said(kind, 17)[:40]
     drafter = Scripted(prompt + truth, 2, needs)
-    rounds(LMTarget(MODELS[kind], needs), drafter, 4, prompt, 40)
+    rounds(LMTarget(MODELS[kind], needs), drafter, lengths(4, 4, 0, 0), prompt, 40)
     whole = LMTarget(MODELS[kind], needs).prefill((prompt + truth)[:-1])
     final = [f.final_hidden for f in drafter.seen if f.final_hidden is not None]
     assert whole.final_hidden is not None
@@ -75,27 +74,8 @@ def test_features_are_those_of_one_plain_forward(kind: str) -> None:
     for seen, expected in pairs:
         assert seen.shape == expected.shape
         assert mx.abs(seen - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
-    lengths = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
-    assert drafter.histories == [sum(lengths[: i + 1]) + 1 for i in range(len(lengths))]
-
-
-def test_shared_kv_holds_committed_rows_only() -> None:
-    needs = FeatureSpec(shared_kv=True)
-    prompt = tiny.prompt(30)
-    truth = plain(MODELS["shared"], prompt, 30)
-    target, drafter = LMTarget(MODELS["shared"], needs), Scripted(prompt + truth, 2, needs)
-    rounds(target, drafter, 4, prompt, 30)
-    fresh = LMTarget(MODELS["shared"], needs)
-    features = fresh.prefill((prompt + truth)[:-1])
-    assert features.shared_kv is not None and drafter.seen[-1].shared_kv is not None
-    expected, seen = features.shared_kv(), drafter.seen[-1].shared_kv()
-    assert set(expected) == {"full_attention", "sliding_attention"}
-    assert (
-        expected["full_attention"].keys.shape[2] == 59 and expected["sliding_attention"].keys.shape[2] == 15
-    )
-    for name, rows in expected.items():
-        assert mx.allclose(rows.keys, seen[name].keys, atol=1e-4).item()
-        assert mx.allclose(rows.values, seen[name].values, atol=1e-4).item()
+    sizes = [rows.shape[0] for rows in final]
+    assert drafter.histories == [sum(sizes[: i + 1]) + 1 for i in range(len(sizes))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,22 +95,6 @@ def test_a_stop_token_ends_the_round_and_the_next_turn_is_lossless(kind: str, K:
     assert more == mlx_lm_greedy(model, history, 20)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("K", [0, 3])
-def test_closing_between_rounds_leaves_cache_and_text_equal(kind: str, K: int) -> None:
-    model, prompt = MODELS[kind], tiny.prompt(17)
-    truth = said(kind, 17)[:30]
-    target = LMTarget(model)
-    stream = engine.generate(
-        target, [Scripted(prompt + truth, 2)], FixedPolicy(K), GREEDY.sampler(17, 256), prompt, max_tokens=30
-    )
-    got = [t for _ in range(3) for t in next(stream).tokens]
-    stream.close()
-    assert got == truth[: len(got)] and target.size == len(prompt) + len(got) - 1
-    rest = emitted(rounds(target, Scripted([]), 0, prompt + got, 10))
-    assert rest == truth[len(got) : len(got) + 10]
-
-
 @pytest.mark.parametrize("K", [0, 1, 5])
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_max_tokens_is_exact(K: int, count: int) -> None:
@@ -138,47 +102,6 @@ def test_max_tokens_is_exact(K: int, count: int) -> None:
     truth = plain(MODELS["full"], prompt, 20)
     done = rounds(LMTarget(MODELS["full"]), Scripted(prompt + truth), K, prompt, count)
     assert emitted(done) == truth[:count] and done[-1].finish_reason == "length"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_interleaved_generations_of_one_model_do_not_meet(kind: str) -> None:
-    model, needs = MODELS[kind], FeatureSpec(final_hidden=True)
-    prompts = [tiny.prompt(17), tiny.prompt(33, seed=8)]
-    truths = [said(kind, 17)[:30], plain(model, prompts[1], 30)]
-    streams = [
-        engine.generate(
-            LMTarget(model, needs),
-            [Scripted(p + t, 2, needs)],
-            FixedPolicy(K),
-            GREEDY.sampler(len(p), 256),
-            p,
-            max_tokens=30,
-        )
-        for p, t, K in zip(prompts, truths, (3, 0), strict=True)
-    ]
-    got: list[list[int]] = [[], []]
-    live = [0, 1]
-    while live:
-        for i in list(live):
-            round = next(streams[i], None)
-            if round is None:
-                live.remove(i)
-            else:
-                got[i] += round.tokens
-    assert got == truths
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_switching_between_plain_and_speculative_rounds(kind: str) -> None:
-    model, prompt = MODELS[kind], tiny.prompt(17)
-    truth = said(kind, 17)
-    needs = FeatureSpec(final_hidden=True)
-    drafter = Scripted(prompt + truth, 3, needs)
-    done = rounds(LMTarget(model, needs), drafter, lengths(0, 0, 0, 3, 3, 3), prompt, COUNT)
-    assert emitted(done) == truth
-    assert any(r.drafted for r in done) and any(not r.drafted for r in done)
-    rows = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
-    assert drafter.histories == [sum(rows[: i + 1]) + 1 for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("K", [0, 4])
@@ -214,7 +137,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
 
     class Late(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-            return super().draft(history, limit if len(history) > 40 else 0, sampler)
+            return super().draft(history, limit if len(history) > 30 else 0, sampler)
 
     policy = Listed(Decision((Choice(0, 4),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
@@ -224,7 +147,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
         queued.append(bool(target.uncommitted))
     assert emitted(done) == truth
     assert [r.kind == "plain" for r in done] == queued
-    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 23]
+    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 13]
     assert [queued[i] for i in early] == [False, *[True] * (len(early) - 1)]
     first = next(i for i, r in enumerate(done) if r.kind == "draft")
     assert [r.kind for r in done[first - 2 : first]] == ["plain", "landed"]  # the queued token comes first

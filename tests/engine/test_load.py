@@ -16,6 +16,7 @@ import mlx.nn as nn
 import pytest
 import synthetic
 import tiny
+from checkpoints import edit_config, edit_tensors, read, split, to_float32
 from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
@@ -56,10 +57,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden pairs in float32: without a GPU, MLX has experts in no other type."""
     folder = Path(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden"), dirs_exist_ok=True))
     for file in folder.glob("*/*/model.safetensors"):
-        weights = mx.load(str(file))
-        assert isinstance(weights, dict)
-        wide = {k: v.astype(mx.float32) if v.dtype == mx.bfloat16 else v for k, v in weights.items()}
-        mx.save_safetensors(str(file), wide)
+        to_float32(file.parent)
     return folder
 
 
@@ -110,15 +108,7 @@ def test_reason_is_visible(saved: Path, drafter: str | None, options: dict, reas
 
 
 def test_shards(target: Path) -> None:
-    weights = mx.load(str(target / "model.safetensors"))
-    assert isinstance(weights, dict)
-    names = sorted(weights)
-    halves = {f"model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
-    for file, part in halves.items():
-        mx.save_safetensors(str(target / file), {name: weights[name] for name in part})
-    (target / "model.safetensors").unlink()
-    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    split(target, 2)
     assert len(list(load(target, "none").generate([1, 2], max_tokens=3))) == 3
     (target / "model-00002-of-00002.safetensors").unlink()
     message = refused(BadCheckpoint, target)
@@ -173,6 +163,7 @@ def test_missing_path(tmp_path: Path) -> None:
     assert "is a file: give the folder that holds it" in refused(NotFound, tmp_path / "file")
     for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", "./none"):
         assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name)
+    assert "cannot hold a NUL" in refused(InvalidValue, "a\0b")
     (tmp_path / "folder").mkdir()
     assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path / "folder")
 
@@ -201,16 +192,13 @@ def test_config(target: Path, content: str, message: str) -> None:
 def test_layers_that_are_not_there(golden: Path, tmp_path: Path, layers: dict) -> None:
     folder = tmp_path / "target"
     shutil.copytree(golden / "e2b" / "target", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= layers
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config["text_config"].update(layers))
     assert "cannot be loaded as gemma4: " in refused(BadCheckpoint, folder)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "none"])
 def test_a_model_that_fails_in_its_first_pass(target: Path, drafter: str) -> None:
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"rope_traditional": "perhaps"}))
+    edit_config(target, lambda config: config.update(rope_traditional="perhaps"))
     assert "fails in its first pass as " in refused(BadCheckpoint, target, drafter)
 
 
@@ -248,15 +236,13 @@ def test_gguf_beside_other_files(saved: Path, target: Path, tmp_path: Path, role
 
 
 def test_tensors_that_do_not_fit(target: Path) -> None:
-    weights = mx.load(str(target / "model.safetensors"))
-    assert isinstance(weights, dict)
     name = "model.layers.0.mlp.up_proj.weight"
-    mx.save_safetensors(str(target / "model.safetensors"), {k: v for k, v in weights.items() if k != name})
+    edit_tensors(target, lambda tensors: tensors.pop(name))
     assert f"Missing 1 parameters: {name}" in refused(BadCheckpoint, target)
-    mx.save_safetensors(str(target / "model.safetensors"), weights | {"extra.weight": mx.zeros(1)})
-    assert "extra.weight" in refused(BadCheckpoint, target)
-    mx.save_safetensors(str(target / "model.safetensors"), weights | {name: mx.zeros((2, 2))})
+    edit_tensors(target, lambda tensors: tensors.update({name: mx.zeros((2, 2))}))
     assert name in refused(BadCheckpoint, target)
+    edit_tensors(target, lambda tensors: tensors.update({"extra.weight": mx.zeros(1)}))
+    assert "extra.weight" in refused(BadCheckpoint, target)
 
 
 # --- pairs that do not fit
@@ -272,14 +258,12 @@ def test_draft_model_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
     assert load(saved / "target", same, num_draft_tokens=2).drafter_names == ("llama",)
 
 
-def exchanged(folder: Path) -> tuple[str, str]:
-    """Two tokens of the tokenizer in `folder` exchange their ids, 7 and 9. Returns what they were."""
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    a, b = next(k for k, v in vocab.items() if v == 7), next(k for k, v in vocab.items() if v == 9)
-    vocab[a], vocab[b] = 9, 7
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return a, b
+def exchanged(folder: Path, first: int = 7, second: int = 9) -> tuple[str, str]:
+    """Two tokens of the tokenizer in `folder` exchange their ids. Returns what they were."""
+    names = {i: token for token, i in read(folder, "tokenizer.json")["model"]["vocab"].items()}
+    swapped = {names[first]: second, names[second]: first}
+    edit_config(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(swapped), "tokenizer.json")
+    return names[first], names[second]
 
 
 def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) -> None:
@@ -334,7 +318,7 @@ def test_drafter_that_is_not_there(saved: Path) -> None:
 @pytest.mark.parametrize("name", ["26b", "12b"])
 def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(golden / name / "target", tmp_path / "target"))
-    config = json.loads((folder / "config.json").read_text())
+    config = read(folder)
     text = config["text_config"]
     full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
     own = {"head_dim": text.pop("global_head_dim")}

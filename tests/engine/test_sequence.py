@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 import tiny
 from test_session import KINDS, alone, make_pair
@@ -79,20 +77,6 @@ def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
         assert len(held.tokens) == len(prompt) + length - 1
     longer = [*prompt, *emitted[:length], 5, 5, 5]
     assert generate(pair, held, longer, 6) == alone(pair, kind, longer, 6, GREEDY)
-
-
-@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
-def test_interrupted_at_any_round(kind: str) -> None:
-    pair = make_pair(kind, "other")
-    held = CachedSequence(pair.open())
-    for count in (0, 1, 3):
-        prompt = tiny.prompt(30 + count)
-        rounds = decode(pair.prepare(held.parts, prompt, max_tokens=50))
-        held.rewind_to_prefix(prompt)
-        for round in islice(rounds, count):
-            held.append(round.tokens)
-        rounds.close()  # type: ignore[attr-defined]
-        assert generate(pair, held, prompt, 6) == alone(pair, kind, prompt, 6, GREEDY)
 
 
 def drafted(tokens: int, drafted: int, seconds: float, *, drafter: int = 0, plain: float = 1.0) -> Round:

@@ -102,32 +102,27 @@ def text_of(pieces: list[Piece], kind: str = "answer") -> str:
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
+SEEDED = Sampling(temperature=0.8, top_k=20, seed=5, logit_bias=UNMARKED.logit_bias)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafter", ["same", "other", "lookup", "none"])
-def test_turns_are_those_of_plain_decoding(kind: str, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [*((each, UNMARKED) for each in ("same", "other", "lookup", "none")), ("same", SEEDED)],
+)
+def test_turns_are_those_of_plain_decoding(kind: str, drafter: str, sampling: Sampling) -> None:
     pair = make_pair(kind, drafter)
     session = pair.session(system="You are tiny.")
     for turn, question in enumerate(QUESTIONS):
         prompt = prompt_of(session, pair, question)
-        pieces = list(session.stream(question, sampling=UNMARKED, max_tokens=10))
-        expected = alone(pair, kind, prompt, 10, UNMARKED)
+        pieces = list(session.stream(question, sampling=sampling, max_tokens=10))
+        expected = alone(pair, kind, prompt, 10, sampling)
         assert tokens_of(pieces) == expected
         assert text_of(pieces) == pair.text.decode(expected)
         assert session.statistics.prompt_tokens == len(prompt)
         assert session.statistics.generated_tokens == len(expected)
         assert [m["role"] for m in session.messages] == ["system"] + ["user", "assistant"] * (turn + 1)
         assert session.messages[-1]["content"] == text_of(pieces).strip()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_seeded_turns_are_those_of_plain_decoding(kind: str) -> None:
-    pair = make_pair(kind)
-    session = pair.session()
-    for question in QUESTIONS:
-        sampling = Sampling(temperature=0.8, top_k=20, seed=5)
-        prompt = prompt_of(session, pair, question)
-        pieces = list(session.stream(question, sampling=sampling, max_tokens=10))
-        assert tokens_of(pieces) == alone(pair, kind, prompt, 10, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from variants import VARIANTS, WINDOW, G, S
 
+VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")
+S, G = "sliding_attention", "full_attention"
+WINDOW = 16
 PROMPTS = {
     "short": "The cat sat on the mat.",
     "long": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Callable
@@ -15,20 +14,19 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+from drafting import converted
 from gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2, gemma3_text, qwen2
 from mlx_lm.utils import dequantize_model, load_model
 from vocabularies import byte_level
 
-from mlx_spec.convert.convert import Request, convert
 from mlx_spec.convert.measure import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.gguf import GGUF, TYPES, StoredTensor
 from mlx_spec.hub.inspect import inspect
 from mlx_spec.hub.local import local_models, plan_removal
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import load
 
 PROMPT = mx.array([tiny.prompt(40)])
@@ -249,8 +247,8 @@ def test_conversion(tmp_path: Path) -> None:
     kinds = {"blk": Quantization.Q4_1, "token_embd": Quantization.Q8_0}
     metadata = tokenizer_metadata(tokenizer, pre="gpt-2", chat_template=None)
     file, out = write(tmp_path / "model.gguf", model, "llama", kinds, **metadata), tmp_path / "pair"
-    asked = Request(str(file), "none", out, None, None, "4", None, False)
-    manifest = convert(asked, StageProgress(io.StringIO()))
+    as_it_is = {"quantization": None, "dtype": None, "skip_test": False}
+    manifest = converted(file, "none", out, drafter_bits="4", **as_it_is)
     assert manifest["parts"]["target"]["quantization"]["bits"] == 4
     assert manifest["self_test"]["result"] == "passed"
     tested = load_lazily(out / "target", None)  # a test of SmolLM2 took more than half an hour when quantized

@@ -18,7 +18,9 @@ from hub_stand_in import ASSISTANT, E2B, ROOT
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_spec import hub
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
+from mlx_spec.hub.files import read_object, write_atomically
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -214,3 +216,29 @@ def test_aliases() -> None:
         assert ("gemma" in ready.target) == (own is not None)
     assert set(catalog.SHAPES) == set(catalog.DRAFTERS)
     assert catalog.suggested_drafter("mlx-community/qwen3-14b-4bit") == "mlx-community/Qwen3-0.6B-4bit"
+
+
+# --- files
+
+
+def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "own" / "settings.json"
+    file.parent.mkdir()
+    write_atomically(file, "old")
+    write_atomically(file, "ä new")
+    assert file.read_text(encoding="utf-8") == "ä new" and file.stat().st_mode & 0o777 == 0o600
+
+    def fail(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(file, "lost")
+    assert file.read_text(encoding="utf-8") == "ä new" and list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
+        read_object(tmp_path / "config.json")

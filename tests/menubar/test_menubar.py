@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 from mlx_spec.apps import menubar
 from mlx_spec.apps.menubar import macos, parse
@@ -19,7 +20,6 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import locked
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 60  # seconds until a process counts as hung
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:

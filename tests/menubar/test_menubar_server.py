@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT, wait_until
 
 from mlx_spec.apps.menubar import macos, parse, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
@@ -45,7 +46,6 @@ from mlx_spec.apps.menubar.server_process import (
 HOST = "127.0.0.1"
 # Below those that Linux (from 32768) and macOS (from 49152) hand out to whoever asks for any.
 PORTS = range(20_000, 32_000)
-LIMIT = 60  # seconds until something counts as never to come
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +77,7 @@ class Watched:
         return [state.retry_s for state in self.states if state.phase is Phase.CRASHED]
 
     def until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not holds():
-            assert time.monotonic() < deadline, self.state
-            time.sleep(0.05)
-            self.server.tick()
+        wait_until(lambda: holds() or self.server.tick(), pause=0.05)
 
     def reach(self, phase: Phase) -> None:
         self.until(lambda: self.state.phase is phase)
@@ -122,6 +118,29 @@ def stranger(port: int) -> Iterator[int]:
         other.listen(1)
         other.settimeout(0)
         yield port
+
+
+STAND_IN = """
+import http.server, json, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"service": "mlx_spec", "status": "ok"}).encode())
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of this test find a server that loads no model: a real one takes seconds to start."""
+    package = tmp_path / "stand_in" / "mlx_spec"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(STAND_IN)
+    monkeypatch.chdir(package.parent)
 
 
 def ask(port: int) -> None:
@@ -181,6 +200,7 @@ def test_a_port_that_was_taken_only_for_a_moment_is_tried_again(watched, strange
     assert one.retries and Phase.FAILED not in {state.phase for state in one.states}
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_disk_that_refuses_a_restart_is_tried_again(watched, port, tmp_path):
     one = watched(port)
     one.server.start(Selection(drafter="none"))
@@ -196,11 +216,12 @@ def test_a_disk_that_refuses_a_restart_is_tried_again(watched, port, tmp_path):
     one.reach(Phase.RUNNING)
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
     command = [sys.executable, "-m", "mlx_spec", "serve", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            eventually(lambda: health(Address(HOST, port)))
+            wait_until(lambda: health(Address(HOST, port)))
             one = watched(port)
             one.server.start(Selection(drafter="none"))
             one.reach(Phase.RUNNING)
@@ -277,13 +298,6 @@ class Notepad:
         return any(item.click is not None and item.click.action is action for item in self.items())
 
 
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     found = Folder(tmp_path / "menubar")
@@ -299,36 +313,37 @@ def command_line(app: App) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_clicks(folder, tmp_path):
     view, agent = Notepad(), macos.agent_file(tmp_path)
     app = App(parse(["--port", "0", "--parallel", "2"]), folder, view, agent)
     thread = threading.Thread(target=app.run)
     thread.start()
     try:
-        eventually(lambda: view.offers(Action.OPEN_PAGE))
+        wait_until(lambda: view.offers(Action.OPEN_PAGE))
         assert "--parallel 2" in command_line(app) and "--drafter" not in command_line(app)
         url = view.items()[0].label.rsplit(" ", 1)[-1]
         app.post(Click(Action.COPY_URL))
         app.post(Click(Action.COPY_ENVIRONMENT))
-        eventually(lambda: len(view.copied) == 2)
+        wait_until(lambda: len(view.copied) == 2)
         assert view.copied[0] == f"http://{url}/v1" and view.copied[1].count(view.copied[0]) == 1
 
         app.post(Click(Action.LOGIN))
-        eventually(lambda: [item.checked for item in view.items() if "login" in item.label] == [True])
+        wait_until(lambda: [item.checked for item in view.items() if "login" in item.label] == [True])
         assert agent.exists()
         app.post(Click(Action.LOGIN))
-        eventually(lambda: not agent.exists())
+        wait_until(lambda: not agent.exists())
 
         app.post(Click(Action.DRAFTER, "none"))  # another selection is another server
-        eventually(lambda: "--drafter none" in command_line(app))
+        wait_until(lambda: "--drafter none" in command_line(app))
         assert json.loads(folder.selection.read_text()) == {"target": None, "drafter": "none"}
         app.post(Click(Action.STOP))
-        eventually(lambda: view.says("Stopped"))
+        wait_until(lambda: view.says("Stopped"))
         app.post(Click(Action.TARGET, "demo"))  # while it is stopped, it stays so
-        eventually(lambda: json.loads(folder.selection.read_text()) == {"target": "demo", "drafter": "none"})
+        wait_until(lambda: json.loads(folder.selection.read_text()) == {"target": "demo", "drafter": "none"})
         assert command_line(app) == "" and view.says("Stopped")
         app.post(Click(Action.START))
-        eventually(lambda: "--target demo --drafter none" in command_line(app))
+        wait_until(lambda: "--target demo --drafter none" in command_line(app))
     finally:
         print([item.label for item in view.items()], last_words(folder.log, 0))  # shown if it fails
         app.post(QUIT)
@@ -344,11 +359,11 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
     thread = threading.Thread(target=app.run)
     thread.start()
     try:
-        eventually(lambda: view.says("Could not start"))
+        wait_until(lambda: view.says("Could not start"))
         app.post(Click(Action.LOGIN))
-        eventually(lambda: view.says("use --api-key-file"))
+        wait_until(lambda: view.says("use --api-key-file"))
         app.post(Click(Action.COPY_URL))  # there is none
-        eventually(lambda: not view.says("use --api-key-file"))
+        wait_until(lambda: not view.says("use --api-key-file"))
         assert not agent.exists() and view.copied == []
     finally:
         app.post(QUIT)

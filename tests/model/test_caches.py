@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_spec.errors import InvalidValue, NotRewindable
@@ -107,27 +106,6 @@ def test_sliding_buffers_stay_small() -> None:
     for i in range(3000):
         append(caches, i, i + 1)
         assert caches.arrays()[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
-
-
-@pytest.mark.parametrize("before", [0, 3, 14, 15, 16, 17, 200])
-@pytest.mark.parametrize("T", [1, 2, 5, 16, 17, 40])
-def test_sliding_mask_is_the_window(before: int, T: int) -> None:
-    caches = window_of(16)
-    if before:
-        append(caches, 0, before)
-    caches.begin(T)
-    cache = caches.attention[0]
-    mask = cache.make_mask(T, window_size=16)
-    seen = cache.update_and_fetch(*rows(before, before + T))[0].shape[2]
-    causal = create_causal_mask(T, before, window_size=16)
-    allowed, dropped = causal[:, before + T - seen :], causal[:, : before + T - seen]
-    if mask is None:
-        assert T == 1 and allowed.all().item()
-    elif isinstance(mask, str):
-        assert mask == "causal" and mx.array_equal(allowed, create_causal_mask(T, seen - T)).item()
-    else:
-        assert mx.array_equal(mask[0, 0], allowed).item()
-    assert not dropped.any().item(), "dropped rows are outside every window"
 
 
 def test_rewinding_past_the_slack_is_refused() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import io
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from drafting import converted
 
 import mlx_spec
-from mlx_spec.convert.convert import Request, convert
-from mlx_spec.hub.progress import StageProgress
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TRAINED = GOLDEN / "trained"
@@ -49,8 +47,7 @@ def tensor_bytes(folder: Path) -> int:
 def test_loads_without_a_copy_of_the_target(family: str, tmp_path: Path) -> None:
     """The smallest tensor that drafters share, the target's embedding, is far larger than the slack."""
     target, drafter = PUBLISHED[family]
-    request = Request(str(target), drafter, tmp_path / "out", "none", 32, "none", None, False)
-    convert(request, StageProgress(io.StringIO()))
+    converted(target, drafter, tmp_path / "out", dtype=None)
     mine = tmp_path / "out" / "target", tmp_path / "out" / "drafter"
     alone, pair = held_bytes(mine[0], "none"), held_bytes(*mine)
     assert pair - alone <= tensor_bytes(mine[1]) + SLACK

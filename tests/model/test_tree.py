@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+from fitted import largest
 from mlx_lm.models import ministral3, rope_utils
 
 from mlx_spec.errors import NotRewindable
@@ -44,10 +45,6 @@ def logits_of_path(kind: str, prompt: list[int], path: list[int]) -> np.ndarray:
     target = target_of(kind)
     target.prefill(prompt)
     return np.array(target.verify(mx.array(path)))
-
-
-def largest(a: object, b: object) -> float:
-    return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
 
 
 # --- the shape

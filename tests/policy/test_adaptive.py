@@ -1,11 +1,13 @@
-"""The adaptive policy: its reasons, its probes, and the drafters of requests. SIMULATED."""
+"""The adaptive policy: its reasons, its probes, the drafters of requests, and its floors. SIMULATED."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
 
+import policy as benchmark
 import pytest
 from virtual_clock import CURVES, PLAIN_SECONDS, Device, LookupDrafter, ModelDrafter, decode, make_text
 
@@ -201,3 +203,41 @@ def test_one_decision_takes_microseconds():
         policy.decide(range(length))
         taken.append(time.perf_counter() - start)
     assert statistics.median(taken) < 100e-6
+
+
+# Against the best fixed length, and against the recorded policy
+
+
+def speed(curve, rate, length):
+    """Return the speed of a fixed length, in plain decoding's, if tokens are accepted independently."""
+    if not length:
+        return 1.0
+    tokens = sum(rate**k for k in range(length + 1))
+    return tokens / (curve.rows(length + 1) + length * curve.drafted + curve.host)
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("percent", [60, 80, 90])
+def test_the_policy_finds_the_best_length(name, percent):
+    curve = CURVES[name]
+    device, policies = Device(curve), AdaptivePolicies(["mtp"])
+    policies.use(curve.table())
+    policy = policies.policy(device.clock)
+    decode(policy, device, make_text(f"ind{percent}", 1500, [1]), 1500)
+    rounds = decode(policy, device, make_text(f"ind{percent}", 1500, [2]), 1500).rounds
+    usual = Counter(round.drafted for round in rounds).most_common(1)[0][0]
+    speeds = [speed(curve, percent / 100, length) for length in range(17)]
+    assert speeds[usual] >= 0.97 * max(speeds)
+
+
+def test_some_cells():
+    recorded = benchmark.read_recorded()
+    assert len(recorded) == 864
+    chosen = [cell for index, cell in enumerate(recorded) if index % 37 == 0]
+    ratios = []
+    for cell in chosen:
+        for seed in (0, 1):
+            session = benchmark.run_session(cell, seed)
+            ratios.append(math.log(recorded[cell]["steps"][seed] / session.steps))
+            assert session.plain / session.steps >= benchmark.FLOORS["worst session"]
+    assert math.exp(statistics.mean(ratios)) >= 1.0

@@ -14,10 +14,6 @@ LEVELS, PRIOR = list(TABLE), list(TABLE.values())
 EVENTS = [(2, True, 3), (0, True, 1), (3, False, 4)]  # accepted, rejected, emitted tokens
 
 
-def first_rate(belief):
-    return belief.expected_tokens()[1] - 1
-
-
 def likelihood(level, accepted, rejected):
     return LEVELS[level] ** accepted * (1 - LEVELS[level]) ** rejected
 
@@ -38,26 +34,3 @@ def test_filter_is_bayes_rule(monkeypatch):
             weight *= stay * (here == after) + (1 - stay) * PRIOR[after]
         last[path[-1]] += weight
     assert belief.levels == pytest.approx(last / last.sum())
-
-
-def test_frequencies_follow_the_pair():
-    shared = DrafterStatistics()
-    for _ in range(50):
-        belief = Belief(shared)
-        for _ in range(4):
-            belief.update(4, rejected=False)
-            belief.advance(5)
-    assert first_rate(Belief(shared)) > 0.85
-
-
-def test_a_drafter_that_gets_worse_within_its_draft():
-    shared, belief, chance = DrafterStatistics(), None, np.random.default_rng(0)
-    belief = Belief(shared)
-    for _ in range(2000):
-        right = [chance.random() < rate for rate in (0.9, 0.45, 0.2)]
-        accepted = right.index(False) if False in right else 3
-        belief.update(accepted, accepted < 3)
-        belief.advance(accepted + 1)
-    first, second, third = np.diff(belief.expected_tokens()[:4])
-    assert second / first == pytest.approx(0.45, abs=0.12)
-    assert third / second == pytest.approx(0.2, abs=0.12)

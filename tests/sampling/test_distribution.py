@@ -14,7 +14,7 @@ from exact_distribution import (
     FILTERED,
     PLAIN,
     PROMPT,
-    Posing,
+    Lying,
     V,
     draft_model,
     excess,
@@ -50,7 +50,7 @@ def test_what_is_emitted_follows_the_distribution(drafts: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_argmax_posing_as_drawn_is_caught(rule: verify.Rule) -> None:
-    assert excess(draft_model(Posing), PLAIN, unseeded(PLAIN, rule), FEW) > 1
+    assert excess(Lying(draft_model()), PLAIN, unseeded(PLAIN, rule), FEW) > 1
 
 
 def test_missing_filters_are_caught() -> None:
@@ -65,8 +65,8 @@ def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_seeded_text_is_the_same_with_any_drafter_or_none(filtered: bool) -> None:
-    """2,000 tokens a case: nine drafted texts of 200 and the plain one."""
-    sampling, count = Sampling(0.8, seed=11), 200
+    """1,200 tokens a case: nine drafted texts of 120 and the plain one."""
+    sampling, count = Sampling(0.8, seed=11), 120
     if filtered:
         sampling = replace(sampling, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.02)
     plain = text(Scripted([]), 0, sampling, count)

@@ -22,9 +22,9 @@ from endpoint import (
     fresh,
     shared,
     stubbed,
-    wait_until,
 )
 from starlette.testclient import TestClient
+from waiting import wait_until
 
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration, timestamp

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
+from checkpoints import to_float32
 
 from mlx_spec import demo
 
@@ -26,14 +26,7 @@ PARALLEL = 6  # fewer than clients: some wait
 
 
 def in_float32(folder: Path, copy: Path) -> str:
-    shutil.copytree(folder, copy)
-    for file in copy.glob("*.safetensors"):
-        weights = mx.load(str(file))
-        mx.save_safetensors(
-            str(file),
-            {n: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for n, a in weights.items()},
-            {"format": "mlx"},
-        )
+    to_float32(Path(shutil.copytree(folder, copy)))
     return str(copy)
 
 

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -28,17 +30,16 @@ from endpoint import (
     error_of,
     fresh,
     stubbed,
-    wait_until,
 )
+from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import main
 from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.request import Failed
-from mlx_spec.apps.server.settings import Limits, Settings
+from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 
-LIMIT = 60  # seconds until a process counts as hung
 LEAVING = 10  # seconds; it takes one where nothing else runs
 
 
@@ -266,3 +267,37 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys, option):
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert said.out == "" and line.startswith("mlx-spec: ") and str(tmp_path) in line
+
+
+# --- options
+
+
+def test_default_settings():
+    assert parse([]) == Settings((ServedModel("demo", "demo"),))
+
+
+def test_settings_of_options():
+    words = "--target a/b --drafter lookup --model c=d,e --model f=g --alias h=c --pin c --port 0"
+    words += " --num-draft-tokens 3 --kv-bits 8 --api-key k --host 0.0.0.0 --allow-host me --memory 1.5"
+    words += " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --parallel 2 --conversations 1"
+    found = parse(words.split())
+    assert found.models == (
+        ServedModel("b", "a/b", "lookup", 3, 8),
+        ServedModel("c", "d", "e", 3, 8, pinned=True),
+        ServedModel("f", "g", None, 3, 8),
+    )
+    assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
+    assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
+    assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
+    assert parse(["--model", "c=d"]).models == (ServedModel("demo", "demo"), ServedModel("c", "d"))
+    assert parse(["--model", "demo=d"]).models == (ServedModel("demo", "d"),)
+    assert parse(["--allow-extra-parameters"]).allow_extra_parameters
+    assert parse(["--draft-rank", "1"]).draft_rank == 1
+    assert parse(["--target", "t", "--ahead"]).models == (ServedModel("t", "t", ahead=True),)
+    found = parse(["--cache-folder", "~/c", "--cache-folder-gb", "0.5"])
+    assert (found.cache_folder, found.cache_folder_bytes) == (Path.home() / "c", GB // 2)
+
+
+def test_key_from_a_file(tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+    assert parse(["--api-key-file", str(tmp_path / "key")]).api_key == "secret"

@@ -185,9 +185,6 @@ def test_refusals_name_the_field(place: Place, changes: dict[str, Any], words: s
     assert all(word in message for word in words.split()), message
 
 
-# --- failures
-
-
 # --- counting
 
 

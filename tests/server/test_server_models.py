@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-import served
 from served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, working
+from waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server.engine_thread import EngineThread
@@ -122,10 +121,7 @@ def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None
 def test_an_idle_model_is_unloaded() -> None:
     with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
-        deadline = time.monotonic() + served.TIMEOUT_S
-        while loaded(engine) != ["two"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: loaded(engine) == ["two"])
         card = engine.models()[0]
         assert card.context_length == 4096 and card.tools is not None  # known since it was loaded
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))

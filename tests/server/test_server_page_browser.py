@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from endpoint import ANSWER, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening
+from waiting import wait_until
 
 from mlx_spec.apps.server.request import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import Settings
@@ -125,10 +125,7 @@ def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
         tab.click("#stop") if how == "click" else tab.press("Escape")
         tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
         assert text(tab, "#announce") == "Stopped"
-    end = time.monotonic() + 10
-    while server.send("/health").json["running"] and time.monotonic() < end:
-        time.sleep(0.05)
-    assert server.send("/health").json["running"] == 0, "the server has to stop, too"
+    wait_until(lambda: server.send("/health").json["running"] == 0, 10)  # the server has to stop, too
     tab.value("window.fetch = window.fetched")
     tab.click("#restart")
     assert tab.value("document.querySelectorAll('.turn').length") == 0

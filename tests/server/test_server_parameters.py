@@ -53,9 +53,6 @@ def test_constraints_of_other_runtimes(path: str):
         assert parsed(path, **changes).format == expected
 
 
-IN_FORMAT = "response_format.json_schema.schema"
-
-
 def test_forms_of_response_format():
     for given, expected in (
         ({"type": "text"}, None),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from served import (
     wait_until_idle,
     working,
 )
+from waiting import wait_until
 
 from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
@@ -62,8 +62,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(engine: EngineThread) ->
 
 def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(engine: EngineThread) -> None:
     slow = begin(engine, chat(QUESTION, format=SLOW))
-    while not engine.status().running:
-        time.sleep(0.005)
+    wait_until(lambda: engine.status().running)
     slow.job.cancel()
     wait_until_idle(engine)
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
@@ -111,6 +110,3 @@ def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
     with pytest.raises(Failure, match="no model") as caught:
         engine.count_tokens(replace(request, model="other"))
     assert caught.value.status == 404
-
-
-# --- the process that compiles

@@ -231,6 +231,3 @@ def test_refusals_name_the_field(place: Place, changes: dict[str, Any], param: s
     error = place.error(**changes)
     assert error["param"] == param and set(error) == {"message", "type", "param", "code"}
     assert word in error["message"]
-
-
-# --- failures

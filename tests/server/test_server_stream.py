@@ -29,8 +29,8 @@ from endpoint import (
     listening,
     said,
     stubbed,
-    wait_until,
 )
+from waiting import wait_until
 
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
 from mlx_spec.apps.server.http import read_events

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from checkpoints import read, stored
 from fitted import Recorder
 from lossless import GREEDY, emitted
 
@@ -30,16 +31,9 @@ from mlx_spec.types import Drafter, Features, Round
 K = 4
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
 def write_converted(published: Path, target: Path, folder: Path, **conventions: Any) -> Path:
     """Convert the drafter in `published` for `target` into `folder`, with other conventions if given."""
-    tensors = mx.load(str(published / "model.safetensors"))
-    assert isinstance(tensors, dict)
+    tensors = stored(published / "model.safetensors")
     config = read(published)
     made = family_of(config, tensors.keys()).convert(tensors, config, read(target))
     folder.mkdir(parents=True)
@@ -109,6 +103,14 @@ QUESTIONS = ("What is the capital of", "The cat sat on", "def fib(n):", "one two
 OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 
 
+def converted(
+    target: Path, drafter: Path | str, out: Path, shown: io.StringIO | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Convert a pair, unquantized, in float32 and untested unless changed. Return its manifest."""
+    asked = Request(str(target), str(drafter), out, "none", None, "none", "float32", True)
+    return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()))
+
+
 def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
@@ -116,8 +118,7 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
         patch.setattr(measure, "TEXT_LENGTH", 16)
         patch.setattr(measure, "PROMPTS", measure.PROMPTS[:3])
         patch.setattr(measure, "QUESTIONS", ())
-        asked = Request(str(target), drafter, out, "none", None, "none", "float32", False)
-        return convert(asked, StageProgress(io.StringIO()))
+        return converted(target, drafter, out, skip_test=False)
 
 
 def generate_with(

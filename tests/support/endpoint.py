@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 DEMO = (ServedModel("demo", "demo"),)
 HOST = "http://localhost"
-LOADING_TIMEOUT_S = 60
 HELLO = [{"role": "user", "content": "What does zip do?"}]
 BODIES: dict[str, dict[str, Any]] = {  # the least that each route needs
     CHAT: {"messages": HELLO},
@@ -241,13 +239,6 @@ def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
 def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
     app = create(settings or Settings(DEMO), engine)  # type: ignore[arg-type]
     return Endpoint(TestClient(app, base_url=HOST), app)
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = LOADING_TIMEOUT_S) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 # --- on a port of its own, for clients that other people wrote

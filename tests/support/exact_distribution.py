@@ -9,26 +9,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import chi_square
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from lossless import Scripted, emitted
+from lossless import Scripted, emitted, rounds
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
+from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
-from mlx_spec.types import Draft, Drafter, Round, Sampler
+from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler
 
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
 COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
 GENERATIONS, FEW = 600, 300  # 400 miss a recovered token that is drawn from p; the controls need fewer
+LAW, LAW_FEW = 300, 200  # of drafters that read features; the controls need fewer, as a rule
 PLAIN = Sampling(1.0)
 SPREAD = 0.6  # of the weights: 31 of the 512 cells or more are expected five times
 FILTERED = Sampling(1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
@@ -67,15 +70,18 @@ class Liar(Unseeded):
         return logits.argmax(axis=-1).astype(mx.int32), mx.softmax(logits, axis=-1)
 
 
-class Posing(DraftModel):
-    """Drafts the likeliest tokens and says that they were drawn."""
+class Lying:
+    """A drafter that draws the likeliest tokens and says that they were drawn."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.inner, self.needs, self.observe = drafter, drafter.needs, drafter.observe
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        return super().draft(history, limit, Liar())
+        return self.inner.draft(history, limit, Liar())
 
 
-def draft_model(kind: type[DraftModel] = DraftModel) -> DraftModel:
-    return kind(model(noise=0.2), VocabularySizes(V, V))
+def draft_model() -> DraftModel:
+    return DraftModel(model(noise=0.2), VocabularySizes(V, V))
 
 
 def reference(sampling: Sampling, row: np.ndarray, history: Sequence[int], prompt_length: int) -> np.ndarray:
@@ -117,22 +123,59 @@ def seeded(sampling: Sampling) -> Callable[[int], Sampler]:
 
 
 def excess(
-    drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler], generations: int = GENERATIONS
+    drafter: Drafter,
+    sampling: Sampling,
+    sampler: Callable[[int], Sampler],
+    generations: int = GENERATIONS,
+    target: nn.Module | None = None,
 ) -> float:
     """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection.
 
     A `Scripted` drafter has nothing to draft here.
     """
-    target, counts = LMTarget(model()), np.zeros((V,) * COUNT)
+    network = target or model()
+    cached, counts, drafted = LMTarget(network, drafter.needs), np.zeros((V,) * COUNT), 0
+    kept = len(PROMPT) - 1 if drafter.needs == FeatureSpec() else 0  # features of the prompt are read anew
     for i in range(generations):
-        target.rewind(len(PROMPT) - 1)
-        done = generation(target, drafter, sampler(i), counts)
-        assert done[0].drafted == (0 if isinstance(drafter, Scripted) else COUNT - 1)
-    return chi_square.excess(counts, exact(model(), sampling))
+        cached.rewind(kept)
+        done = list(generate(cached, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
+        counts[tuple(emitted(done))] += 1
+        drafted += sum(round.drafted for round in done)
+    assert drafted >= generations or isinstance(drafter, Scripted)
+    return chi_square.excess(counts, exact(network, sampling))
 
 
-def generation(target: LMTarget, drafter: Drafter, sampler: Sampler, counts: np.ndarray) -> list[Round]:
-    """Return the rounds of one generation, and count its tokens."""
-    done = list(generate(target, [drafter], FixedPolicy(COUNT - 1), sampler, PROMPT, max_tokens=COUNT))
-    counts[tuple(emitted(done))] += 1
-    return done
+# --- of drafters that read features, for a target of two layers
+
+
+@cache
+def law_target() -> nn.Module:
+    return model(layers=2)
+
+
+def law_drafter(source: DrafterSource) -> Drafter:
+    return source.make(LMTarget(law_target(), source.needs).parts)
+
+
+def drafted_excess(
+    source: DrafterSource, sampling: Sampling = PLAIN, sampler: Callable[[int], Sampler] | None = None
+) -> float:
+    """Return the excess of drafts as they are."""
+    return excess(law_drafter(source), sampling, sampler or unseeded(sampling), LAW, law_target())
+
+
+def control_excess(source: DrafterSource, generations: int = LAW_FEW) -> float:
+    """Return the excess of the likeliest tokens, said to be drawn: they must be rejected."""
+    return excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN), generations, law_target())
+
+
+def seeded_texts(source: DrafterSource) -> tuple[list[int], list[int]]:
+    """Return 60 tokens of one seed, drafted three at a time, and without a drafter."""
+    texts = []
+    for K in (3, 0):
+        target, sampling = LMTarget(law_target(), source.needs), Sampling(0.8, seed=5)
+        drafter = source.make(target.parts) if K else Scripted([], needs=source.needs)
+        done = rounds(target, drafter, K, PROMPT, 60, V, sampling)
+        assert not K or 0 < sum(r.accepted for r in done) < sum(r.drafted for r in done)
+        texts.append(emitted(done))
+    return texts[0], texts[1]

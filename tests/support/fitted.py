@@ -1,8 +1,4 @@
-"""Drafters of every one-pass family for the models of tiny.py, through the converter, and a head that fits.
-
-Their layers are random. The head is a least-squares fit to a greedy text of the target, so that on that text
-accepting, accepting in part and rejecting all happen.
-"""
+"""Random drafters of every one-pass family for the models of tiny.py, opened through the converter."""
 
 from __future__ import annotations
 
@@ -11,18 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from checkpoints import read
 from mlx.utils import tree_flatten
 from synthetic import Checkpoint, layer_shapes
 
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.model.target import LMTarget
-from mlx_spec.types import Draft, Drafter, Features, TargetParts
+from mlx_spec.types import Drafter, Features
 
 D, V = 64, 256
 HEADS, GROUPS, HEAD, INNER = 6, 2, 16, 96
@@ -94,7 +89,7 @@ def opened(
     ours.mkdir()
     mx.save_safetensors(str(ours / "model.safetensors"), prepared.tensors)
     (ours / "config.json").write_text(json.dumps(prepared.config))
-    return open_drafter(ours, json.loads((ours / "config.json").read_text()), made.target)
+    return open_drafter(ours, read(ours), made.target)
 
 
 def _random(forms: dict[str, list[int]], seed: int, scale: float = 0.2) -> dict[str, mx.array]:
@@ -169,46 +164,6 @@ def pard(model: nn.Module, layers: int, noise: float = 0.0) -> Checkpoint:
     config = {key: value for key, value in vars(model.args).items() if value is not None}
     vocab = config["vocab_size"]
     return Checkpoint(tensors, {**config, "pard_token": vocab - 1}, target_config(layers, vocab=vocab))
-
-
-def gather(
-    source: DrafterSource, model: nn.Module, prompt: list[int], truth: list[int], limit: int
-) -> tuple[np.ndarray, list[int]]:
-    """Return the head's inputs [N, D] along a text and the tokens it should say, one in seven wrong."""
-    target, rows, wanted = LMTarget(model, source.needs), [], []
-
-    def unembed(hidden: mx.array) -> mx.array:
-        rows.append(np.array(hidden))
-        return mx.zeros((hidden.shape[0], V))
-
-    drafter = source.make(TargetParts(target.parts.embed, unembed, target.parts.select))
-    history = list(prompt)
-    drafter.observe(history, target.prefill(history[:-1]))
-    for i, token in enumerate(truth):
-        drafter.draft(history, limit, lossless.GREEDY.sampler(1, V))
-        wanted += truth[i : i + limit] + [0] * max(0, i + limit - len(truth))
-        target.verify(mx.array(history[-1:]))
-        history.append(token)
-        drafter.observe(history, target.commit(1))
-    spoiled = [(token + 1) % V if i % 7 == 3 else token for i, token in enumerate(wanted)]
-    return np.concatenate(rows), spoiled
-
-
-def head_of(rows: np.ndarray, wanted: Sequence[int], vocab: int = V) -> mx.array:
-    """The LM head [V, D] that says `wanted` behind `rows` [N, D], as nearly as squares are least."""
-    weights, *_ = np.linalg.lstsq(rows, np.eye(vocab)[list(wanted)], rcond=1e-4)
-    return mx.array(weights.T.astype(np.float32))
-
-
-class Sampled:
-    """A drafter with a sampler of one's own choice."""
-
-    def __init__(self, drafter: Drafter, sampler: Any) -> None:
-        self.inner, self.sampler, self.needs = drafter, sampler, drafter.needs
-        self.observe = drafter.observe
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Any) -> Draft:
-        return self.inner.draft(history, limit, self.sampler)
 
 
 def replay(

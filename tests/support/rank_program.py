@@ -7,11 +7,12 @@ With `ahead`, the drafter also works on rank 1, and the target is whole on rank 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from mlx_spec import Sampling, load
 from mlx_spec.load import draft_for, follow
-from mlx_spec.model.ranks import join
+from mlx_spec.model import ranks as module
 from mlx_spec.pair import Pair
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8], [11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 13], [21, 22, 23]]
@@ -29,7 +30,8 @@ def generate(pair: Pair) -> list[list[int]]:
 
 
 def main(target: str, drafter: str, *ahead: str) -> None:
-    ranks = join()
+    module.SILENCE_S = float(os.environ.get("SILENCE_S", module.SILENCE_S))
+    ranks = module.join()
     assert ranks is not None
     if ranks.rank and ahead:
         draft_for(target, drafter, ranks)

@@ -15,6 +15,8 @@ import termios
 import time
 from pathlib import Path
 
+from waiting import LIMIT
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "e2b"
 UNWANTED = ("NO_COLOR", "INPUTRC", "COLUMNS", "LINES")  # pytest-xdist sets COLUMNS
@@ -24,7 +26,6 @@ HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("targe
 PAIR = ["--target=demo"] if HAS_DEMO else TINY
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
 STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · (.* · )?\d+ tokens?"
-LIMIT = 120  # seconds until a process counts as hung
 READY = "¶"  # in the text of a screen: the editor waits for a message
 EDITING = "\x1b[?2004h"  # it asks for pasted text to be marked
 CODES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)|\x1b(\[[0-9;?]*|\][^\x07]*)?$|[\r\b]")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from waiting import wait_until
 
 from mlx_spec.apps.server.engine_thread import EngineThread, Job
 from mlx_spec.apps.server.errors import Failure
@@ -118,7 +119,4 @@ def body(events: list[Event]) -> Any:
 
 
 def wait_until_idle(engine: EngineThread) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while engine.status().running or engine.status().waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: not engine.status().running and not engine.status().waiting)

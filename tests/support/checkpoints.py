@@ -1,0 +1,61 @@
+"""Read and change checkpoints in folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+Config = dict[str, Any]
+Tensors = dict[str, mx.array]
+
+
+def read(folder: Path, name: str = "config.json") -> Config:
+    config: Config = json.loads((folder / name).read_text())
+    return config
+
+
+def edit_config(folder: Path, edit: Callable[[Config], object], name: str = "config.json") -> None:
+    config = read(folder, name)
+    edit(config)
+    (folder / name).write_text(json.dumps(config))
+
+
+def stored(file: Path) -> Tensors:
+    loaded = mx.load(str(file))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def edit_tensors(folder: Path, edit: Callable[[Tensors], object]) -> None:
+    tensors = stored(folder / "model.safetensors")
+    mx.eval(tensors)
+    edit(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+
+
+def to_float32(folder: Path) -> None:
+    """Cast the weights that are bfloat16."""
+
+    def widen(tensors: Tensors) -> None:
+        tensors.update({n: a.astype(mx.float32) for n, a in tensors.items() if a.dtype == mx.bfloat16})
+
+    edit_tensors(folder, widen)
+
+
+def split(folder: Path, count: int) -> None:
+    """Put the tensors in several files, with an index."""
+    file = folder / "model.safetensors"
+    tensors = stored(file)
+    mx.eval(tensors)
+    weight_map = {}
+    for i in range(count):
+        part = {name: tensors[name] for name in sorted(tensors)[i::count]}
+        shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        mx.save_safetensors(str(folder / shard), part)
+        weight_map |= dict.fromkeys(part, shard)
+    file.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
