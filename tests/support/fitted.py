@@ -1,4 +1,8 @@
-"""Random drafters of every one-pass family for the models of tiny.py, opened through the converter."""
+"""Drafters of every one-pass family for the models of tiny.py, through the converter, and a head that fits.
+
+Their layers are random. The head is a least-squares fit to a greedy text of the target, so that on that text
+accepting, accepting in part and rejecting all happen.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,7 +22,8 @@ from synthetic import Checkpoint, layer_shapes
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.types import Drafter, Features
+from mlx_spec.model.target import LMTarget
+from mlx_spec.types import Drafter, Features, TargetParts
 
 D, V = 64, 256
 HEADS, GROUPS, HEAD, INNER = 6, 2, 16, 96
@@ -200,3 +206,32 @@ def layer_outputs(model: nn.Module, tokens: Sequence[int]) -> list[mx.array]:
         x = layer(x, mask="causal")
         found.append(x[0])
     return found
+
+
+def gather(
+    source: DrafterSource, model: nn.Module, prompt: list[int], truth: list[int], limit: int
+) -> tuple[np.ndarray, list[int]]:
+    """Return the head's inputs [N, D] along a text and the tokens it should say, one in seven wrong."""
+    target, rows, wanted = LMTarget(model, source.needs), [], []
+
+    def unembed(hidden: mx.array) -> mx.array:
+        rows.append(np.array(hidden))
+        return mx.zeros((hidden.shape[0], V))
+
+    drafter = source.make(TargetParts(target.parts.embed, unembed, target.parts.select))
+    history = list(prompt)
+    drafter.observe(history, target.prefill(history[:-1]))
+    for i, token in enumerate(truth):
+        drafter.draft(history, limit, lossless.GREEDY.sampler(1, V))
+        wanted += truth[i : i + limit] + [0] * max(0, i + limit - len(truth))
+        target.verify(mx.array(history[-1:]))
+        history.append(token)
+        drafter.observe(history, target.commit(1))
+    spoiled = [(token + 1) % V if i % 7 == 3 else token for i, token in enumerate(wanted)]
+    return np.concatenate(rows), spoiled
+
+
+def head_of(rows: np.ndarray, wanted: Sequence[int], vocab: int = V) -> mx.array:
+    """The LM head [V, D] that says `wanted` behind `rows` [N, D], as nearly as squares are least."""
+    weights, *_ = np.linalg.lstsq(rows, np.eye(vocab)[list(wanted)], rcond=1e-4)
+    return mx.array(weights.T.astype(np.float32))
