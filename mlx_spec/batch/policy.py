@@ -61,15 +61,16 @@ class RoundErrors:
         """Return the expected factor by the longest draft, for so many sequences."""
         if not self._known:
             return np.ones(MAX_DRAFT_TOKENS + 1)
-        known = self._known[min(self._known, key=lambda other: abs(other - count))]
-        plain, _ = known.get(0, (0.0, 0))
-        errors = [plain]
-        for length in range(1, MAX_DRAFT_TOKENS + 1):
-            error, rounds = known.get(length, (0.0, 0))
-            others = sorted({0, *known} - {length})
-            prior = np.interp(length, others, [known[k][0] if k in known else plain for k in others])
-            errors.append((rounds * error + PRIOR_ROUNDS * float(prior)) / (rounds + PRIOR_ROUNDS))
-        return np.exp(errors)
+        known = {0: (0.0, 0), **self._known[min(self._known, key=lambda other: abs(other - count))]}
+        lengths = sorted(known)
+        values = [known[length][0] for length in lengths]
+        errors = np.interp(LENGTHS, lengths, values)
+        for i in range(1, len(lengths)):
+            rounds = known[lengths[i]][1]
+            prior = np.interp(lengths[i], lengths[:i] + lengths[i + 1 :], values[:i] + values[i + 1 :])
+            errors[lengths[i]] = (rounds * values[i] + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS)
+        found: Floats = np.exp(errors)
+        return found
 
     def observe(self, count: int, longest: int, error: float) -> None:
         """Learn from one round, in log seconds."""

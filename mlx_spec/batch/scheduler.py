@@ -217,7 +217,7 @@ class Batch:
             self._leave(group, member)
 
     def step(self) -> list[tuple[int, Result]]:
-        """Write one chunk of a prompt, and decode one round of every running sequence if none holds.
+        """Write one chunk of a prompt. Decode one round of every running sequence, unless `holds` says wait.
 
         Returns the round of each by its id, or the error that ended it. A sequence leaves with the round that
         has a finish reason, or with its error.
