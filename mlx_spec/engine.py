@@ -248,7 +248,8 @@ class Group:
         """
         shared, decisions = self._shared_policy, self._decide()
         if shared is not None and not may_probe:
-            decisions = [replace(d, choices=()) if d.reason is Reason.PROBE else d for d in decisions]
+            plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
+            decisions = [plain if d.reason is Reason.PROBE else d for d in decisions]
         start = time.perf_counter()
         rounds = self._round(
             [_limited(d, each) for d, each in zip(decisions, self.sequences, strict=True)], may_queue
@@ -259,12 +260,11 @@ class Group:
             mx.clear_cache()
         done: list[Round | Exception] = []
         for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
-            plain = decision.plain_seconds
             round = replace(
                 round,
                 seconds=seconds,
                 reason=decision.reason,
-                plain_seconds=plain,
+                plain_seconds=decision.plain_seconds,
                 company=len(self.sequences),
             )
             if shared is None:
