@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nlargest
 
 from mlx_spec import engine
 from mlx_spec.batch.target import SharedTarget
@@ -16,7 +17,9 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.types import GroupPolicy, Round, Target
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take, because times vary
+PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take at most: times vary
+# Pauses whose errors are remembered, and how many of them may be longer than planned for: 1 %.
+PAUSES, LATE = 300, 3
 MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
 # Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed cost, nearly
 # that of a round, so a chunk as long as a round would hold few tokens.
@@ -24,7 +27,7 @@ SLOW_SHARE = 2.0
 # Seconds that sequences wait for other prompts before the first of them decodes. A second is the longest wait
 # that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
 MAX_HOLD_S = 1.0
-CHUNKS, ROUNDS = 2, 4  # that are remembered: two prompts may be read by turns, and not all rounds draft
+CHUNKS, ROUNDS = 2, 4  # whose times are remembered: prompts may be read by turns, and not all rounds draft
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
@@ -35,15 +38,18 @@ class PromptPace:
     """Chooses how many tokens of a prompt to read between two rounds, so that nobody waits too long.
 
     The time between the ends of two rounds is that of a chunk, and of the rest: the round itself, sequences
-    that join, and what the caller does. The last ones tell what the next ones will take.
+    that join, and what the caller does. The last ones tell what the next ones will take, and the errors of
+    such predictions how much shorter than the bound the next ones have to be (conformal prediction).
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens and seconds
         self._rests: deque[float] = deque(maxlen=ROUNDS)  # seconds
-        self._least = 0.0  # seconds of the last chunk of MIN_CHUNK tokens or fewer
+        self._least: deque[float] = deque(maxlen=ROUNDS)  # seconds of chunks of MIN_CHUNK tokens or fewer
+        self._errors: deque[float] = deque(maxlen=PAUSES)  # seconds over those that were expected
         self.reading = 0.0  # seconds of chunks since the last round
+        self._expected = 0.0  # seconds expected of them; infinite if no chunk of such a size is known
         self._last: float | None = None  # time of the end of the last round; None if nobody decodes
         self._held: float | None = None  # time since which sequences could begin to decode, but wait
 
@@ -53,10 +59,11 @@ class PromptPace:
         Where not even those fit beside the fastest round, pauses are too long whatever is read. Then a chunk
         may take longer than a round: small ones would keep one client waiting and gain the others little.
         """
-        planned = PLANNED_SHARE * MAX_PAUSE_S
+        late = nlargest(LATE, self._errors)
+        planned = MAX_PAUSE_S / max([1 / PLANNED_SHARE, *late[LATE - 1 :]])
         left = planned - max(self._rests, default=MAX_PAUSE_S)
         fastest = min(self._rests, default=0.0)
-        if self._least > planned - fastest:
+        if min(self._least, default=0.0) > planned - fastest:
             left = SLOW_SHARE * fastest
         # A pass has a cost of its own, so a much larger one says too little of a small one.
         if not self._chunks or any(seconds > 2 * left for _, seconds in self._chunks):
@@ -87,17 +94,27 @@ class PromptPace:
             seconds = self._clock() - start
             self.reading += seconds
             if target.size > before:
-                self._chunks.append((target.size - before, max(seconds, 1e-6)))
-                if target.size - before <= MIN_CHUNK:
-                    self._least = seconds
+                self._learn(target.size - before, max(seconds, 1e-6))
             yield
 
     def end_round(self, goes_on: bool) -> None:
         """Learn from the time since the last round. `goes_on` says whether somebody waits for the next."""
         now = self._clock()
         if self._last is not None:
+            expected = max(self._rests, default=math.inf) + self._expected
+            if 0 < expected < math.inf:
+                self._errors.append((now - self._last) / expected)
             self._rests.append(now - self._last - self.reading)
-        self._last, self.reading, self._held = now if goes_on else None, 0.0, None
+        self._last, self._held = now if goes_on else None, None
+        self.reading = self._expected = 0.0
+
+    def _learn(self, tokens: int, seconds: float) -> None:
+        """Learn from a chunk. A much larger or smaller one would say too little of it."""
+        alike = self._chunks and all(tokens <= 2 * other <= 4 * tokens for other, _ in self._chunks)
+        self._expected += tokens * max(s / n for n, s in self._chunks) if alike else math.inf
+        self._chunks.append((tokens, seconds))
+        if tokens <= MIN_CHUNK:
+            self._least.append(seconds)
 
 
 @dataclass(eq=False)

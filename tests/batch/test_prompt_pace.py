@@ -5,7 +5,9 @@ Time is counted: a clock goes on by what a pass would take on a device, by its r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -137,6 +139,36 @@ def test_prompts_of_a_burst_begin_together_if_they_are_read_soon(
     for _ in range(100):
         batch.step()
     assert batch.group_sizes == [len(lengths)] or max(lengths) > 1000
+
+
+@pytest.mark.parametrize("round_ms,token_ms", [(30.0, 2.2), (12.0, 0.2)])
+def test_the_bound_is_kept_where_times_vary(round_ms: float, token_ms: float) -> None:
+    clock, chance, written = Clock(lambda rows, at: rows), random.Random(5), SimpleNamespace(size=0)
+    pace, pauses = PromptPace(clock), list[float]()
+
+    def take(milliseconds: float) -> None:
+        """Take a time that varies by a fifth; one in 25 is up to 2.5 times as long."""
+        delay = 1 + 1.5 * chance.random() * (chance.random() < 0.04)
+        clock.now += milliseconds / 1000 * chance.lognormvariate(-0.02, 0.2) * delay
+
+    def read(count: int) -> Iterator[None]:
+        take(2 + token_ms * count)
+        written.size += count
+        yield
+
+    pace.end_round(goes_on=True)
+    for _ in range(300):  # nothing is read
+        take(round_ms)
+        pace.end_round(goes_on=True)
+    while written.size < 10 * LONG:
+        start = clock.now
+        for _ in pace.timed(read(pace.tokens()), written):
+            pass
+        take(round_ms)
+        pace.end_round(goes_on=True)
+        pauses.append(clock.now - start)
+    assert sorted(pauses)[int(0.99 * len(pauses))] <= MAX_PAUSE_S
+    assert len(pauses) < 10 * LONG / MIN_CHUNK
 
 
 def test_one_slow_round_makes_no_chunk_larger() -> None:
