@@ -181,36 +181,35 @@ def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
     if body.messages[-1].role == "assistant":
         message = "the conversation must not end with the assistant: an answer cannot be prefilled here"
         raise unsupported(message, f"messages.{len(body.messages) - 1}")
-    turns = [{"role": "system", "content": _join_text(body.system, "system")}] if body.system else []
-    names: dict[str, str] = {}  # of the called tools, by the ids of the calls
+    conversation = parsing.ConversationBuilder()
+    if body.system:
+        conversation.add("system", _join_text(body.system, "system"))
     for i, turn in enumerate(body.messages):
-        field = f"messages.{i}.content"
         if not turn.content:
-            turns.append({"role": turn.role, "content": ""})
-        turns += [
-            _parse_block(turn.role, block, f"{field}.{k}", names) for k, block in enumerate(turn.content)
-        ]
-    return parsing.merge_turns(turns)
+            conversation.add(turn.role, "")
+        for k, block in enumerate(turn.content):
+            _add_block(conversation, turn.role, block, f"messages.{i}.content.{k}")
+    return tuple(conversation.turns)
 
 
-def _parse_block(role: str, block: ContentBlock, place: str, names: dict[str, str]) -> Json:
+def _add_block(conversation: parsing.ConversationBuilder, role: str, block: ContentBlock, place: str) -> None:
     match role, block.type:
         case _, "text":
-            return {"role": role, "content": parsing.required(block.text, f"{place}.text")}
+            conversation.add(role, parsing.required(block.text, f"{place}.text"))
         case "assistant", "thinking":
-            return parsing.assistant_turn(None, parsing.required(block.thinking, f"{place}.thinking"))
+            conversation.add(role, thinking=parsing.required(block.thinking, f"{place}.thinking"))
         case "assistant", "redacted_thinking":  # only the server that encrypted it can read it
-            return parsing.assistant_turn(None)
+            conversation.add(role)
         case "assistant", "tool_use":
             id = parsing.required(block.id, f"{place}.id")
-            names[id] = name = parsing.required(block.name, f"{place}.name")
-            call = parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input"))
-            return parsing.assistant_turn(None, calls=[call])
+            name = parsing.required(block.name, f"{place}.name")
+            conversation.add_call(id, name, parsing.required(block.input, f"{place}.input"))
         case "user", "tool_result":
             text = _join_text(block.content or (), f"{place}.content")
             text = f"Error: {text}" if block.is_error else text
-            return parsing.result_turn(block.tool_use_id, text, names, f"{place}.tool_use_id")
-    raise parsing.unsupported_part(block, place)
+            conversation.add_result(block.tool_use_id, text, f"{place}.tool_use_id")
+        case _:
+            raise parsing.unsupported_part(block, place)
 
 
 def _join_text(content: Sequence[ContentBlock], field: str) -> str:

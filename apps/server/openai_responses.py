@@ -165,35 +165,33 @@ def _parse_format(given: FormatField | None) -> OutputFormat | None:
 
 
 def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
-    turns: list[Json] = []
+    conversation = parsing.ConversationBuilder()
     if body.instructions is not None:
-        turns.append({"role": "system", "content": body.instructions})
-    names: dict[str, str] = {}  # of the called functions, by the ids of the calls
+        conversation.add("system", body.instructions)
     for i, item in enumerate((*past, *body.input), start=-len(past)):
-        turns.append(_parse_item(item, f"input.{i}", names))
-    return parsing.merge_turns(turns)
+        _add_item(conversation, item, f"input.{i}")
+    return tuple(conversation.turns)
 
 
-def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
+def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field: str) -> None:
     match item.type or "message":
         case "message":
             role = parsing.required(item.role, f"{field}.role")
             between = "" if role == "assistant" else parsing.PARAGRAPH
             text = between.join(_part_texts(item.content, f"{field}.content"))
-            return {"role": "system" if role == "developer" else role, "content": text}
+            conversation.add("system" if role == "developer" else role, text)
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
-            names[id] = name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
-            given = parsing.required(item.arguments, f"{field}.arguments")
-            call = parsing.call_turn(id, name, parsing.parse_arguments(given))
-            return parsing.assistant_turn(None, calls=[call])
+            name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
+            conversation.add_call(id, name, parsing.required(item.arguments, f"{field}.arguments"))
         case "function_call_output":
             text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
-            return parsing.result_turn(item.call_id, text, names, f"{field}.call_id")
+            conversation.add_result(item.call_id, text, f"{field}.call_id")
         case "reasoning":
-            texts = _part_texts(item.content or item.summary or [], field)
-            return parsing.assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
-    raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
+            text = "".join(_part_texts(item.content or item.summary or [], field))
+            conversation.add("assistant", thinking=text or decode_thinking(item.encrypted_content))
+        case _:
+            raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
 
 
 def _part_texts(parts: Sequence[ContentPart] | None, field: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -175,55 +175,57 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
     return unsupported(f"{field}: a part of type {kind!r} is not supported here: only text is read", field)
 
 
-def call_turn(id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return an earlier tool call as chat templates take it."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result_turn(id: str | None, text: str, names: Mapping[str, str], field: str) -> dict[str, Any]:
-    """Return the result of an earlier tool call as chat templates take it. Raises Failure (400).
-
-    `names` are those of the called functions, by the ids of the calls; `field` has the id.
-    """
-    id = required(id, field)
-    if id not in names:
-        raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
-    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
-
-
-def parse_arguments(text: str) -> dict[str, Any] | str:
-    """Return the arguments of an earlier tool call; the text itself if it is no JSON object."""
+def _parse_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of an earlier tool call; None if they are no JSON object."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def assistant_turn(
-    content: str | None, thinking: str | None = None, calls: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-    """Return an earlier answer as chat templates take it."""
-    turn: dict[str, Any] = {"role": "assistant", "content": content}
-    turn |= {"reasoning_content": thinking} if thinking else {}
-    return turn | ({"tool_calls": list(calls)} if calls else {})
+class ConversationBuilder:
+    """Collects the turns of a conversation, as chat templates take them.
 
-
-def merge_turns(turns: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Join neighbours of one role, as chat templates want it; results of tools stay apart.
-
-    Texts of a user or the system become paragraphs, those of the model stay as they were generated.
+    Neighbours of one role are one turn. Texts of a user or the system are its paragraphs, those of the model
+    stay as they were generated. Results of tools stay apart. A call whose arguments are no JSON object is
+    text: a client that read a stream to its limit has such a call and sends it back.
     """
-    merged: list[dict[str, Any]] = []
-    for turn in turns:
-        last = merged[-1] if merged else {}
-        if turn["role"] != last.get("role") or turn["role"] == "tool":
-            merged.append(dict(turn))
-            continue
-        between = "" if turn["role"] == "assistant" else PARAGRAPH
-        for key, joint in (("content", between), ("reasoning_content", "")):
-            texts = [each[key] for each in (last, turn) if each.get(key) is not None]
-            last |= {key: joint.join(texts)} if texts else {}
-        if calls := turn.get("tool_calls"):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
-    return tuple(merged)
+
+    def __init__(self) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
+
+    def add(self, role: str, content: str | None = None, thinking: str | None = None) -> dict[str, Any]:
+        """Add what somebody wrote. Return the turn."""
+        if not self.turns or self.turns[-1]["role"] != role:
+            self.turns.append({"role": role, "content": None})
+        turn = self.turns[-1]
+        if content is not None:
+            before = "" if turn["content"] is None else turn["content"]
+            between = "" if role == "assistant" or turn["content"] is None else PARAGRAPH
+            turn["content"] = before + between + content
+        if thinking:
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + thinking
+        return turn
+
+    def add_call(self, id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
+        """Add a tool call of the model."""
+        found = _parse_arguments(arguments) if isinstance(arguments, str) else arguments
+        turn = self.add("assistant")
+        if found is None:
+            turn["content"] = PARAGRAPH.join(filter(None, [turn["content"], f"{name} {arguments}"]))
+        else:
+            call = {"id": id, "type": "function", "function": {"name": name, "arguments": found}}
+            turn.setdefault("tool_calls", []).append(call)
+        self._names[id] = None if found is None else name
+
+    def add_result(self, id: str | None, text: str, field: str) -> None:
+        """Add the result of an earlier tool call; `field` has its id. Raises Failure (400)."""
+        id = required(id, field)
+        if id not in self._names:
+            raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
+        if (name := self._names[id]) is None:
+            self.add("user", text)
+        else:
+            self.turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})

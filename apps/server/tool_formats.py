@@ -18,7 +18,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.errors import unsupported
-from mlx_spec.apps.server.parsing import PARAGRAPH, merge_turns
 from mlx_spec.apps.server.request import Chat, Event, SourceSpan, TextDelta, Tool, ToolCall
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
@@ -148,8 +147,7 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     InvalidValue if its template refuses the messages.
     """
     use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
-    given = broken_calls_as_text(chat.messages)
-    calls = [i for i, message in enumerate(given) if message.get("tool_calls")]
+    calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
     format = find_tool_format(text) if use is not None or calls else None
     if format is None and (use is not None or calls):
         param = "tools" if use is not None else f"messages.{calls[0]}.tool_calls"
@@ -159,30 +157,9 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
             param,
         )
     folds = format is not None and format.results_in_calls
-    messages = results_in_calls(given) if folds else given
+    messages = results_in_calls(chat.messages) if folds else chat.messages
     tools = [] if use is None else [_definition(tool) for tool in use.tools]
     return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
-
-
-def broken_calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return `messages` in which calls whose arguments are no JSON are text, and their results the user's.
-
-    A client that read a stream to its limit has such a call and sends it back.
-    """
-    found: list[Message] = []
-    broken: set[str] = set()
-    for message in messages:
-        calls = message.get("tool_calls") or ()
-        bad = [call for call in calls if isinstance(call["function"]["arguments"], str)]
-        if bad:
-            broken |= {call["id"] for call in bad}
-            texts = [f"{call['function']['name']} {call['function']['arguments']}" for call in bad]
-            content = PARAGRAPH.join(filter(None, [message.get("content"), *texts]))
-            message = {**message, "content": content, "tool_calls": [c for c in calls if c not in bad]}
-        elif message.get("tool_call_id") in broken:
-            message = {"role": "user", "content": message["content"]}
-        found.append(message)
-    return merge_turns(found) if broken else messages
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:

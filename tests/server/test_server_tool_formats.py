@@ -286,18 +286,6 @@ def test_a_template_without_tools_refuses_them():
     assert chat_prompt(Chat(tuple(CONVERSATION[:1])), plain, "m")
 
 
-def test_a_call_that_was_cut_off_is_text_of_the_conversation(text):
-    broken = {**CALL, "id": "cut", "function": {"name": "get_weather", "arguments": '{"city": "Par'}}
-    result = {**CONVERSATION[2], "tool_call_id": "cut", "content": "invalid JSON"}
-    alone = ({**CONVERSATION[1], "tool_calls": [broken]}, result)
-    both = ({**CONVERSATION[1], "tool_calls": [broken, CALL]}, result, CONVERSATION[2])
-    for turns in (alone, both):
-        messages = (CONVERSATION[0], *turns, {"role": "user", "content": "Again?"})
-        written = text.decode_raw(chat_prompt(Chat(messages, ToolUse((WEATHER,))), text, "demo"))
-        assert 'get_weather {"city": "Par' in written and "invalid JSON" in written and "Again?" in written
-        assert written.count("<|tool_call>") == len(turns) - 2
-
-
 def test_results_go_where_the_template_reads_them():
     loop = "{% for m in messages %}{% for r in m.tool_responses or [] %}[{{ r.name }}: {{ r.response }}]"
     found = templated(HERMES, *MARKERS, rest=loop + "{% endfor %}{% endfor %}")
