@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import ClientDisconnect, Request
 
 from .errors import Failure, hung_up, invalid, missing, unsupported
@@ -59,6 +67,11 @@ def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+def as_list(given: Any) -> Any:
+    """Return a string as a list of one."""
+    return [given] if isinstance(given, str) else given
+
+
 def as_type(given: Any) -> Any:
     """Return a word as an object of that type, as for a tool choice."""
     return {"type": given} if isinstance(given, str) else given
@@ -75,9 +88,7 @@ def without_unknown(given: Any, types: Collection[str]) -> Any:
 
 
 Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
-Texts = Annotated[
-    list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-]
+Texts = Annotated[list[str] | None, BeforeValidator(as_list)]
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -95,12 +106,17 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 def _first_problem(error: ValidationError) -> Failure:
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    message, field = found["msg"].removeprefix("Value error, "), ".".join(map(str, found["loc"]))
+    field, message, kind = _first_error(error)
     if not field:
         return invalid(f"the body is not what is expected here: {message}", code="invalid_json")
-    code = "missing_required_parameter" if found["type"] == "missing" else "invalid_value"
+    code = "missing_required_parameter" if kind == "missing" else "invalid_value"
     return invalid(f"{field}: {message}", field, code)
+
+
+def _first_error(error: ValidationError) -> tuple[str, str, str]:
+    """Return the place of the first error, its message and its type."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ".".join(map(str, found["loc"])), found["msg"].removeprefix("Value error, "), found["type"]
 
 
 def required(value: T | None, field: str) -> T:
@@ -151,6 +167,53 @@ def make_tool_use(
     if choice == "required" and not tools:
         raise invalid("tool_choice: a call that is required needs tools", "tool_choice")
     return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
+
+
+Count = Annotated[int, Field(ge=0)]
+Names = Annotated[list[str], Field(min_length=1), BeforeValidator(as_list)]
+SubSchema = Annotated[  # true, false and a list of schemas have no keywords
+    "SchemaForm", BeforeValidator(lambda given: {} if isinstance(given, bool | list) else given)
+]
+Options = Annotated[list[SubSchema], Field(min_length=1)]
+
+
+class SchemaForm(Fields):
+    """The keywords of a JSON schema that are read here, to check their form."""
+
+    type: Names = []
+    required: list[str] = []
+    properties: dict[str, SubSchema] = {}
+    defs: dict[str, SubSchema] = Field(default={}, alias="$defs")
+    definitions: dict[str, SubSchema] = {}
+    reference: str = Field(default="", alias="$ref")
+    enum: Annotated[list[Any], Field(min_length=1)] = []
+    anyOf: Options = []
+    oneOf: Options = []
+    allOf: Options = []
+    items: SubSchema | None = None
+    additionalProperties: SubSchema | None = None
+    minItems: Count = 0
+    maxItems: Count | None = None
+    minLength: Count = 0
+    maxLength: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_order(self) -> SchemaForm:
+        if self.maxItems is not None and self.minItems > self.maxItems:
+            raise ValueError("minItems must not be more than maxItems")
+        if self.maxLength is not None and self.minLength > self.maxLength:
+            raise ValueError("minLength must not be more than maxLength")
+        return self
+
+
+def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
+    """Raise Failure (400) if the parameters of a tool are no JSON schema."""
+    try:
+        SchemaForm.model_validate(dict(schema))
+    except ValidationError as error:
+        place, message, _ = _first_error(error)
+        problem = f"{place}: {message}" if place else message
+        raise invalid(f"tools: the parameters of {tool!r} are no JSON schema: {problem}", "tools") from error
 
 
 # --- messages of a conversation

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.errors import unsupported
+from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import Chat, Event, SourceSpan, TextDelta, Tool, ToolCall
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
@@ -143,8 +144,8 @@ def find_tool_format(text: Text) -> ToolFormat | None:
 def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
 
-    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, and
-    InvalidValue if its template refuses the messages.
+    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, or the
+    schema of a tool is none, and InvalidValue if its template refuses the messages.
     """
     use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
@@ -159,7 +160,12 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
     tools = [] if use is None else [_definition(tool) for tool in use.tools]
-    return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
+    try:
+        return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
+    except InvalidValue:
+        for tool in () if use is None else use.tools:  # a template cannot write what is no schema
+            check_schema(tool.name, tool.parameters)
+        raise
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:

@@ -140,6 +140,15 @@ def test_a_call_of_the_models_choice_fits_its_schema(client: Any, stream: bool) 
     assert arguments.keys() <= {"city", "days"} and arguments.get("days", 1) in (1, 2, 3)
 
 
+def test_a_schema_that_nothing_fits_is_refused_without_its_grammar(client: Any) -> None:
+    none = {"properties": {"n": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": none}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(messages=ZIP, tools=[tool], tool_choice="required", **EXACT)
+    why = "tools: the schemas cannot be enforced: minimum (5) is greater than maximum (2)"
+    assert (caught.value.body["message"], caught.value.param) == (why, "tools")
+
+
 def test_constraints_of_vllm_and_sglang(client: Any) -> None:
     """Outlines, for `Literal["yes", "no"]`, sends the first two; its answer was any text."""
     schema = {"properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}

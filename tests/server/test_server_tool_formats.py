@@ -22,7 +22,6 @@ from mlx_spec.apps.server.tool_formats import (
     results_in_calls,
     without_markup,
 )
-from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.text.stream import AnswerStream, TextPart
@@ -268,10 +267,13 @@ def test_prompt(text):
     )
 
 
-@pytest.mark.parametrize("properties", [[1], {"a": {"type": "object", "properties": 3}}])
-def test_what_a_template_cannot_write_is_refused(text, properties):
-    use = ToolUse((Tool("f", None, {"type": "object", "properties": properties}),))
-    with pytest.raises(InvalidValue, match="the chat template refuses"):
+@pytest.mark.parametrize(
+    ("properties", "problem"),
+    [([1], "properties: Input"), ({"a": {"type": "object", "properties": 3}}, "properties.a.properties: ")],
+)
+def test_what_is_no_schema_is_not_blamed_on_the_template(text, properties, problem):
+    use = ToolUse((WEATHER, Tool("f", None, {"type": "object", "properties": properties})))
+    with pytest.raises(Failure, match=f"the parameters of 'f' are no JSON schema: {problem}"):
         chat_prompt(Chat(tuple(CONVERSATION[:1]), use), text, "demo")
 
 

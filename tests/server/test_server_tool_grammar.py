@@ -204,9 +204,15 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": 5}, "type must be a name"),
-        ({"properties": {"a": {"items": {"minLength": "x"}}}}, "minLength must be a whole number"),
-        ({"properties": {"a": {"minItems": 5, "maxItems": 2}}}, "minItems must not be more than maxItems"),
+        ({"type": 5}, "type: Input should be a valid list"),
+        (
+            {"properties": {"a": {"items": {"minLength": "x"}}}},
+            "properties.a.items.minLength: Input",
+        ),
+        (
+            {"properties": {"a": {"minItems": 5, "maxItems": 2}}},
+            "properties.a: minItems must not be more",
+        ),
     ],
 )
 def test_what_is_no_schema_is_refused(text, syntax, schema, message):
