@@ -15,19 +15,10 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_spec.sampling import Sampling
 
-from . import parsing
+from . import parameters, parsing
 from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
-from .parameters import (
-    AnswerConfig,
-    FormatField,
-    SharedFields,
-    ThinkingField,
-    leave_out_tool,
-    parse_format,
-    start_request,
-)
 from .parsing import ContentPart, Fields
 from .request import (
     Chat,
@@ -108,16 +99,16 @@ class PromptBody(Fields):
     system: Blocks | None = None
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
-    thinking: ThinkingField | None = None
-    output_config: AnswerConfig | None = None
+    thinking: parameters.ThinkingField | None = None
+    output_config: parameters.AnswerConfig | None = None
 
 
-class MessagesBody(SharedFields, PromptBody):
+class MessagesBody(parameters.SharedFields, PromptBody):
     """The body of a request."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    output_format: FormatField | None = None  # the earlier name of `output_config.format`
+    output_format: parameters.FormatField | None = None  # the earlier name of `output_config.format`
     stream: bool | None = None
 
 
@@ -138,12 +129,13 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
         raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
-    form = parse_format(body.output_config.format if body.output_config else None, "output_config.format")
-    return start_request(
+    given = body.output_config.format if body.output_config else None
+    form = parameters.parse_format(given, "output_config.format")
+    return parameters.start_request(
         body,
         model,
         _parse_chat(body),
-        form or parse_format(body.output_format, "output_format"),
+        form or parameters.parse_format(body.output_format, "output_format"),
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences or ())),
     )
@@ -234,7 +226,7 @@ class MessageWriter:
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
         self._timings: Json = {}
         kinds = {tool.type for tool in body.tools or () if tool.type and HOSTED_TOOLS.match(tool.type)}
-        notes = [leave_out_tool(kind) for kind in sorted(kinds)]
+        notes = [parameters.leave_out_tool(kind) for kind in sorted(kinds)]
         self._notes: Json = {"mlx_spec": {"notes": notes}} if notes else {}
 
     def frames(self, event: Event | None) -> Iterator[str]:

@@ -12,10 +12,9 @@ from pydantic import BeforeValidator, Field
 
 from mlx_spec import __version__
 
-from . import parsing
+from . import parameters, parsing
 from .errors import invalid, unsupported
 from .http import Api, Json, data_event
-from .parameters import Effort, FormatField, SharedFields, ThinkingField, parse_format, start_request
 from .parsing import Fields, Parts, Texts, part_texts
 from .request import (
     AnswerPart,
@@ -50,10 +49,9 @@ OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template;
 # --- bodies
 
 
-class StreamOptions(Fields):
-    """Additions to a stream."""
+class ChunkOptions(parameters.StreamOptions):
+    """Additions to a stream of chunks."""
 
-    include_usage: bool | None = None
     include_draft: bool | None = None  # ours: which drafter wrote what, and measurements of each round
 
 
@@ -64,12 +62,12 @@ class PredictionField(Fields):
     content: Parts
 
 
-class CompletionBody(SharedFields):
+class CompletionBody(parameters.SharedFields):
     """The fields that both routes take."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ChunkOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -77,7 +75,7 @@ class CompletionBody(SharedFields):
     n_predict: int | None = None
     num_predict: int | None = None
     stop: Texts = None
-    response_format: FormatField | None = None
+    response_format: parameters.FormatField | None = None
     prediction: PredictionField | None = None
 
 
@@ -135,10 +133,10 @@ class ChatBody(CompletionBody):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: parameters.Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
-    thinking: ThinkingField | None = None  # the same
+    thinking: parameters.ThinkingField | None = None  # the same
     service_tier: str | None = None
 
 
@@ -157,11 +155,11 @@ def parse_request(
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
     if "" in (body.stop or ()):
         raise invalid("stop: an empty string ends every answer: leave it out", "stop")
-    return start_request(
+    return parameters.start_request(
         body,
         model,
         prompt,
-        parse_format(body.response_format, "response_format", "json_schema.schema"),
+        parameters.parse_format(body.response_format, "response_format", "json_schema.schema"),
         max_tokens=_max_tokens(body, least),
         stop=tuple(dict.fromkeys(body.stop or ())),
         n=1 if body.n is None else body.n,
@@ -290,7 +288,7 @@ class ChunkWriter(ABC):
     The chunk that ends the last choice waits for the timings, unless they come with the usage.
     """
 
-    def __init__(self, prefix: str, object: str, model: str, options: StreamOptions | None) -> None:
+    def __init__(self, prefix: str, object: str, model: str, options: ChunkOptions | None) -> None:
         self.head: Json = {
             "id": f"{prefix}-{uuid4().hex}",
             "object": object,

@@ -18,10 +18,9 @@ from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from . import parsing
+from . import parameters, parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parameters import AnswerConfig, FormatField, SharedFields, leave_out_tool, parse_format, start_request
 from .parsing import ContentPart, Fields
 from .request import (
     Chat,
@@ -91,7 +90,7 @@ class ToolChoiceField(Fields):
     tools: list[ToolField] | None = None
 
 
-class ResponsesBody(SharedFields):
+class ResponsesBody(parameters.SharedFields):
     """The body of a request."""
 
     model: str | None = None
@@ -103,10 +102,10 @@ class ResponsesBody(SharedFields):
     tools: list[ToolField] | None = None
     tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
-    text: AnswerConfig | None = None
-    reasoning: AnswerConfig | None = None
+    text: parameters.AnswerConfig | None = None
+    reasoning: parameters.AnswerConfig | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: parameters.StreamOptions | None = None
     store: bool | None = None
     previous_response_id: str | None = None
 
@@ -132,7 +131,7 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
-    return start_request(
+    return parameters.start_request(
         body,
         model,
         chat,
@@ -151,17 +150,14 @@ def _check_supported(body: ResponsesBody) -> None:
         if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
-    if body.stream_options and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only for a stream", "stream_options")
-    if body.stream_options and body.stream_options.get("include_obfuscation"):
-        field = "stream_options.include_obfuscation"
-        raise unsupported(f"{field}: true is not supported", field)
 
 
-def _parse_format(given: FormatField | None) -> OutputFormat | None:
+def _parse_format(given: parameters.FormatField | None) -> OutputFormat | None:
     if given is not None and given.type == "json_schema":
         parsing.required(given.name, "text.format.name")
-    return parse_format(given, "text.format")
+    return parameters.parse_format(given, "text.format")
 
 
 def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
@@ -263,7 +259,7 @@ def _joined_name(namespace: str | None, name: str) -> str:
 def _notes_on(tools: Sequence[ToolField]) -> list[str]:
     """Return a note on each type of tool that is left out."""
     kinds = {tool.type for outer in tools for tool in (outer, *(outer.tools or ()))}
-    return [leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
+    return [parameters.leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
 
 
 def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
@@ -415,7 +411,7 @@ class ResponseWriter:
 
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     """Return a response without an answer. It repeats the parameters of the request."""
-    reasoning = body.reasoning or AnswerConfig()
+    reasoning = body.reasoning or parameters.AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
     notes = _notes_on(body.tools or ())

@@ -131,6 +131,15 @@ class SharedFields(Fields):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
 
 
+class StreamOptions(Fields):
+    """Additions to a stream. Responses always have the usage."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
 class JsonSchema(Fields):
     """A schema and its name."""
 

@@ -176,7 +176,7 @@ def add_routes(app: Starlette, store: ResponseStore) -> None:
     """Add the routes that read and delete stored responses."""
 
     async def read(http_request: Request) -> Response:
-        if http_request.query_params.get("stream", "false") != "false":
+        if _query(http_request, "stream").get("stream", "false") != "false":
             raise unsupported("stream: a stored response is read whole", "stream")
         return JSONResponse(store.find(http_request.path_params["id"]).response)
 
@@ -187,11 +187,21 @@ def add_routes(app: Starlette, store: ResponseStore) -> None:
 
     async def input_items(http_request: Request) -> Response:
         items = store.find(http_request.path_params["id"]).input
-        return JSONResponse(_page([item.json_item() for item in items], dict(http_request.query_params)))
+        given = _query(http_request, "order", "after", "limit")
+        return JSONResponse(_page([item.json_item() for item in items], given))
 
     app.add_route("/v1/responses/{id}", read, methods=["GET"])
     app.add_route("/v1/responses/{id}", delete, methods=["DELETE"])
     app.add_route("/v1/responses/{id}/input_items", input_items, methods=["GET"])
+
+
+def _query(http_request: Request, *known: str) -> dict[str, str]:
+    """Return the parameters of a URL. Raises Failure (400) for one that is not known."""
+    given = dict(http_request.query_params)
+    for name in given.keys() - set(known):
+        shown = name[:MAX_NAME_CHARS]
+        raise unsupported(f"{shown}: is not supported here, only {', '.join(known)}", shown)
+    return given
 
 
 def _page(items: list[Json], given: dict[str, str]) -> Json:
