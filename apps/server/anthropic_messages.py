@@ -19,7 +19,7 @@ from . import parameters, parsing
 from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
-from .parsing import ContentPart, Fields
+from .parsing import ContentPart, Fields, FunctionField
 from .request import (
     Chat,
     ChoiceEnded,
@@ -29,7 +29,6 @@ from .request import (
     GenerationRequest,
     PromptRead,
     TextDelta,
-    Tool,
     ToolCall,
     ToolChoice,
     ToolUse,
@@ -73,14 +72,11 @@ class AnthropicMessage(Fields):
     content: Blocks
 
 
-class ToolField(Fields):
+class ToolField(FunctionField):
     """A tool that the client runs; another `type` names one that Anthropic's servers would run."""
 
     type: str | None = None
-    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    input_schema: parsing.Schema | None = None
-    strict: bool | None = None
+    parameters: parsing.Schema | None = Field(default=None, alias="input_schema")
 
 
 class ToolChoiceField(Fields):
@@ -160,9 +156,8 @@ def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> 
         if kind != "custom":
             message = f"{field}: {kind!r} is built into Anthropic's models: only custom tools work here"
             raise unsupported(message, field)
-        name = parsing.required(tool.name, f"{field}.name")
-        schema = parsing.required(tool.input_schema, f"{field}.input_schema")
-        tools.append(Tool(name, tool.description, schema, bool(tool.strict)))
+        parsing.required(tool.parameters, f"{field}.input_schema")
+        tools.append(tool.tool(field, "input_schema"))
     choice = choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
     is_parallel = not choice.disable_parallel_tool_use

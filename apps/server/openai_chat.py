@@ -15,7 +15,7 @@ from mlx_spec import __version__
 from . import parameters, parsing
 from .errors import invalid, unsupported
 from .http import Api, Json, data_event
-from .parsing import Fields, Parts, Texts, part_texts
+from .parsing import Fields, FunctionField, Parts, Texts, part_texts
 from .request import (
     AnswerPart,
     Chat,
@@ -108,20 +108,11 @@ class Message(Fields):
     audio: Any = None
 
 
-class Function(Fields):
-    """A function that the client runs."""
-
-    name: str = Field(pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    parameters: parsing.Schema | None = None
-    strict: bool | None = None
-
-
 class ToolField(Fields):
     """A tool, or a choice of one; only functions are supported."""
 
     type: str
-    function: Function | None = None
+    function: FunctionField | None = None
 
 
 class ChatBody(CompletionBody):
@@ -226,7 +217,8 @@ def _parse_tools(body: ChatBody) -> ToolUse | None:
         shown = given.type[: parsing.MAX_SHOWN_CHARS]
         raise unsupported(f"tool_choice: {shown!r} is not supported", "tool_choice")
     if given.type == "function":
-        named = parsing.required(given.function, "tool_choice.function").name
+        function = parsing.required(given.function, "tool_choice.function")
+        named = parsing.required(function.name, "tool_choice.function.name")
     return parsing.make_tool_use(tools, choice, named, body.parallel_tool_calls)
 
 
@@ -235,12 +227,7 @@ def parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
         shown = tool.type[: parsing.MAX_SHOWN_CHARS]
         raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")
-    function = parsing.required(tool.function, f"{field}.function")
-    parameters = function.parameters or {}
-    if parameters.get("type", "object") != "object":
-        place = f"{field}.function.parameters.type"
-        raise invalid(f"{place}: arguments are an object", place)
-    return Tool(function.name, function.description, parameters, bool(function.strict))
+    return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
 def _parse_messages(body: ChatBody) -> tuple[Json, ...]:

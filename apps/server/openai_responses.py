@@ -6,11 +6,10 @@ names, and a call goes back to the client in two parts.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -21,7 +20,7 @@ from pydantic import BeforeValidator, Field
 from . import parameters, parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parsing import ContentPart, Fields
+from .parsing import ContentPart, Fields, FunctionField
 from .request import (
     Chat,
     ChoiceEnded,
@@ -57,7 +56,7 @@ HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and result
     "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
 )
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
-ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
+THINKING_PREFIX = "mlx-spec:"  # of `encrypted_content` that we wrote: nothing is encrypted
 
 
 # --- the body
@@ -68,14 +67,10 @@ def _as_items(given: Any) -> Any:
     return parsing.without_unknown(items, ITEM_TYPES)
 
 
-class ToolField(Fields):
+class ToolField(FunctionField):
     """A function that the client runs, a namespace of functions, or a tool of OpenAI's servers."""
 
     type: str
-    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    parameters: parsing.Schema | None = None
-    strict: bool | None = None
     namespace: str | None = Field(default=None, pattern=parsing.TOOL_NAME)  # within a tool choice
     tools: list[ToolField] | None = None  # of a namespace
 
@@ -185,28 +180,18 @@ def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field:
             conversation.add_result(item.call_id, text, f"{field}.call_id")
         case "reasoning":
             text = "".join(_part_texts(item.content or item.summary or [], field))
-            conversation.add("assistant", thinking=text or decode_thinking(item.encrypted_content))
+            conversation.add("assistant", thinking=text or _own_thinking(item.encrypted_content or ""))
         case _:
             raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
 
 
+def _own_thinking(field: str) -> str:
+    """Return the thinking of `encrypted_content`; an empty text if another server wrote it."""
+    return field.removeprefix(THINKING_PREFIX) if field.startswith(THINKING_PREFIX) else ""
+
+
 def _part_texts(parts: Sequence[ContentPart] | None, field: str) -> list[str]:
     return parsing.part_texts(parsing.required(parts, field), field, TEXT_PARTS)
-
-
-def encode_thinking(text: str) -> str:
-    """Return thinking for `encrypted_content`, which clients send back. It is encoded, not encrypted."""
-    return ENCODED_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def decode_thinking(field: str | None) -> str:
-    """Return the thinking of a field; an empty text if another server wrote it."""
-    if field is None or not field.startswith(ENCODED_PREFIX):
-        return ""
-    try:
-        return base64.urlsafe_b64decode(field.removeprefix(ENCODED_PREFIX)).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
 
 
 # --- tools: functions, namespaces of them, and hosted tools, which are left out
@@ -241,11 +226,11 @@ def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, s
         for k, tool in enumerate(members):
             place = f"{field}.tools.{k}" if space else field
             if tool.type == "function":
-                name = parsing.required(tool.name, f"{place}.name")
+                found = tool.tool(place)
                 about = [outer.description] if space and k == 0 else []  # the first tells what all are for
-                description = parsing.PARAGRAPH.join(filter(None, [*about, tool.description])) or None
-                joined, strict = _joined_name(space, name), bool(tool.strict)
-                yield Tool(joined, description, tool.parameters or {}, strict), space, name
+                description = parsing.PARAGRAPH.join(filter(None, [*about, found.description])) or None
+                joined = replace(found, name=_joined_name(space, found.name), description=description)
+                yield joined, space, found.name
             elif not HOSTED_TOOLS.fullmatch(tool.type):
                 known = "only 'function' and 'namespace'"
                 raise unsupported(f"{place}: {tool.type!r} is not supported here, {known}", place)
@@ -290,7 +275,6 @@ class ResponseWriter:
         self._numbers = count()
         self._item: Json = {}  # the item of text that grows; empty if none does
         self._part: Json = {}  # its only part
-        self._pending_logprobs: list[Json] = []  # of tokens that have no text yet
         self._started = False
 
     def frames(self, event: Event | None) -> Iterator[str]:
@@ -314,7 +298,7 @@ class ResponseWriter:
             case TextDelta(kind="thinking", text=text) if text:
                 yield from self._ensure_item("reasoning")
                 yield self._grow(text=text)
-            case TextDelta(kind="answer"):
+            case TextDelta(kind="answer") if event.text or event.logprobs:
                 yield from self._add_text(event)
             case ToolCall():
                 yield from self._add_call(event)
@@ -328,12 +312,8 @@ class ResponseWriter:
                 yield from self._fail(failure)
 
     def _add_text(self, delta: TextDelta) -> Iterator[Json]:
-        self._pending_logprobs += map(logprob_json, delta.logprobs)
-        if delta.text:
-            yield from self._ensure_item("message")
-        if self._item.get("type") == "message" and (delta.text or self._pending_logprobs):
-            logprobs, self._pending_logprobs = self._pending_logprobs, []
-            yield self._grow(text=delta.text, logprobs=logprobs)
+        yield from self._ensure_item("message")
+        yield self._grow(text=delta.text, logprobs=[logprob_json(token) for token in delta.logprobs])
 
     def _ensure_item(self, type: Literal["reasoning", "message"]) -> Iterator[Json]:
         """Open an item unless one of its type is open."""
@@ -364,7 +344,7 @@ class ResponseWriter:
         yield self._part_event("content_part.done", part=part)
         item["content"] = [part]
         if item["type"] == "reasoning" and self._encode_thinking:
-            item["encrypted_content"] = encode_thinking(part["text"])
+            item["encrypted_content"] = THINKING_PREFIX + part["text"]
         self._item = {}
         yield self._end_item(item, status)
 

@@ -158,6 +158,23 @@ def _check_count(what: str, count: int, limit: int, param: str) -> None:
         raise invalid(f"{count} {what}: {limit} are the most", param)
 
 
+class FunctionField(Fields):
+    """A function that the client runs."""
+
+    name: str | None = Field(default=None, pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+    def tool(self, field: str, parameters_name: str = "parameters") -> Tool:
+        """Return the tool. Raises Failure (400)."""
+        name, place = required(self.name, f"{field}.name"), f"{field}.{parameters_name}.type"
+        parameters = self.parameters or {}
+        if parameters.get("type", "object") != "object":
+            raise invalid(f"{place}: arguments are an object", place)
+        return Tool(name, self.description, parameters, bool(self.strict))
+
+
 def make_tool_use(
     tools: Sequence[Tool], choice: ToolChoice, named: str | None, parallel: bool | None
 ) -> ToolUse | None:
