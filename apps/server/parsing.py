@@ -105,6 +105,14 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise _first_problem(error) from error
 
 
+def read_query(request: Request, model: type[M]) -> M:
+    """Return the parameters of a URL as a `model`. Raises Failure (400)."""
+    try:
+        return model.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise _first_problem(error) from error
+
+
 def _first_problem(error: ValidationError) -> Failure:
     field, message, kind = _first_error(error)
     if not field:

@@ -77,8 +77,6 @@ def compile_failure(error: InvalidValue, param: str) -> Failure:
 
 def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None) -> str:
     tools = [tool for tool in use.tools if use.named in (None, tool.name)]
-    if not tools:
-        raise invalid(f"tool_choice: {use.named!r} is none of the tools", "tool_choice")
     if format.syntax.name not in CALLS:
         raise unsupported(
             f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, "
@@ -107,21 +105,14 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
 def answer_schema(schema: str) -> str:
     """Return a JSON schema, as JSON, as it is enforced: closed objects, "oneOf" as "anyOf"."""
     options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
-    try:
-        found = json.loads(schema)
-    except (ValueError, RecursionError):
-        return schema
-    return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
+    return json.dumps({**options, **close_objects(json.loads(schema))})
 
 
 def _answer(format: OutputFormat) -> str:
     if format.kind == "json_object":
         return json_value({"type": "object"})
     if format.kind == "json_schema":
-        schema = json.loads(format.text)
-        if not isinstance(schema, dict):
-            raise invalid("the JSON schema must be a JSON object", format.param)
-        return json_value(schema)
+        return json_value(json.loads(format.text))
     if format.kind == "regex":
         return "/" + format.text.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n") + "/"
     raise unsupported("a Lark grammar of the answer goes with no tools: leave one of them out", format.param)
