@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -85,15 +85,12 @@ class OllamaOptions(SharedFields):
     num_predict: int | None = None  # -1 and -2: until the context ends
     stop: parsing.Texts = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, given: Any) -> Any:
-        """Leave out null, and the seed that stands for none."""
-        if not isinstance(given, dict):
-            return given
-        return {
-            key: value for key, value in given.items() if value is not None and (key, value) != ("seed", -1)
-        }
+
+def _set_options(given: Any) -> Any:
+    """Leave out null, and the seed that stands for none."""
+    if not isinstance(given, dict):
+        return given or {}
+    return {key: each for key, each in given.items() if each is not None and (key, each) != ("seed", -1)}
 
 
 class OllamaBody(Fields):
@@ -103,7 +100,7 @@ class OllamaBody(Fields):
 
     model: ModelName = None
     stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
-    options: Annotated[OllamaOptions, BeforeValidator(lambda given: given or {})] = OllamaOptions()
+    options: Annotated[OllamaOptions, BeforeValidator(_set_options)] = OllamaOptions()
     format: Any = None  # "json" or a schema
     think: Any = None  # a bool or a level
     keep_alive: Any = None  # a duration

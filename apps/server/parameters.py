@@ -17,7 +17,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
 from .errors import LOG, invalid, missing, unsupported
-from .parsing import MAX_SHOWN_CHARS, Fields, Schema
+from .parsing import MAX_SHOWN_CHARS, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
@@ -276,8 +276,8 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
         case "json", True | "json":
             return OutputFormat("json_object", param=field)
         case "json", dict() | str():
-            schema = _loaded(value) if isinstance(value, str) else value
-            if isinstance(schema, dict):
+            schema = parse_object(value) if isinstance(value, str) else value
+            if schema is not None:
                 return OutputFormat("json_schema", json.dumps(schema), field)
         case "regex", str():
             return OutputFormat("regex", value, field)
@@ -289,13 +289,6 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
                 raise unsupported(f"{field}: GBNF and EBNF are not read here: give a Lark grammar", field)
             return OutputFormat("lark", value, field)
     raise invalid(f"{field}: give {FORMS[kind]}", field)
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def check_unknown(body: Any, allowed: bool) -> None:

@@ -263,10 +263,10 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
     return unsupported(f"{field}: a part of type {kind!r} is not supported here: only text is read", field)
 
 
-def _parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of an earlier tool call; None if they are no JSON object."""
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return a JSON object; None if `text` is none."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -299,7 +299,7 @@ class ConversationBuilder:
 
     def add_call(self, id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Add a tool call of the model."""
-        found = _parse_arguments(arguments) if isinstance(arguments, str) else arguments
+        found = parse_object(arguments or "{}") if isinstance(arguments, str) else arguments
         turn = self.add("assistant")
         if found is None:
             turn["content"] = PARAGRAPH.join(filter(None, [turn["content"], f"{name} {arguments}"]))
