@@ -257,15 +257,12 @@ class MessageWriter:
                 yield anthropic_body(failure)
 
     def _add_text(self, delta: TextDelta) -> Iterator[Json]:
-        if delta.kind == "answer":
-            yield from self._ensure_block({"type": "text", "text": ""})
-            self._content[-1]["text"] += delta.text
-            yield self._delta({"type": "text_delta", "text": delta.text})
-            return
-        yield from self._ensure_block({"type": "thinking", "thinking": "", "signature": ""})
-        if self._show_thinking:
-            self._content[-1]["thinking"] += delta.text
-            yield self._delta({"type": "thinking_delta", "thinking": delta.text})
+        is_answer = delta.kind == "answer"
+        kind = "text" if is_answer else "thinking"  # of the block, and of the field with its text
+        yield from self._ensure_block({"type": kind, kind: "", **({} if is_answer else {"signature": ""})})
+        if is_answer or self._show_thinking:
+            self._content[-1][kind] += delta.text
+            yield self._delta({"type": f"{kind}_delta", kind: delta.text})
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._open_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})

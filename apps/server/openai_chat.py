@@ -53,6 +53,7 @@ class ChunkOptions(parameters.StreamOptions):
     """Additions to a stream of chunks."""
 
     include_draft: bool | None = None  # ours: which drafter wrote what, and measurements of each round
+    continuous_usage_stats: bool | None = None  # of vLLM's clients, without effect: usage comes at the end
 
 
 class PredictionField(Fields):

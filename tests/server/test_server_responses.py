@@ -211,7 +211,6 @@ def call(arguments: str) -> dict[str, Any]:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "never stored"),
         ({"conversation": {"id": "c"}}, "conversation", "previous_response_id"),
         ({"background": True}, "background", "background"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not permitted"),
         ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar'"),
         ({"text": {"format": {"type": "regex"}}}, "text.format.pattern", "required"),

@@ -27,6 +27,7 @@ from endpoint import (
     Stub,
     events_of,
     listening,
+    refused,
     said,
     stubbed,
 )
@@ -223,10 +224,10 @@ def test_silence_is_filled(path, sign, waiting):
     assert first.count(f"{sign}\n") >= 2 and second.count(f"{sign}\n") >= 1
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_stream_options_without_a_stream_are_refused(path):
-    found = stubbed(Stub()).refused(path, prompt="x", stream_options={"include_usage": True})
-    assert found["param"] == "stream_options"
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+def test_stream_options_are_known_and_belong_to_a_stream(path):
+    assert refused(path, stream_options={"include_usage": True})["param"] == "stream_options"
+    assert refused(path, stream=True, stream_options={"x": 1})["param"] == "stream_options.x"
 
 
 # --- clients that hang up
