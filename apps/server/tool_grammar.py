@@ -38,7 +38,7 @@ SUPPORTED = {"type", "enum", "const", "$ref", "nullable", *UNIONS}.union(*OF_TYP
 UNSUPPORTED = """pattern format not if then else patternProperties propertyNames minProperties maxProperties
 dependencies dependentRequired dependentSchemas contains minContains maxContains uniqueItems prefixItems
 additionalItems unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef""".split()
-MAX_SCHEMAS = 1000  # schemas within that of a tool which are enforced; each is a rule
+MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 FREE_TEXT = "/(?s:.*)/"
 GEMMA_QUOTE = '<|"|>'
@@ -126,6 +126,9 @@ class Rules:
 
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
+        # The rules of schemas, by their JSON and a tool: its name where they refer to its parameters, else
+        # whether it is strict.
+        self.values: dict[tuple[str | bool, str], str] = {}
 
     def define(self, name: str, expression: str, options: str = "") -> str:
         """Set the rule of `name`, with llguidance's `options`. Return the name."""
@@ -212,7 +215,6 @@ class _SchemaValues(ABC):
 
     def __init__(self, tool: Tool, rules: Rules) -> None:
         self.tool, self.rules = tool, rules
-        self._known: dict[str, str] = {}  # schemas as JSON -> their rules
 
     @abstractmethod
     def any_value(self) -> str: ...
@@ -241,18 +243,20 @@ class _SchemaValues(ABC):
 
     def value(self, schema: Any) -> str:
         """Return a value that `schema` allows."""
-        if schema is False or len(self._known) > MAX_SCHEMAS:
+        known = self.rules.values
+        if schema is False or len(known) > MAX_SCHEMAS:
             self.refuse("a schema that is false" if schema is False else f"more than {MAX_SCHEMAS} schemas")
         elif isinstance(schema, Mapping):
             for keyword in UNSUPPORTED:
                 if schema.get(keyword, False) is not False:
                     self.refuse(keyword)
             limits = {key: each for key, each in schema.items() if key in SUPPORTED}
-            name = json.dumps(limits)
-            if name not in self._known:  # named before it is read: it may contain itself
-                self._known[name] = self.rules.add("value", "")
-                self.rules.define(self._known[name], self._limited(limits))
-            return self._known[name]
+            written = json.dumps(limits)
+            key = (self.tool.name if '"$ref"' in written else self.tool.strict, written)
+            if key not in known:  # named before it is read: it may contain itself
+                known[key] = self.rules.add("value", "")
+                self.rules.define(known[key], self._limited(limits))
+            return known[key]
         return self.any_value()
 
     def _limited(self, schema: dict[str, Any]) -> str:
@@ -339,7 +343,9 @@ class _CoderValues(_SchemaValues):
         return self.rules.add("text", terminal, f"[suffix={self.end}]")
 
     def container(self, kind: str, schema: Mapping[str, Any]) -> str:
-        whole = {"type": kind, **schema, "$defs": {"parameters": self.tool.parameters}}
+        whole = {"type": kind, **schema}
+        if '"$ref"' in json.dumps(schema):
+            whole["$defs"] = {"parameters": self.tool.parameters}
         # References begin at the parameters. Quotes within a text are escaped: none looks like a key.
         moved = json.dumps(whole).replace('"$ref": "#', '"$ref": "#/$defs/parameters')
         return self.scalar(json.loads(moved))
