@@ -73,7 +73,6 @@ class ToolFormat:
     syntax: Syntax
     open: int
     close: int
-    ends: frozenset[int]
     results_in_calls: bool  # the template reads results from the message with the calls ("tool_responses")
 
 
@@ -202,7 +201,7 @@ def _find_format(text: Text) -> ToolFormat | None:
             if open is not None and close is not None and _reads_probe(syntax, written):
                 answered = {**calling, "tool_responses": [{"name": PROBE, "response": PROBE_RESULT}]}
                 folds = PROBE_RESULT in _render(text, [question, answered])
-                return ToolFormat(syntax, open, close, text.eos, folds)
+                return ToolFormat(syntax, open, close, folds)
     return None
 
 

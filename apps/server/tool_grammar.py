@@ -48,9 +48,9 @@ CODER_CLOSE = "</parameter>"
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
     """Return a grammar of the whole answer, after the thinking; None if all of it is free.
 
-    required and named: calls and nothing else, one of them unless `parallel`. auto: any text, or what
-    `answer` demands, and calls, each of a tool and as its schema says. Raises Failure 400 that names what
-    cannot be enforced, unless that is optional.
+    required and named: calls and nothing else, one of them unless `parallel`. auto: what `answer` demands,
+    or calls; without `answer` the calls in free text. Each call is of a tool and as its schema says. Raises
+    Failure 400 that names what cannot be enforced, unless that is optional.
     """
     if use.choice == "none":
         return None
@@ -95,10 +95,8 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
         start = several
     elif answer is not None:
         start = f"{_answer(answer)} | {several}"
-    else:
-        ids = ",".join(map(str, sorted({format.open, format.close} | format.ends)))
-        others = f"<[^{ids}]>"  # any token but these
-        start = f"({others} | {call})*" if use.parallel else f"({others})* ({call})?"
+    else:  # the text around calls is not parsed
+        start = f"({call})*" if use.parallel else f"({call})?"
     return f"start: {start}\n{rules.source()}"
 
 
