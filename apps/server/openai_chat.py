@@ -213,14 +213,10 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
 def _parse_tools(body: ChatBody) -> ToolUse | None:
     tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
     given, named = body.tool_choice or ToolField(type="auto"), None
-    choice = parsing.OPENAI_TOOL_CHOICES.get(given.type)
-    if choice is None:
-        shown = given.type[: parsing.MAX_SHOWN_CHARS]
-        raise unsupported(f"tool_choice: {shown!r} is not supported", "tool_choice")
     if given.type == "function":
         function = parsing.required(given.function, "tool_choice.function")
         named = parsing.required(function.name, "tool_choice.function.name")
-    return parsing.make_tool_use(tools, choice, named, body.parallel_tool_calls)
+    return parsing.make_tool_use(tools, given.type, named, body.parallel_tool_calls)
 
 
 def parse_tool(tool: ToolField, field: str) -> Tool:

@@ -211,9 +211,7 @@ def _parse_tools(
         tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
     elif choice.type == "function":
         named = _joined_name(choice.namespace, choice.name or "")
-    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
-        raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
-    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, parallel)
+    return parsing.make_tool_use(tools, mode, named, parallel)
 
 
 def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, str]]:

@@ -184,9 +184,15 @@ class FunctionField(Fields):
 
 
 def make_tool_use(
-    tools: Sequence[Tool], choice: ToolChoice, named: str | None, parallel: bool | None
+    tools: Sequence[Tool], mode: str, named: str | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call."""
+    """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call.
+
+    `mode` is one of OPENAI_TOOL_CHOICES.
+    """
+    choice = OPENAI_TOOL_CHOICES.get(mode)
+    if choice is None:
+        raise unsupported(f"tool_choice: {mode[:MAX_SHOWN_CHARS]!r} is not supported here", "tool_choice")
     if named is not None and named not in [tool.name for tool in tools]:
         raise invalid(f"tool_choice: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
     if choice == "required" and not tools:
