@@ -58,6 +58,8 @@ def test_prediction():
         ({"reasoning_effort": "low"}, True),
         ({"chat_template_kwargs": {"enable_thinking": True}}, True),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "high", "enable_thinking": False}, False),
+        ({"thinking": {"type": "enabled"}}, True),
     ],
 )
 def test_thinking(body, expected):
