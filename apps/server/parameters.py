@@ -17,7 +17,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
 from .errors import LOG, invalid, missing, unsupported
-from .parsing import MAX_SHOWN_CHARS, Fields, Schema, parse_object
+from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
@@ -107,6 +107,7 @@ REASONS = {  # parameters that are not supported -> why
     "web_search_options": "nothing is ever fetched here",
     "moderation": "answers are not moderated here",
 }
+Bias = Annotated[float, Field(ge=-100, le=100)]
 _logged: set[str] = set()
 
 
@@ -125,10 +126,10 @@ class SharedFields(Fields):
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
     repeat_last_n: int | None = None  # penalties count all tokens: -1
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKENS)] | None = None
 
 
 class StreamOptions(Fields):
@@ -204,14 +205,11 @@ def start_request(
 
     `own` is the form of the answer as the protocol itself gives it.
     """
-    tokens = body.stop_token_ids or []
-    if any(token < 0 for token in tokens):
-        raise invalid("stop_token_ids: a token id is 0 or more", "stop_token_ids")
     return GenerationRequest(
         model,
         prompt,
         _parse_sampling(body),
-        stop_tokens=tuple(dict.fromkeys(tokens)),
+        stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
         ignore_eos=bool(body.ignore_eos),
         format=_parse_constraint(body, own),
         **more,
@@ -238,8 +236,6 @@ def _parse_sampling(body: SharedFields) -> Sampling:
 
 
 def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
-    if len(given) > MAX_BIASES:
-        raise invalid(f"logit_bias: {len(given)} tokens, {MAX_BIASES} are the most", "logit_bias")
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
             shown = token[:MAX_SHOWN_CHARS]
