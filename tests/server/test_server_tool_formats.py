@@ -11,7 +11,6 @@ import pytest
 from call_texts import SYNTAX, WRITERS, described, parse
 from tokenizers import AddedToken, Tokenizer
 
-import mlx_spec
 from mlx_spec import demo
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import Chat, TextDelta, Tool, ToolCall, ToolUse
@@ -22,7 +21,8 @@ from mlx_spec.apps.server.tool_formats import (
     results_in_calls,
     without_markup,
 )
-from mlx_spec.text import Text
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.text import Text, read_text
 from mlx_spec.text.chat_template import ChatTemplate
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
@@ -137,7 +137,7 @@ WEATHER = Tool(
 
 @pytest.fixture(scope="module")
 def text():
-    return mlx_spec.load("demo").text
+    return read_text(demo.TARGET, read_config(demo.TARGET))
 
 
 @pytest.fixture(scope="module")
