@@ -15,20 +15,11 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_spec.sampling import Sampling
 
-from . import parsing
+from . import parameters, parsing
 from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .metrics import CountedEngine
-from .parameters import (
-    AnswerConfig,
-    FormatField,
-    SharedFields,
-    ThinkingField,
-    leave_out_tool,
-    parse_format,
-    start_request,
-)
-from .parsing import ContentPart, Fields
+from .parsing import ContentPart, Fields, FunctionField
 from .request import (
     Chat,
     ChoiceEnded,
@@ -38,7 +29,6 @@ from .request import (
     GenerationRequest,
     PromptRead,
     TextDelta,
-    Tool,
     ToolCall,
     ToolChoice,
     ToolUse,
@@ -82,14 +72,11 @@ class AnthropicMessage(Fields):
     content: Blocks
 
 
-class ToolField(Fields):
+class ToolField(FunctionField):
     """A tool that the client runs; another `type` names one that Anthropic's servers would run."""
 
     type: str | None = None
-    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    input_schema: parsing.Schema | None = None
-    strict: bool | None = None
+    parameters: parsing.Schema | None = Field(default=None, alias="input_schema")
 
 
 class ToolChoiceField(Fields):
@@ -108,16 +95,16 @@ class PromptBody(Fields):
     system: Blocks | None = None
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
-    thinking: ThinkingField | None = None
-    output_config: AnswerConfig | None = None
+    thinking: parameters.ThinkingField | None = None
+    output_config: parameters.AnswerConfig | None = None
 
 
-class MessagesBody(SharedFields, PromptBody):
+class MessagesBody(parameters.SharedFields, PromptBody):
     """The body of a request."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    output_format: FormatField | None = None  # the earlier name of `output_config.format`
+    output_format: parameters.FormatField | None = None  # the earlier name of `output_config.format`
     stream: bool | None = None
 
 
@@ -138,12 +125,13 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
         raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
-    form = parse_format(body.output_config.format if body.output_config else None, "output_config.format")
-    return start_request(
+    given = body.output_config.format if body.output_config else None
+    form = parameters.parse_format(given, "output_config.format")
+    return parameters.start_request(
         body,
         model,
         _parse_chat(body),
-        form or parse_format(body.output_format, "output_format"),
+        form or parameters.parse_format(body.output_format, "output_format"),
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences or ())),
     )
@@ -168,9 +156,8 @@ def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> 
         if kind != "custom":
             message = f"{field}: {kind!r} is built into Anthropic's models: only custom tools work here"
             raise unsupported(message, field)
-        name = parsing.required(tool.name, f"{field}.name")
-        schema = parsing.required(tool.input_schema, f"{field}.input_schema")
-        tools.append(Tool(name, tool.description, schema, bool(tool.strict)))
+        parsing.required(tool.parameters, f"{field}.input_schema")
+        tools.append(tool.tool(field, "input_schema"))
     choice = choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
     is_parallel = not choice.disable_parallel_tool_use
@@ -181,36 +168,35 @@ def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
     if body.messages[-1].role == "assistant":
         message = "the conversation must not end with the assistant: an answer cannot be prefilled here"
         raise unsupported(message, f"messages.{len(body.messages) - 1}")
-    turns = [{"role": "system", "content": _join_text(body.system, "system")}] if body.system else []
-    names: dict[str, str] = {}  # of the called tools, by the ids of the calls
+    conversation = parsing.ConversationBuilder()
+    if body.system:
+        conversation.add("system", _join_text(body.system, "system"))
     for i, turn in enumerate(body.messages):
-        field = f"messages.{i}.content"
         if not turn.content:
-            turns.append({"role": turn.role, "content": ""})
-        turns += [
-            _parse_block(turn.role, block, f"{field}.{k}", names) for k, block in enumerate(turn.content)
-        ]
-    return parsing.merge_turns(turns)
+            conversation.add(turn.role, "")
+        for k, block in enumerate(turn.content):
+            _add_block(conversation, turn.role, block, f"messages.{i}.content.{k}")
+    return tuple(conversation.turns)
 
 
-def _parse_block(role: str, block: ContentBlock, place: str, names: dict[str, str]) -> Json:
+def _add_block(conversation: parsing.ConversationBuilder, role: str, block: ContentBlock, place: str) -> None:
     match role, block.type:
         case _, "text":
-            return {"role": role, "content": parsing.required(block.text, f"{place}.text")}
+            conversation.add(role, parsing.required(block.text, f"{place}.text"))
         case "assistant", "thinking":
-            return parsing.assistant_turn(None, parsing.required(block.thinking, f"{place}.thinking"))
+            conversation.add(role, thinking=parsing.required(block.thinking, f"{place}.thinking"))
         case "assistant", "redacted_thinking":  # only the server that encrypted it can read it
-            return parsing.assistant_turn(None)
+            conversation.add(role)
         case "assistant", "tool_use":
             id = parsing.required(block.id, f"{place}.id")
-            names[id] = name = parsing.required(block.name, f"{place}.name")
-            call = parsing.call_turn(id, name, parsing.required(block.input, f"{place}.input"))
-            return parsing.assistant_turn(None, calls=[call])
+            name = parsing.required(block.name, f"{place}.name")
+            conversation.add_call(id, name, parsing.required(block.input, f"{place}.input"))
         case "user", "tool_result":
             text = _join_text(block.content or (), f"{place}.content")
             text = f"Error: {text}" if block.is_error else text
-            return parsing.result_turn(block.tool_use_id, text, names, f"{place}.tool_use_id")
-    raise parsing.unsupported_part(block, place)
+            conversation.add_result(block.tool_use_id, text, f"{place}.tool_use_id")
+        case _:
+            raise parsing.unsupported_part(block, place)
 
 
 def _join_text(content: Sequence[ContentBlock], field: str) -> str:
@@ -235,7 +221,7 @@ class MessageWriter:
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
         self._timings: Json = {}
         kinds = {tool.type for tool in body.tools or () if tool.type and HOSTED_TOOLS.match(tool.type)}
-        notes = [leave_out_tool(kind) for kind in sorted(kinds)]
+        notes = [parameters.leave_out_tool(kind) for kind in sorted(kinds)]
         self._notes: Json = {"mlx_spec": {"notes": notes}} if notes else {}
 
     def frames(self, event: Event | None) -> Iterator[str]:
@@ -271,15 +257,12 @@ class MessageWriter:
                 yield anthropic_body(failure)
 
     def _add_text(self, delta: TextDelta) -> Iterator[Json]:
-        if delta.kind == "answer":
-            yield from self._ensure_block({"type": "text", "text": ""})
-            self._content[-1]["text"] += delta.text
-            yield self._delta({"type": "text_delta", "text": delta.text})
-            return
-        yield from self._ensure_block({"type": "thinking", "thinking": "", "signature": ""})
-        if self._show_thinking:
-            self._content[-1]["thinking"] += delta.text
-            yield self._delta({"type": "thinking_delta", "thinking": delta.text})
+        is_answer = delta.kind == "answer"
+        kind = "text" if is_answer else "thinking"  # of the block, and of the field with its text
+        yield from self._ensure_block({"type": kind, kind: "", **({} if is_answer else {"signature": ""})})
+        if is_answer or self._show_thinking:
+            self._content[-1][kind] += delta.text
+            yield self._delta({"type": f"{kind}_delta", kind: delta.text})
 
     def _add_call(self, call: ToolCall) -> Iterator[Json]:
         yield from self._open_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})

@@ -16,7 +16,7 @@ from itertools import product
 
 from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, is_optional
+from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_failure, is_optional
 from mlx_spec.batch.scheduler import Batch, Result
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.engine import RunningSequence
@@ -138,8 +138,10 @@ def _grammar(
         found = compile(format.kind, source)
     except InvalidValue as error:
         if use is not None and dialect is not None and is_optional(use, request.format):
-            LOG.warning("calls of tools are not constrained: %s", error)
+            LOG.warning("calls of tools are not constrained: their schemas cannot be enforced")
             return None
+        if format is not request.format:
+            raise compile_failure(error, format.param) from error
         raise invalid(str(error), format.param) from error
     found = found.thinking(isinstance(request.prompt, Chat) and request.prompt.thinking)
     if use is not None and dialect is not None and use.choice == "auto" and request.format is None:

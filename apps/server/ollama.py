@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -85,15 +85,12 @@ class OllamaOptions(SharedFields):
     num_predict: int | None = None  # -1 and -2: until the context ends
     stop: parsing.Texts = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, given: Any) -> Any:
-        """Leave out null, and the seed that stands for none."""
-        if not isinstance(given, dict):
-            return given
-        return {
-            key: value for key, value in given.items() if value is not None and (key, value) != ("seed", -1)
-        }
+
+def _set_options(given: Any) -> Any:
+    """Leave out null, and the seed that stands for none."""
+    if not isinstance(given, dict):
+        return given or {}
+    return {key: each for key, each in given.items() if each is not None and (key, each) != ("seed", -1)}
 
 
 class OllamaBody(Fields):
@@ -103,7 +100,7 @@ class OllamaBody(Fields):
 
     model: ModelName = None
     stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
-    options: Annotated[OllamaOptions, BeforeValidator(lambda given: given or {})] = OllamaOptions()
+    options: Annotated[OllamaOptions, BeforeValidator(_set_options)] = OllamaOptions()
     format: Any = None  # "json" or a schema
     think: Any = None  # a bool or a level
     keep_alive: Any = None  # a duration
@@ -233,31 +230,30 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
 
 
 def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
-    turns: list[Json] = []
+    conversation = parsing.ConversationBuilder()
     waiting: list[tuple[str, str]] = []  # ids and names of the calls without a result
     for i, message in enumerate(messages):
         field, content = f"messages.{i}", message.content or ""
         if message.images:
             raise unsupported(f"{field}.images: {REFUSED['images']}", f"{field}.images")
         if message.role == "assistant":
-            calls: list[Json] = []
-            for call in message.tool_calls or []:
-                waiting.append((call.id or f"call_{i}_{len(calls)}", call.function.name))
-                calls.append(parsing.call_turn(*waiting[-1], call.function.arguments or {}))
-            turns.append(parsing.assistant_turn(content or (None if calls else ""), message.thinking, calls))
+            calls = message.tool_calls or []
+            conversation.add("assistant", content or (None if calls else ""), message.thinking)
+            for k, call in enumerate(calls):
+                waiting.append((call.id or f"call_{i}_{k}", call.function.name))
+                conversation.add_call(*waiting[-1], call.function.arguments or {})
         elif message.role == "tool":
             id, name = message.tool_call_id, message.tool_name
-            call_id = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
-            if call_id is None:
+            found = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
+            if found is None:
                 raise invalid(f"{field}: there is no call before it whose result this is", field)
-            waiting.remove(call_id)
-            id, name = call_id
-            turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": content})
+            waiting.remove(found)
+            conversation.add_result(found[0], content, field)
         else:
-            turns.append({"role": message.role, "content": content})
+            conversation.add(message.role, content)
     if messages[-1].role == "assistant":
         raise unsupported(f"{field}: an answer cannot be begun for the model here", field)
-    return parsing.merge_turns(turns)
+    return tuple(conversation.turns)
 
 
 # --- answers

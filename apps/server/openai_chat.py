@@ -1,24 +1,83 @@
-"""`/v1/chat/completions`: OpenAI's chat completions."""
+"""`/v1/chat/completions`: OpenAI's chat completions, and what text completions have in common with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from . import parsing
-from .errors import invalid, unsupported
-from .http import Api, Json
-from .openai_common import ChunkWriter, CompletionBody, parse_request
-from .parameters import Effort, ThinkingField
-from .parsing import Fields, Parts
-from .request import AnswerPart, Chat, GenerationRequest, Tool, ToolCall, ToolUse, logprob_json
+from mlx_spec import __version__
 
+from . import parameters, parsing
+from .errors import invalid, unsupported
+from .http import Api, Json, data_event
+from .parsing import Fields, FunctionField, Parts, Texts, part_texts
+from .request import (
+    AnswerPart,
+    Chat,
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PromptProgress,
+    PromptRead,
+    RawPrompts,
+    RoundDone,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolUse,
+    Usage,
+    answer_parts,
+    logprob_json,
+    statistics_json,
+    timings_json,
+)
+
+DONE = "data: [DONE]\n\n"
+KEEPALIVE = ": keepalive\n\n"
+LIMITS = {"max_tokens", "max_completion_tokens"}
+OPEN_LIMITS = {"max_new_tokens", "n_predict", "num_predict"}  # the same in other runtimes; -1 is no limit
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
 
-# --- the body
+# --- bodies
+
+
+class ChunkOptions(parameters.StreamOptions):
+    """Additions to a stream of chunks."""
+
+    include_draft: bool | None = None  # ours: which drafter wrote what, and measurements of each round
+    continuous_usage_stats: bool | None = None  # of vLLM's clients, without effect: usage comes at the end
+
+
+class PredictionField(Fields):
+    """Text that the answer is expected to contain."""
+
+    type: Literal["content"]
+    content: Parts
+
+
+class CompletionBody(parameters.SharedFields):
+    """The fields that both routes take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: ChunkOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_new_tokens: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+    stop: Texts = None
+    response_format: parameters.FormatField | None = None
+    prediction: PredictionField | None = None
 
 
 class CalledFunction(Fields):
@@ -50,20 +109,11 @@ class Message(Fields):
     audio: Any = None
 
 
-class Function(Fields):
-    """A function that the client runs."""
-
-    name: str = Field(pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    parameters: parsing.Schema | None = None
-    strict: bool | None = None
-
-
 class ToolField(Fields):
     """A tool, or a choice of one; only functions are supported."""
 
     type: str
-    function: Function | None = None
+    function: FunctionField | None = None
 
 
 class ChatBody(CompletionBody):
@@ -75,14 +125,50 @@ class ChatBody(CompletionBody):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: parameters.Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
-    thinking: ThinkingField | None = None  # the same
+    thinking: parameters.ThinkingField | None = None  # the same
     service_tier: str | None = None
 
 
-# --- from the body to a request
+# --- from a body to a request
+
+
+def parse_request(
+    body: CompletionBody, model: str, prompt: Chat | RawPrompts, least: int = 1, **more: Any
+) -> GenerationRequest:
+    """Return a request with the fields of all these routes, and `more`. Raises Failure (400).
+
+    `least` is the smallest limit of tokens that is allowed.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options: only with stream true", "stream_options")
+    expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
+    if "" in (body.stop or ()):
+        raise invalid("stop: an empty string ends every answer: leave it out", "stop")
+    return parameters.start_request(
+        body,
+        model,
+        prompt,
+        parameters.parse_format(body.response_format, "response_format", "json_schema.schema"),
+        max_tokens=_max_tokens(body, least),
+        stop=tuple(dict.fromkeys(body.stop or ())),
+        n=1 if body.n is None else body.n,
+        prediction="".join(expected) or None,
+        progress=body.stream_options is not None and bool(body.stream_options.include_draft),
+        **more,
+    )
+
+
+def _max_tokens(body: CompletionBody, least: int) -> int | None:
+    """Return the limit of a choice, the smallest of those given."""
+    limits = body.model_dump(include=LIMITS | OPEN_LIMITS, exclude_none=True)
+    given = {name: limit for name, limit in limits.items() if limit != -1 or name in LIMITS}
+    for name, limit in given.items():
+        if limit < least:
+            raise invalid(f"{name}: {limit} is too few, the least is {least}", name)
+    return min(given.values(), default=None)
 
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
@@ -127,13 +213,10 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
 def _parse_tools(body: ChatBody) -> ToolUse | None:
     tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
     given, named = body.tool_choice or ToolField(type="auto"), None
-    choice = parsing.OPENAI_TOOL_CHOICES.get(given.type)
-    if choice is None:
-        shown = given.type[: parsing.MAX_SHOWN_CHARS]
-        raise unsupported(f"tool_choice: {shown!r} is not supported", "tool_choice")
     if given.type == "function":
-        named = parsing.required(given.function, "tool_choice.function").name
-    return parsing.make_tool_use(tools, choice, named, body.parallel_tool_calls)
+        function = parsing.required(given.function, "tool_choice.function")
+        named = parsing.required(function.name, "tool_choice.function.name")
+    return parsing.make_tool_use(tools, given.type, named, body.parallel_tool_calls)
 
 
 def parse_tool(tool: ToolField, field: str) -> Tool:
@@ -141,58 +224,146 @@ def parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
         shown = tool.type[: parsing.MAX_SHOWN_CHARS]
         raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")
-    function = parsing.required(tool.function, f"{field}.function")
-    parameters = function.parameters or {}
-    if parameters.get("type", "object") != "object":
-        place = f"{field}.function.parameters.type"
-        raise invalid(f"{place}: arguments are an object", place)
-    return Tool(function.name, function.description, parameters, bool(function.strict))
+    return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
 def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
-    turns = []
-    names: dict[str, str] = {}  # of the called functions, by the ids of the calls
+    conversation = parsing.ConversationBuilder()
     for i, message in enumerate(body.messages):
         field = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
             raise unsupported(f"{field}: function calls of the old kind: give tool calls instead", field)
         if message.audio is not None:
             raise unsupported(f"{field}.audio: only text is read here", f"{field}.audio")
-        turns.append(_parse_message(message, field, names))
-    return parsing.merge_turns(turns)
+        if message.role == "assistant":
+            _add_answer(conversation, message, field)
+            continue
+        content = parsing.required(message.content, f"{field}.content")
+        text = parsing.PARAGRAPH.join(part_texts(content, f"{field}.content"))
+        if message.role == "tool":
+            conversation.add_result(message.tool_call_id, text, f"{field}.tool_call_id")
+        else:
+            conversation.add("user" if message.role == "user" else "system", text)
+    return tuple(conversation.turns)
 
 
-def _parse_message(message: Message, field: str, names: dict[str, str]) -> Json:
-    if message.role == "assistant":
-        return _parse_answer(message, field, names)
-    content = parsing.required(message.content, f"{field}.content")
-    text = parsing.PARAGRAPH.join(parsing.part_texts(content, f"{field}.content"))
-    if message.role != "tool":
-        return {"role": "user" if message.role == "user" else "system", "content": text}
-    return parsing.result_turn(message.tool_call_id, text, names, f"{field}.tool_call_id")
-
-
-def _parse_answer(message: Message, field: str, names: dict[str, str]) -> Json:
-    calls = []
-    for i, call in enumerate(message.tool_calls or []):
-        place = f"{field}.tool_calls.{i}"
-        if call.function is None or call.type not in (None, "function"):
-            raise unsupported(f"{place}: only calls of functions are supported", place)
-        name = call.function.name
-        arguments = parsing.parse_arguments(call.function.arguments)
-        calls.append(parsing.call_turn(call.id, name, arguments))
-        names[call.id] = name
-    text = message.refusal
+def _add_answer(conversation: parsing.ConversationBuilder, message: Message, field: str) -> None:
+    text, calls = message.refusal, message.tool_calls or []
     if message.content is not None:
-        text = "".join(parsing.part_texts(message.content, f"{field}.content"))
+        text = "".join(part_texts(message.content, f"{field}.content"))
     thinking = message.reasoning if isinstance(message.reasoning, str) else None
     thinking = message.reasoning_content or thinking
     if text is None and not calls and thinking is None and message.reasoning_content is None:
         raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
-    return parsing.assistant_turn(text, thinking, calls)
+    conversation.add("assistant", text, thinking)
+    for i, call in enumerate(calls):
+        place = f"{field}.tool_calls.{i}"
+        if call.function is None or call.type not in (None, "function"):
+            raise unsupported(f"{place}: only calls of functions are supported", place)
+        conversation.add_call(call.id, call.function.name, call.function.arguments)
 
 
 # --- answers
+
+
+class ChunkWriter(ABC):
+    """Writes an answer as chunks.
+
+    The chunk that ends the last choice waits for the timings, unless they come with the usage.
+    """
+
+    def __init__(self, prefix: str, object: str, model: str, options: ChunkOptions | None) -> None:
+        self.head: Json = {
+            "id": f"{prefix}-{uuid4().hex}",
+            "object": object,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"mlx_spec-{__version__}",
+        }
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_draft = options is not None and bool(options.include_draft)
+        self._last: Json | None = None  # the chunk that ended a choice
+
+    @abstractmethod
+    def _piece(self, part: AnswerPart) -> Json:
+        """Return a choice of a chunk."""
+
+    @abstractmethod
+    def _whole(self, part: AnswerPart) -> Json:
+        """Return a choice of a response without a stream."""
+
+    def _start(self) -> Iterable[Json]:
+        """Return the choices that begin a stream."""
+        return ()
+
+    def whole(self, events: Iterable[Event]) -> Json:
+        events = list(events)
+        last = events[-1]
+        assert isinstance(last, Finished)
+        totals = {"usage": usage_json(last.usage), "timings": timings_json(last.timings)}
+        choices = [self._whole(part) for part in answer_parts(events)]
+        return {**self.head, **totals, "choices": choices}
+
+    def frames(self, event: Event | None) -> Iterator[str]:
+        match event:
+            case None:
+                yield KEEPALIVE
+            case PromptRead():
+                for choice in self._start():
+                    yield data_event(self._chunk([choice]))
+            case PromptProgress():
+                read = {"cached_n": event.cached_tokens, "read_n": event.read_tokens}
+                yield data_event(self._chunk([], prompt={"prompt_n": event.prompt_tokens, **read}))
+            case TextDelta() if event.text or event.logprobs:
+                spans = [vars(span) for span in event.spans]
+                yield from self._send(self._chunk(self._pieces(event), spans=spans))
+            case ToolCall():
+                yield from self._send(self._chunk(self._pieces(event)))
+            case RoundDone() if self._with_draft:
+                yield from self._send(self._chunk([], statistics=statistics_json(event)))
+            case ChoiceEnded():
+                yield from self._send()
+                self._last = self._chunk(self._pieces(event))
+            case Finished():
+                timings = {"timings": timings_json(event.timings)}
+                if self._last is not None and not self._with_usage:
+                    self._last |= timings
+                yield from self._send()
+                if self._with_usage:
+                    yield data_event(self._chunk([]) | {"usage": usage_json(event.usage), **timings})
+                yield DONE
+            case Failed(failure=failure):
+                yield from self._send(failure.body)
+
+    def _send(self, *chunks: Json) -> Iterator[str]:
+        """Send chunks, after the end of a choice that was not the last one."""
+        last, self._last = self._last, None
+        yield from map(data_event, chunks if last is None else (last, *chunks))
+
+    def _pieces(self, event: Event) -> list[Json]:
+        return [self._piece(part) for part in answer_parts([event])]
+
+    def _chunk(self, choices: list[Json], **draft: Any) -> Json:
+        """Return a chunk. Only a request with `include_draft` gets `draft`."""
+        usage = {"usage": None} if self._with_usage else {}
+        ours = {"mlx_spec": draft} if draft and self._with_draft else {}
+        return {**self.head, "choices": choices, **usage, **ours}
+
+
+def usage_json(usage: Usage) -> Json:
+    """Return the tokens of a request as OpenAI counts them, without rejected predictions."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
+    }
 
 
 class ChatWriter(ChunkWriter):

@@ -15,7 +15,7 @@ from mlx_spec.types import TokenLogprob
 
 from .errors import invalid, unsupported
 from .http import Api, Json, data_event
-from .openai_common import KEEPALIVE, ChunkWriter, CompletionBody, parse_request
+from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_request
 from .parsing import Fields
 from .request import (
     AnswerPart,

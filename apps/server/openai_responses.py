@@ -6,11 +6,10 @@ names, and a call goes back to the client in two parts.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -18,11 +17,10 @@ from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from . import parsing
+from . import parameters, parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parameters import AnswerConfig, FormatField, SharedFields, leave_out_tool, parse_format, start_request
-from .parsing import ContentPart, Fields
+from .parsing import ContentPart, Fields, FunctionField
 from .request import (
     Chat,
     ChoiceEnded,
@@ -58,7 +56,7 @@ HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and result
     "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
 )
 NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
-ENCODED_PREFIX = "mlx-spec."  # marks `encrypted_content` that we wrote
+THINKING_PREFIX = "mlx-spec:"  # of `encrypted_content` that we wrote: nothing is encrypted
 
 
 # --- the body
@@ -69,14 +67,10 @@ def _as_items(given: Any) -> Any:
     return parsing.without_unknown(items, ITEM_TYPES)
 
 
-class ToolField(Fields):
+class ToolField(FunctionField):
     """A function that the client runs, a namespace of functions, or a tool of OpenAI's servers."""
 
     type: str
-    name: str | None = Field(default=None, pattern=parsing.TOOL_NAME)
-    description: str | None = None
-    parameters: parsing.Schema | None = None
-    strict: bool | None = None
     namespace: str | None = Field(default=None, pattern=parsing.TOOL_NAME)  # within a tool choice
     tools: list[ToolField] | None = None  # of a namespace
 
@@ -91,7 +85,7 @@ class ToolChoiceField(Fields):
     tools: list[ToolField] | None = None
 
 
-class ResponsesBody(SharedFields):
+class ResponsesBody(parameters.SharedFields):
     """The body of a request."""
 
     model: str | None = None
@@ -103,10 +97,10 @@ class ResponsesBody(SharedFields):
     tools: list[ToolField] | None = None
     tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
     parallel_tool_calls: bool | None = None
-    text: AnswerConfig | None = None
-    reasoning: AnswerConfig | None = None
+    text: parameters.AnswerConfig | None = None
+    reasoning: parameters.AnswerConfig | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: parameters.StreamOptions | None = None
     store: bool | None = None
     previous_response_id: str | None = None
 
@@ -132,7 +126,7 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
-    return start_request(
+    return parameters.start_request(
         body,
         model,
         chat,
@@ -151,68 +145,53 @@ def _check_supported(body: ResponsesBody) -> None:
         if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
-    if body.stream_options and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only for a stream", "stream_options")
-    if body.stream_options and body.stream_options.get("include_obfuscation"):
-        field = "stream_options.include_obfuscation"
-        raise unsupported(f"{field}: true is not supported", field)
 
 
-def _parse_format(given: FormatField | None) -> OutputFormat | None:
+def _parse_format(given: parameters.FormatField | None) -> OutputFormat | None:
     if given is not None and given.type == "json_schema":
         parsing.required(given.name, "text.format.name")
-    return parse_format(given, "text.format")
+    return parameters.parse_format(given, "text.format")
 
 
 def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
-    turns: list[Json] = []
+    conversation = parsing.ConversationBuilder()
     if body.instructions is not None:
-        turns.append({"role": "system", "content": body.instructions})
-    names: dict[str, str] = {}  # of the called functions, by the ids of the calls
+        conversation.add("system", body.instructions)
     for i, item in enumerate((*past, *body.input), start=-len(past)):
-        turns.append(_parse_item(item, f"input.{i}", names))
-    return parsing.merge_turns(turns)
+        _add_item(conversation, item, f"input.{i}")
+    return tuple(conversation.turns)
 
 
-def _parse_item(item: ItemField, field: str, names: dict[str, str]) -> Json:
+def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field: str) -> None:
     match item.type or "message":
         case "message":
             role = parsing.required(item.role, f"{field}.role")
             between = "" if role == "assistant" else parsing.PARAGRAPH
             text = between.join(_part_texts(item.content, f"{field}.content"))
-            return {"role": "system" if role == "developer" else role, "content": text}
+            conversation.add("system" if role == "developer" else role, text)
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
-            names[id] = name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
-            given = parsing.required(item.arguments, f"{field}.arguments")
-            call = parsing.call_turn(id, name, parsing.parse_arguments(given))
-            return parsing.assistant_turn(None, calls=[call])
+            name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
+            conversation.add_call(id, name, parsing.required(item.arguments, f"{field}.arguments"))
         case "function_call_output":
             text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
-            return parsing.result_turn(item.call_id, text, names, f"{field}.call_id")
+            conversation.add_result(item.call_id, text, f"{field}.call_id")
         case "reasoning":
-            texts = _part_texts(item.content or item.summary or [], field)
-            return parsing.assistant_turn(None, "".join(texts) or decode_thinking(item.encrypted_content))
-    raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
+            text = "".join(_part_texts(item.content or item.summary or [], field))
+            conversation.add("assistant", thinking=text or _own_thinking(item.encrypted_content or ""))
+        case _:
+            raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
+
+
+def _own_thinking(field: str) -> str:
+    """Return the thinking of `encrypted_content`; an empty text if another server wrote it."""
+    return field.removeprefix(THINKING_PREFIX) if field.startswith(THINKING_PREFIX) else ""
 
 
 def _part_texts(parts: Sequence[ContentPart] | None, field: str) -> list[str]:
     return parsing.part_texts(parsing.required(parts, field), field, TEXT_PARTS)
-
-
-def encode_thinking(text: str) -> str:
-    """Return thinking for `encrypted_content`, which clients send back. It is encoded, not encrypted."""
-    return ENCODED_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def decode_thinking(field: str | None) -> str:
-    """Return the thinking of a field; an empty text if another server wrote it."""
-    if field is None or not field.startswith(ENCODED_PREFIX):
-        return ""
-    try:
-        return base64.urlsafe_b64decode(field.removeprefix(ENCODED_PREFIX)).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
 
 
 # --- tools: functions, namespaces of them, and hosted tools, which are left out
@@ -232,9 +211,7 @@ def _parse_tools(
         tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
     elif choice.type == "function":
         named = _joined_name(choice.namespace, choice.name or "")
-    elif choice.type not in parsing.OPENAI_TOOL_CHOICES:
-        raise unsupported(f"tool_choice: {choice.type!r} is not supported here", "tool_choice")
-    return parsing.make_tool_use(tools, parsing.OPENAI_TOOL_CHOICES[mode], named, parallel)
+    return parsing.make_tool_use(tools, mode, named, parallel)
 
 
 def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, str]]:
@@ -247,11 +224,11 @@ def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, s
         for k, tool in enumerate(members):
             place = f"{field}.tools.{k}" if space else field
             if tool.type == "function":
-                name = parsing.required(tool.name, f"{place}.name")
+                found = tool.tool(place)
                 about = [outer.description] if space and k == 0 else []  # the first tells what all are for
-                description = parsing.PARAGRAPH.join(filter(None, [*about, tool.description])) or None
-                joined, strict = _joined_name(space, name), bool(tool.strict)
-                yield Tool(joined, description, tool.parameters or {}, strict), space, name
+                description = parsing.PARAGRAPH.join(filter(None, [*about, found.description])) or None
+                joined = replace(found, name=_joined_name(space, found.name), description=description)
+                yield joined, space, found.name
             elif not HOSTED_TOOLS.fullmatch(tool.type):
                 known = "only 'function' and 'namespace'"
                 raise unsupported(f"{place}: {tool.type!r} is not supported here, {known}", place)
@@ -265,7 +242,7 @@ def _joined_name(namespace: str | None, name: str) -> str:
 def _notes_on(tools: Sequence[ToolField]) -> list[str]:
     """Return a note on each type of tool that is left out."""
     kinds = {tool.type for outer in tools for tool in (outer, *(outer.tools or ()))}
-    return [leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
+    return [parameters.leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
 
 
 def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
@@ -296,7 +273,6 @@ class ResponseWriter:
         self._numbers = count()
         self._item: Json = {}  # the item of text that grows; empty if none does
         self._part: Json = {}  # its only part
-        self._pending_logprobs: list[Json] = []  # of tokens that have no text yet
         self._started = False
 
     def frames(self, event: Event | None) -> Iterator[str]:
@@ -320,7 +296,7 @@ class ResponseWriter:
             case TextDelta(kind="thinking", text=text) if text:
                 yield from self._ensure_item("reasoning")
                 yield self._grow(text=text)
-            case TextDelta(kind="answer"):
+            case TextDelta(kind="answer") if event.text or event.logprobs:
                 yield from self._add_text(event)
             case ToolCall():
                 yield from self._add_call(event)
@@ -334,12 +310,8 @@ class ResponseWriter:
                 yield from self._fail(failure)
 
     def _add_text(self, delta: TextDelta) -> Iterator[Json]:
-        self._pending_logprobs += map(logprob_json, delta.logprobs)
-        if delta.text:
-            yield from self._ensure_item("message")
-        if self._item.get("type") == "message" and (delta.text or self._pending_logprobs):
-            logprobs, self._pending_logprobs = self._pending_logprobs, []
-            yield self._grow(text=delta.text, logprobs=logprobs)
+        yield from self._ensure_item("message")
+        yield self._grow(text=delta.text, logprobs=[logprob_json(token) for token in delta.logprobs])
 
     def _ensure_item(self, type: Literal["reasoning", "message"]) -> Iterator[Json]:
         """Open an item unless one of its type is open."""
@@ -370,7 +342,7 @@ class ResponseWriter:
         yield self._part_event("content_part.done", part=part)
         item["content"] = [part]
         if item["type"] == "reasoning" and self._encode_thinking:
-            item["encrypted_content"] = encode_thinking(part["text"])
+            item["encrypted_content"] = THINKING_PREFIX + part["text"]
         self._item = {}
         yield self._end_item(item, status)
 
@@ -417,7 +389,7 @@ class ResponseWriter:
 
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     """Return a response without an answer. It repeats the parameters of the request."""
-    reasoning = body.reasoning or AnswerConfig()
+    reasoning = body.reasoning or parameters.AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
     notes = _notes_on(body.tools or ())

@@ -17,7 +17,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
 from .errors import LOG, invalid, missing, unsupported
-from .parsing import MAX_SHOWN_CHARS, Fields, Schema
+from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
@@ -107,6 +107,7 @@ REASONS = {  # parameters that are not supported -> why
     "web_search_options": "nothing is ever fetched here",
     "moderation": "answers are not moderated here",
 }
+Bias = Annotated[float, Field(ge=-100, le=100)]
 _logged: set[str] = set()
 
 
@@ -125,10 +126,19 @@ class SharedFields(Fields):
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
     repeat_last_n: int | None = None  # penalties count all tokens: -1
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKENS)] | None = None
+
+
+class StreamOptions(Fields):
+    """Additions to a stream. Responses always have the usage."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class JsonSchema(Fields):
@@ -195,14 +205,11 @@ def start_request(
 
     `own` is the form of the answer as the protocol itself gives it.
     """
-    tokens = body.stop_token_ids or []
-    if any(token < 0 for token in tokens):
-        raise invalid("stop_token_ids: a token id is 0 or more", "stop_token_ids")
     return GenerationRequest(
         model,
         prompt,
         _parse_sampling(body),
-        stop_tokens=tuple(dict.fromkeys(tokens)),
+        stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
         ignore_eos=bool(body.ignore_eos),
         format=_parse_constraint(body, own),
         **more,
@@ -229,8 +236,6 @@ def _parse_sampling(body: SharedFields) -> Sampling:
 
 
 def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
-    if len(given) > MAX_BIASES:
-        raise invalid(f"logit_bias: {len(given)} tokens, {MAX_BIASES} are the most", "logit_bias")
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
             shown = token[:MAX_SHOWN_CHARS]
@@ -267,8 +272,8 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
         case "json", True | "json":
             return OutputFormat("json_object", param=field)
         case "json", dict() | str():
-            schema = _loaded(value) if isinstance(value, str) else value
-            if isinstance(schema, dict):
+            schema = parse_object(value) if isinstance(value, str) else value
+            if schema is not None:
                 return OutputFormat("json_schema", json.dumps(schema), field)
         case "regex", str():
             return OutputFormat("regex", value, field)
@@ -280,13 +285,6 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
                 raise unsupported(f"{field}: GBNF and EBNF are not read here: give a Lark grammar", field)
             return OutputFormat("lark", value, field)
     raise invalid(f"{field}: give {FORMS[kind]}", field)
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def check_unknown(body: Any, allowed: bool) -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import ClientDisconnect, Request
 
 from .errors import Failure, hung_up, invalid, missing, unsupported
@@ -59,6 +67,11 @@ def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+def as_list(given: Any) -> Any:
+    """Return a string as a list of one."""
+    return [given] if isinstance(given, str) else given
+
+
 def as_type(given: Any) -> Any:
     """Return a word as an object of that type, as for a tool choice."""
     return {"type": given} if isinstance(given, str) else given
@@ -75,9 +88,7 @@ def without_unknown(given: Any, types: Collection[str]) -> Any:
 
 
 Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
-Texts = Annotated[
-    list[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-]
+Texts = Annotated[list[str] | None, BeforeValidator(as_list)]
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -94,13 +105,26 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise _first_problem(error) from error
 
 
+def read_query(request: Request, model: type[M]) -> M:
+    """Return the parameters of a URL as a `model`. Raises Failure (400)."""
+    try:
+        return model.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise _first_problem(error) from error
+
+
 def _first_problem(error: ValidationError) -> Failure:
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    message, field = found["msg"].removeprefix("Value error, "), ".".join(map(str, found["loc"]))
+    field, message, kind = _first_error(error)
     if not field:
         return invalid(f"the body is not what is expected here: {message}", code="invalid_json")
-    code = "missing_required_parameter" if found["type"] == "missing" else "invalid_value"
+    code = "missing_required_parameter" if kind == "missing" else "invalid_value"
     return invalid(f"{field}: {message}", field, code)
+
+
+def _first_error(error: ValidationError) -> tuple[str, str, str]:
+    """Return the place of the first error, its message and its type."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ".".join(map(str, found["loc"])), found["msg"].removeprefix("Value error, "), found["type"]
 
 
 def required(value: T | None, field: str) -> T:
@@ -142,15 +166,85 @@ def _check_count(what: str, count: int, limit: int, param: str) -> None:
         raise invalid(f"{count} {what}: {limit} are the most", param)
 
 
+class FunctionField(Fields):
+    """A function that the client runs."""
+
+    name: str | None = Field(default=None, pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+    def tool(self, field: str, parameters_name: str = "parameters") -> Tool:
+        """Return the tool. Raises Failure (400)."""
+        name, place = required(self.name, f"{field}.name"), f"{field}.{parameters_name}.type"
+        parameters = self.parameters or {}
+        if parameters.get("type", "object") != "object":
+            raise invalid(f"{place}: arguments are an object", place)
+        return Tool(name, self.description, parameters, bool(self.strict))
+
+
 def make_tool_use(
-    tools: Sequence[Tool], choice: ToolChoice, named: str | None, parallel: bool | None
+    tools: Sequence[Tool], mode: str, named: str | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call."""
+    """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call.
+
+    `mode` is one of OPENAI_TOOL_CHOICES.
+    """
+    choice = OPENAI_TOOL_CHOICES.get(mode)
+    if choice is None:
+        raise unsupported(f"tool_choice: {mode[:MAX_SHOWN_CHARS]!r} is not supported here", "tool_choice")
     if named is not None and named not in [tool.name for tool in tools]:
         raise invalid(f"tool_choice: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
     if choice == "required" and not tools:
         raise invalid("tool_choice: a call that is required needs tools", "tool_choice")
     return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
+
+
+Count = Annotated[int, Field(ge=0)]
+Names = Annotated[list[str], Field(min_length=1), BeforeValidator(as_list)]
+SubSchema = Annotated[  # true, false and a list of schemas have no keywords
+    "SchemaForm", BeforeValidator(lambda given: {} if isinstance(given, bool | list) else given)
+]
+Options = Annotated[list[SubSchema], Field(min_length=1)]
+
+
+class SchemaForm(Fields):
+    """The keywords of a JSON schema that are read here, to check their form."""
+
+    type: Names = []
+    required: list[str] = []
+    properties: dict[str, SubSchema] = {}
+    defs: dict[str, SubSchema] = Field(default={}, alias="$defs")
+    definitions: dict[str, SubSchema] = {}
+    reference: str = Field(default="", alias="$ref")
+    enum: Annotated[list[Any], Field(min_length=1)] = []
+    anyOf: Options = []
+    oneOf: Options = []
+    allOf: Options = []
+    items: SubSchema | None = None
+    additionalProperties: SubSchema | None = None
+    minItems: Count = 0
+    maxItems: Count | None = None
+    minLength: Count = 0
+    maxLength: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_order(self) -> SchemaForm:
+        if self.maxItems is not None and self.minItems > self.maxItems:
+            raise ValueError("minItems must not be more than maxItems")
+        if self.maxLength is not None and self.minLength > self.maxLength:
+            raise ValueError("minLength must not be more than maxLength")
+        return self
+
+
+def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
+    """Raise Failure (400) if the parameters of a tool are no JSON schema."""
+    try:
+        SchemaForm.model_validate(dict(schema))
+    except ValidationError as error:
+        place, message, _ = _first_error(error)
+        problem = f"{place}: {message}" if place else message
+        raise invalid(f"tools: the parameters of {tool!r} are no JSON schema: {problem}", "tools") from error
 
 
 # --- messages of a conversation
@@ -175,55 +269,57 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
     return unsupported(f"{field}: a part of type {kind!r} is not supported here: only text is read", field)
 
 
-def call_turn(id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return an earlier tool call as chat templates take it."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result_turn(id: str | None, text: str, names: Mapping[str, str], field: str) -> dict[str, Any]:
-    """Return the result of an earlier tool call as chat templates take it. Raises Failure (400).
-
-    `names` are those of the called functions, by the ids of the calls; `field` has the id.
-    """
-    id = required(id, field)
-    if id not in names:
-        raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
-    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
-
-
-def parse_arguments(text: str) -> dict[str, Any] | str:
-    """Return the arguments of an earlier tool call; the text itself if it is no JSON object."""
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return a JSON object; None if `text` is none."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text)
     except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def assistant_turn(
-    content: str | None, thinking: str | None = None, calls: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-    """Return an earlier answer as chat templates take it."""
-    turn: dict[str, Any] = {"role": "assistant", "content": content}
-    turn |= {"reasoning_content": thinking} if thinking else {}
-    return turn | ({"tool_calls": list(calls)} if calls else {})
+class ConversationBuilder:
+    """Collects the turns of a conversation, as chat templates take them.
 
-
-def merge_turns(turns: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Join neighbours of one role, as chat templates want it; results of tools stay apart.
-
-    Texts of a user or the system become paragraphs, those of the model stay as they were generated.
+    Neighbours of one role are one turn. Texts of a user or the system are its paragraphs, those of the model
+    stay as they were generated. Results of tools stay apart. A call whose arguments are no JSON object is
+    text: a client that read a stream to its limit has such a call and sends it back.
     """
-    merged: list[dict[str, Any]] = []
-    for turn in turns:
-        last = merged[-1] if merged else {}
-        if turn["role"] != last.get("role") or turn["role"] == "tool":
-            merged.append(dict(turn))
-            continue
-        between = "" if turn["role"] == "assistant" else PARAGRAPH
-        for key, joint in (("content", between), ("reasoning_content", "")):
-            texts = [each[key] for each in (last, turn) if each.get(key) is not None]
-            last |= {key: joint.join(texts)} if texts else {}
-        if calls := turn.get("tool_calls"):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
-    return tuple(merged)
+
+    def __init__(self) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
+
+    def add(self, role: str, content: str | None = None, thinking: str | None = None) -> dict[str, Any]:
+        """Add what somebody wrote. Return the turn."""
+        if not self.turns or self.turns[-1]["role"] != role:
+            self.turns.append({"role": role, "content": None})
+        turn = self.turns[-1]
+        if content is not None:
+            before = "" if turn["content"] is None else turn["content"]
+            between = "" if role == "assistant" or turn["content"] is None else PARAGRAPH
+            turn["content"] = before + between + content
+        if thinking:
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + thinking
+        return turn
+
+    def add_call(self, id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
+        """Add a tool call of the model."""
+        found = parse_object(arguments or "{}") if isinstance(arguments, str) else arguments
+        turn = self.add("assistant")
+        if found is None:
+            turn["content"] = PARAGRAPH.join(filter(None, [turn["content"], f"{name} {arguments}"]))
+        else:
+            call = {"id": id, "type": "function", "function": {"name": name, "arguments": found}}
+            turn.setdefault("tool_calls", []).append(call)
+        self._names[id] = None if found is None else name
+
+    def add_result(self, id: str | None, text: str, field: str) -> None:
+        """Add the result of an earlier tool call; `field` has its id. Raises Failure (400)."""
+        id = required(id, field)
+        if id not in self._names:
+            raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
+        if (name := self._names[id]) is None:
+            self.add("user", text)
+        else:
+            self.turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})

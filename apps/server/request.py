@@ -43,7 +43,7 @@ class Chat:
 
     `messages` are those of a chat template: dicts with "role" (system, user, assistant or tool), "content" (a
     string, or None beside tool calls), and optionally "reasoning_content", "name", "tool_call_id" and
-    "tool_calls", whose "arguments" are parsed JSON (an object), or text that is none.
+    "tool_calls", whose "arguments" are parsed JSON (an object).
     """
 
     messages: tuple[Mapping[str, Any], ...]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,14 +24,13 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import write_atomically
 
-from .errors import LOG, MAX_NAME_CHARS, Failure, invalid, unsupported
+from .errors import LOG, MAX_NAME_CHARS, Failure, invalid
 from .http import Json
-from .parsing import ContentPart, Fields, Parts
+from .parsing import ContentPart, Fields, Parts, read_query
 
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
 MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights
 MAX_GONE = 10_000  # ids that are gone, kept so that an error can say why; 1 MB of memory
-MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of a page, as in OpenAI's API
 FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
 UNFINISHED = ".resp_*.tmp"  # names of files that were being written
 ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # others: messages
@@ -69,12 +68,31 @@ class ItemField(Fields):
         return item
 
 
+class ReadQuery(Fields):
+    """The parameters of the URL of a response, which is read whole."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stream: Literal["false"] = "false"
+
+
+class PageQuery(Fields):
+    """The parameters of the URL of input items."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20  # as in OpenAI's API
+
+
 @dataclass(frozen=True)
 class StoredResponse:
     """A response, and the conversation that it answered: all earlier turns, but no instructions."""
 
     response: Json
     input: tuple[ItemField, ...]
+    size: int  # bytes as JSON
 
     @property
     def conversation(self) -> tuple[ItemField, ...]:
@@ -88,22 +106,21 @@ class ResponseStore:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._stored: dict[str, StoredResponse] = {}  # the oldest first
-        self._sizes: dict[str, int] = {}  # bytes of each as JSON
         self._gone: dict[str, str] = {}  # ids, and what became of them
         if folder is not None:
             self._read_folder(folder)
 
     def save(self, response: Json, items: Sequence[ItemField]) -> None:
         """Keep a response and the items that it answered; the oldest responses make room."""
-        stored = StoredResponse(response, tuple(item.identified() for item in items))
-        dumped = [item.model_dump(exclude_none=True) for item in stored.input]
+        items = tuple(item.identified() for item in items)
+        dumped = [item.model_dump(exclude_none=True) for item in items]
         text = json.dumps({"response": response, "input": dumped}, ensure_ascii=False)
         if self._folder is not None:
             try:
                 write_atomically(self._folder / f"{response['id']}.json", text)
             except OSError as error:
                 LOG.warning("a response is kept in memory only: %s", error.strerror)
-        self._add(response["id"], stored, len(text.encode()))
+        self._add(StoredResponse(response, items, len(text.encode())))
 
     def find(self, id: str) -> StoredResponse:
         """Return a response. Raises Failure (404)."""
@@ -129,14 +146,14 @@ class ResponseStore:
         unknown = "it was never stored by this server, or before its start without --store"
         return f"{id[:MAX_NAME_CHARS]!r} not found: {self._gone.get(id, unknown)}"
 
-    def _add(self, id: str, stored: StoredResponse, size: int) -> None:
-        self._stored[id], self._sizes[id] = stored, size
-        while len(self._stored) > MAX_RESPONSES or sum(self._sizes.values()) > MAX_BYTES:
+    def _add(self, stored: StoredResponse) -> None:
+        self._stored[stored.response["id"]] = stored
+        while len(self._stored) > MAX_RESPONSES or sum(s.size for s in self._stored.values()) > MAX_BYTES:
             limits = f"{MAX_RESPONSES} responses and {MAX_BYTES // 2**20} MiB are kept"
             self._drop(next(iter(self._stored)), f"it made room for newer ones, {limits}")
 
     def _drop(self, id: str, why: str) -> None:
-        del self._stored[id], self._sizes[id]
+        del self._stored[id]
         self._gone[id] = why
         if len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
@@ -160,13 +177,13 @@ class ResponseStore:
                 data = file.read_bytes()
                 content: dict[str, Any] = json.loads(data)
                 items = tuple(map(ItemField.model_validate, content["input"]))
-                stored = StoredResponse(content["response"], items)
+                stored = StoredResponse(content["response"], items, len(data))
                 if f"{stored.response['id']}.json" != file.name or not stored.conversation:
                     raise ValueError
             except (OSError, ValueError, ValidationError, LookupError, TypeError, RecursionError):
                 LOG.warning("a damaged file of --store is ignored: %s", file.name)
                 continue
-            self._add(file.stem, stored, len(data))
+            self._add(stored)
 
 
 # --- routes
@@ -176,8 +193,7 @@ def add_routes(app: Starlette, store: ResponseStore) -> None:
     """Add the routes that read and delete stored responses."""
 
     async def read(http_request: Request) -> Response:
-        if http_request.query_params.get("stream", "false") != "false":
-            raise unsupported("stream: a stored response is read whole", "stream")
+        read_query(http_request, ReadQuery)
         return JSONResponse(store.find(http_request.path_params["id"]).response)
 
     async def delete(http_request: Request) -> Response:
@@ -187,27 +203,22 @@ def add_routes(app: Starlette, store: ResponseStore) -> None:
 
     async def input_items(http_request: Request) -> Response:
         items = store.find(http_request.path_params["id"]).input
-        return JSONResponse(_page([item.json_item() for item in items], dict(http_request.query_params)))
+        query = read_query(http_request, PageQuery)
+        return JSONResponse(_page([item.json_item() for item in items], query))
 
     app.add_route("/v1/responses/{id}", read, methods=["GET"])
     app.add_route("/v1/responses/{id}", delete, methods=["DELETE"])
     app.add_route("/v1/responses/{id}/input_items", input_items, methods=["GET"])
 
 
-def _page(items: list[Json], given: dict[str, str]) -> Json:
+def _page(items: list[Json], query: PageQuery) -> Json:
     """Return a page of items as OpenAI has it. Raises Failure (400)."""
-    order, after = given.get("order", "desc"), given.get("after")
-    limit = given.get("limit", str(DEFAULT_PAGE))
-    if order not in ("asc", "desc"):
-        raise invalid(f"order: {order[:MAX_NAME_CHARS]!r} is neither 'asc' nor 'desc'", "order")
-    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
-        raise invalid(f"limit: {limit[:MAX_NAME_CHARS]!r} is no number from 1 to {MAX_PAGE}", "limit")
-    items = items if order == "asc" else items[::-1]
+    items, after = items if query.order == "asc" else items[::-1], query.after
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise invalid(f"after: {after[:MAX_NAME_CHARS]!r} is none of the items", "after")
     start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + int(limit)]
+    page = items[start : start + query.limit]
     return {
         "object": "list",
         "data": page,

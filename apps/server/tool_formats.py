@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.errors import unsupported
-from mlx_spec.apps.server.parsing import PARAGRAPH, merge_turns
+from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import Chat, Event, SourceSpan, TextDelta, Tool, ToolCall
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
@@ -73,7 +73,6 @@ class ToolFormat:
     syntax: Syntax
     open: int
     close: int
-    ends: frozenset[int]
     results_in_calls: bool  # the template reads results from the message with the calls ("tool_responses")
 
 
@@ -144,12 +143,11 @@ def find_tool_format(text: Text) -> ToolFormat | None:
 def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
 
-    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, and
-    InvalidValue if its template refuses the messages.
+    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, or the
+    schema of a tool is none, and InvalidValue if its template refuses the messages.
     """
     use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
-    given = broken_calls_as_text(chat.messages)
-    calls = [i for i, message in enumerate(given) if message.get("tool_calls")]
+    calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
     format = find_tool_format(text) if use is not None or calls else None
     if format is None and (use is not None or calls):
         param = "tools" if use is not None else f"messages.{calls[0]}.tool_calls"
@@ -159,30 +157,14 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
             param,
         )
     folds = format is not None and format.results_in_calls
-    messages = results_in_calls(given) if folds else given
+    messages = results_in_calls(chat.messages) if folds else chat.messages
     tools = [] if use is None else [_definition(tool) for tool in use.tools]
-    return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
-
-
-def broken_calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return `messages` in which calls whose arguments are no JSON are text, and their results the user's.
-
-    A client that read a stream to its limit has such a call and sends it back.
-    """
-    found: list[Message] = []
-    broken: set[str] = set()
-    for message in messages:
-        calls = message.get("tool_calls") or ()
-        bad = [call for call in calls if isinstance(call["function"]["arguments"], str)]
-        if bad:
-            broken |= {call["id"] for call in bad}
-            texts = [f"{call['function']['name']} {call['function']['arguments']}" for call in bad]
-            content = PARAGRAPH.join(filter(None, [message.get("content"), *texts]))
-            message = {**message, "content": content, "tool_calls": [c for c in calls if c not in bad]}
-        elif message.get("tool_call_id") in broken:
-            message = {"role": "user", "content": message["content"]}
-        found.append(message)
-    return merge_turns(found) if broken else messages
+    try:
+        return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
+    except InvalidValue:
+        for tool in () if use is None else use.tools:  # a template cannot write what is no schema
+            check_schema(tool.name, tool.parameters)
+        raise
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:
@@ -219,7 +201,7 @@ def _find_format(text: Text) -> ToolFormat | None:
             if open is not None and close is not None and _reads_probe(syntax, written):
                 answered = {**calling, "tool_responses": [{"name": PROBE, "response": PROBE_RESULT}]}
                 folds = PROBE_RESULT in _render(text, [question, answered])
-                return ToolFormat(syntax, open, close, text.eos, folds)
+                return ToolFormat(syntax, open, close, folds)
     return None
 
 

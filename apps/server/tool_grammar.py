@@ -9,13 +9,16 @@ one is refused by its name, and for any other tool what cannot be enforced is le
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
+from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import ToolFormat, close_objects, resolve, schema_types, type_of
+from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.sandbox import JSON_FORM
 
 # One way to write white space: what follows from it is drafted for nothing.
@@ -35,7 +38,7 @@ SUPPORTED = {"type", "enum", "const", "$ref", "nullable", *UNIONS}.union(*OF_TYP
 UNSUPPORTED = """pattern format not if then else patternProperties propertyNames minProperties maxProperties
 dependencies dependentRequired dependentSchemas contains minContains maxContains uniqueItems prefixItems
 additionalItems unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef""".split()
-MAX_DEPTH = 24  # levels of a schema that are enforced: each level multiplies the rules
+MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 FREE_TEXT = "/(?s:.*)/"
 GEMMA_QUOTE = '<|"|>'
@@ -45,9 +48,9 @@ CODER_CLOSE = "</parameter>"
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
     """Return a grammar of the whole answer, after the thinking; None if all of it is free.
 
-    required and named: calls and nothing else, one of them unless `parallel`. auto: any text, or what
-    `answer` demands, and calls, each of a tool and as its schema says. Raises Failure 400 that names what
-    cannot be enforced, unless that is optional.
+    required and named: calls and nothing else, one of them unless `parallel`. auto: what `answer` demands,
+    or calls; without `answer` the calls in free text. Each call is of a tool and as its schema says. Raises
+    Failure 400 that names what cannot be enforced, unless that is optional.
     """
     if use.choice == "none":
         return None
@@ -65,10 +68,15 @@ def is_optional(use: ToolUse, answer: OutputFormat | None) -> bool:
     return use.choice == "auto" and use.parallel and answer is None and not is_strict
 
 
+def compile_failure(error: InvalidValue, param: str) -> Failure:
+    """Return the failure for a grammar of calls that does not compile: its reason, without the grammar."""
+    around = r"^.*failed to compile JSON schema: (Unsatisfiable schema: )?| 1 \| start: .*$"
+    reason = re.sub(around, "", str(error))
+    return invalid(f"{param}: the schemas cannot be enforced: {reason}", param)
+
+
 def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None) -> str:
     tools = [tool for tool in use.tools if use.named in (None, tool.name)]
-    if not tools:
-        raise invalid(f"tool_choice: {use.named!r} is none of the tools", "tool_choice")
     if format.syntax.name not in CALLS:
         raise unsupported(
             f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, "
@@ -76,8 +84,7 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
             "tools",
         )
     for tool in tools:
-        if (problem := _schema_error(tool.parameters)) is not None:
-            raise invalid(f"tools: the parameters of {tool.name!r} are no JSON schema: {problem}", "tools")
+        check_schema(tool.name, tool.parameters)
     rules = Rules()
     bodies = [CALLS[format.syntax.name](tool, rules) for tool in tools]
     calls = [rules.add("call", f"<[{format.open}]> {body} <[{format.close}]>") for body in bodies]
@@ -88,31 +95,22 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
         start = several
     elif answer is not None:
         start = f"{_answer(answer)} | {several}"
-    else:
-        ids = ",".join(map(str, sorted({format.open, format.close} | format.ends)))
-        others = f"<[^{ids}]>"  # any token but these
-        start = f"({others} | {call})*" if use.parallel else f"({others})* ({call})?"
+    else:  # the text around calls is not parsed
+        start = f"({call})*" if use.parallel else f"({call})?"
     return f"start: {start}\n{rules.source()}"
 
 
 def answer_schema(schema: str) -> str:
     """Return a JSON schema, as JSON, as it is enforced: closed objects, "oneOf" as "anyOf"."""
     options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
-    try:
-        found = json.loads(schema)
-    except (ValueError, RecursionError):
-        return schema
-    return json.dumps({**options, **close_objects(found)}) if isinstance(found, dict) else schema
+    return json.dumps({**options, **close_objects(json.loads(schema))})
 
 
 def _answer(format: OutputFormat) -> str:
     if format.kind == "json_object":
         return json_value({"type": "object"})
     if format.kind == "json_schema":
-        schema = json.loads(format.text)
-        if not isinstance(schema, dict):
-            raise invalid("the JSON schema must be a JSON object", format.param)
-        return json_value(schema)
+        return json_value(json.loads(format.text))
     if format.kind == "regex":
         return "/" + format.text.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n") + "/"
     raise unsupported("a Lark grammar of the answer goes with no tools: leave one of them out", format.param)
@@ -126,6 +124,9 @@ class Rules:
 
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
+        # The rules of schemas, by their JSON and a tool: its name where they refer to its parameters, else
+        # whether it is strict.
+        self.values: dict[tuple[str | bool, str], str] = {}
 
     def define(self, name: str, expression: str, options: str = "") -> str:
         """Set the rule of `name`, with llguidance's `options`. Return the name."""
@@ -173,8 +174,7 @@ def _hermes_call(tool: Tool, rules: Rules) -> str:
 
 def _gemma_call(tool: Tool, rules: Rules) -> str:
     root = {"type": "object", **({} if tool.parameters else {"properties": {}}), **tool.parameters}
-    arguments = _GemmaValues(tool, rules).value(root)
-    return f"{quoted('call:' + tool.name)} {'any_object' if arguments == 'any' else arguments}"
+    return f"{quoted('call:' + tool.name)} {_GemmaValues(tool, rules).value(root)}"
 
 
 def _coder_call(tool: Tool, rules: Rules) -> str:
@@ -213,7 +213,6 @@ class _SchemaValues(ABC):
 
     def __init__(self, tool: Tool, rules: Rules) -> None:
         self.tool, self.rules = tool, rules
-        self._references: dict[str, str] = {}
 
     @abstractmethod
     def any_value(self) -> str: ...
@@ -225,9 +224,10 @@ class _SchemaValues(ABC):
     def text(self, terminal: str) -> str: ...
 
     @abstractmethod
-    def container(self, kind: str, schema: Mapping[str, Any], depth: int) -> str: ...
+    def container(self, kind: str, schema: Mapping[str, Any]) -> str: ...
 
-    def number(self, schema: Mapping[str, Any]) -> str:
+    def scalar(self, schema: Mapping[str, Any]) -> str:
+        """Return a number, true, false or null."""
         return json_value(schema, lenient=not self.tool.strict)
 
     def refuse(self, keyword: str) -> None:
@@ -239,50 +239,47 @@ class _SchemaValues(ABC):
                 "tools",
             )
 
-    def value(self, schema: Any, depth: int = 0) -> str:
+    def value(self, schema: Any) -> str:
         """Return a value that `schema` allows."""
-        if depth > MAX_DEPTH or schema is False:
-            self.refuse("a schema that is false" if schema is False else f"more than {MAX_DEPTH} levels")
-            return self.any_value()
-        if not isinstance(schema, Mapping):
-            return self.any_value()
-        for keyword in UNSUPPORTED:
-            if schema.get(keyword, False) is not False:
-                self.refuse(keyword)
-        limits = {key: each for key, each in schema.items() if key in SUPPORTED}
-        if limits.pop("nullable", False) is True:
-            return either([self.value(limits, depth + 1), self.literal(None)])
-        if "$ref" in limits:
-            return self._reference(limits, depth)
+        known = self.rules.values
+        if schema is False or len(known) > MAX_SCHEMAS:
+            self.refuse("a schema that is false" if schema is False else f"more than {MAX_SCHEMAS} schemas")
+        elif isinstance(schema, Mapping):
+            for keyword in UNSUPPORTED:
+                if schema.get(keyword, False) is not False:
+                    self.refuse(keyword)
+            limits = {key: each for key, each in schema.items() if key in SUPPORTED}
+            written = json.dumps(limits)
+            key = (self.tool.name if '"$ref"' in written else self.tool.strict, written)
+            if key not in known:  # named before it is read: it may contain itself
+                known[key] = self.rules.add("value", "")
+                self.rules.define(known[key], self._limited(limits))
+            return known[key]
+        return self.any_value()
+
+    def _limited(self, schema: dict[str, Any]) -> str:
+        if schema.pop("nullable", False) is True:
+            return either([self.value(schema), self.literal(None)])
+        if "$ref" in schema:
+            reference = schema.pop("$ref")
+            try:
+                found = resolve(reference, self.tool.parameters)
+            except KeyError as error:
+                message = f"tool {self.tool.name!r}: $ref {reference!r} is not within this schema"
+                raise invalid(message, "tools") from error
+            if isinstance(found, Mapping):
+                check_schema(self.tool.name, found)  # it may stand where no schema is expected
+            return self.value(self._merge(schema, found))
         for keyword in UNIONS:
-            if keyword in limits:
-                return self._union(keyword, limits, depth)
-        if "const" in limits or "enum" in limits:
-            return self._enumerated(limits)
-        return self._typed(limits, depth)
-
-    def _reference(self, schema: Mapping[str, Any], depth: int) -> str:
-        reference = str(schema["$ref"])
-        try:
-            found = resolve(reference, self.tool.parameters)
-        except KeyError as error:
-            message = f"tool {self.tool.name!r}: $ref {reference!r} is not within this schema"
-            raise Failure(400, message, param="tools") from error
-        rest = {key: each for key, each in schema.items() if key != "$ref"}
-        if rest:
-            return self.value(self._merge(rest, found), depth + 1)
-        if reference not in self._references:  # named before it is read: it may contain itself
-            self._references[reference] = self.rules.add("ref", "")
-            self.rules.define(self._references[reference], self.value(found, depth + 1))
-        return self._references[reference]
-
-    def _union(self, keyword: str, schema: Mapping[str, Any], depth: int) -> str:
-        options = schema[keyword]
-        if keyword == "allOf" and len(options) > 1:
-            self.refuse("allOf")
-            return self.any_value()
-        rest = {key: each for key, each in schema.items() if key != keyword}
-        return either([self.value(self._merge(rest, option), depth + 1) for option in options])
+            options = schema.pop(keyword, [])
+            if keyword == "allOf" and len(options) > 1:
+                self.refuse("allOf")
+                return self._typed({"type": schema.get("type")})
+            if options:
+                return either([self.value(self._merge(schema, option)) for option in options])
+        if "const" in schema or "enum" in schema:
+            return self._enumerated(schema)
+        return self._typed(schema)
 
     def _merge(self, rest: Mapping[str, Any], option: Any) -> Any:
         """Both at once. What they say about the same thing must agree."""
@@ -305,26 +302,22 @@ class _SchemaValues(ABC):
             return self.any_value()
         return either(map(self.literal, fitting))
 
-    def _typed(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _typed(self, schema: Mapping[str, Any]) -> str:
         named = sorted(schema_types({"type": schema.get("type")}, {}) & OF_TYPE.keys())
         implied = [kind for kind in OF_TYPE if schema.keys() & set(OF_TYPE[kind])]
         kinds = named or implied[:1]
         if "number" in kinds and "integer" in kinds:
             kinds.remove("integer")
-        if not kinds:
-            return self.any_value()
-        return either([self._of_type(kind, schema, depth) for kind in kinds])
+        return either([self._of_type(kind, schema) for kind in kinds]) if kinds else self.any_value()
 
-    def _of_type(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+    def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
         own = {key: schema[key] for key in OF_TYPE[kind] if key in schema}
         if kind == "string":
             least, most = own.get("minLength", 0), own.get("maxLength", "")
             return self.text(f"/(?s:.{{{least},{most}}})/" if own else FREE_TEXT)
-        if kind in ("number", "integer"):
-            return self.number({"type": kind, **own})
-        if kind == "boolean":
-            return either([self.literal(True), self.literal(False)])
-        return self.literal(None) if kind == "null" else self.container(kind, own, depth)
+        if kind in ("object", "array"):
+            return self.container(kind, own)
+        return self.scalar({"type": kind, **own})
 
 
 class _CoderValues(_SchemaValues):
@@ -341,28 +334,19 @@ class _CoderValues(_SchemaValues):
         written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return f"{quoted(written)} {self.end}" if written else self.end
 
-    def number(self, schema: Mapping[str, Any]) -> str:
-        return f"{super().number(schema)} {self.end}"
+    def scalar(self, schema: Mapping[str, Any]) -> str:
+        return f"{super().scalar(schema)} {self.end}"
 
     def text(self, terminal: str) -> str:
         return self.rules.add("text", terminal, f"[suffix={self.end}]")
 
-    def container(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
-        whole = {"type": kind, **_moved(schema), "$defs": {"parameters": _moved(self.tool.parameters)}}
-        return f"{json_value(whole, lenient=not self.tool.strict)} {self.end}"
-
-
-def _moved(schema: Any) -> Any:
-    """Return `schema` with references as they must be where its root is a definition of another schema."""
-    if isinstance(schema, list):
-        return [_moved(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {key: _moved(each) for key, each in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        found["$ref"] = "#/$defs/parameters" + reference[1:]
-    return found
+    def container(self, kind: str, schema: Mapping[str, Any]) -> str:
+        whole = {"type": kind, **schema}
+        if '"$ref"' in json.dumps(schema):
+            whole["$defs"] = {"parameters": self.tool.parameters}
+        # References begin at the parameters. Quotes within a text are escaped: none looks like a key.
+        moved = json.dumps(whole).replace('"$ref": "#', '"$ref": "#/$defs/parameters')
+        return self.scalar(json.loads(moved))
 
 
 class _GemmaValues(_SchemaValues):
@@ -371,7 +355,7 @@ class _GemmaValues(_SchemaValues):
     no_quote = r'~/(?s:.*)<\|"\|>(?s:.*)/'  # written in letters the quote would end the string, too
 
     def any_value(self) -> str:
-        scalars = [self.text(FREE_TEXT), self.number({"type": "number"}), '"true"', '"false"', '"null"']
+        scalars = [self.text(FREE_TEXT), self.scalar({"type": "number"}), '"true"', '"false"', '"null"']
         self.rules.define("ANY_KEY", FREE_KEY)
         self.rules.define("any_object", '"{" (ANY_KEY ":" any ("," ANY_KEY ":" any)*)? "}"')
         self.rules.define("any_array", '"[" (any ("," any)*)? "]"')
@@ -395,33 +379,33 @@ class _GemmaValues(_SchemaValues):
         name = self.rules.define("TEXT", expression) if is_free else self.rules.add("TEXT", expression)
         return f"{GEMMA_QUOTE} {name} {GEMMA_QUOTE}"
 
-    def container(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
-        return self._array(schema, depth) if kind == "array" else self._object(schema, depth)
+    def container(self, kind: str, schema: Mapping[str, Any]) -> str:
+        return self._array(schema) if kind == "array" else self._object(schema)
 
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, schema: Mapping[str, Any]) -> str:
         items = schema.get("items", True)
         if isinstance(items, list):
             self.refuse("a list of items")
             items = True
-        item = self.rules.add("item", self.value(items, depth + 1))
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
-        if most is not None and int(most) < 1:
+        item = self.value(items)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
             return '"[]"'
-        more = "" if most is None else int(most) - 1
+        more = "" if most is None else most - 1
         found = f'"[" {item} ("," {item}){{{max(least - 1, 0)},{more}}} "]"'
         return found if least > 0 else either(['"[]"', found])
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _object(self, schema: Mapping[str, Any]) -> str:
         """Keys are sorted as the template sorts them: that is what the model has learnt."""
         properties = dict(schema.get("properties") or {})
         required = schema.get("required") or ()
         properties |= {key: True for key in required if key not in properties}
         if not properties:
-            return self._map(schema, depth)
+            return self._map(schema)
         members = []
         for key in sorted(properties, key=str.lower):
-            value = self.value(properties[key], depth + 1)
-            members.append((self.rules.add("member", f"{self._key(key)} {value}"), key in required))
+            member = self.rules.add("member", f"{self._key(key)} {self.value(properties[key])}")
+            members.append((member, key in required))
         return f'"{{" {self._members(members)} "}}"'
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
@@ -435,13 +419,13 @@ class _GemmaValues(_SchemaValues):
         found = either(starts)
         return found if any(required for _, required in members) else f"({found})?"
 
-    def _map(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _map(self, schema: Mapping[str, Any]) -> str:
         """An object with keys of the model's choice."""
         more = schema.get("additionalProperties", "properties" not in schema)
         if more is False:
             return '"{}"'
         self.rules.define("ANY_KEY", FREE_KEY)
-        member = self.rules.add("member", f'ANY_KEY ":" {self.value(more, depth + 1)}')
+        member = self.rules.add("member", f'ANY_KEY ":" {self.value(more)}')
         return f'"{{" ({member} ("," {member})*)? "}}"'
 
     def _key(self, key: str) -> str:
@@ -449,41 +433,3 @@ class _GemmaValues(_SchemaValues):
         if not key or key != key.strip() or any(character in '{}[],:<"' for character in key):
             return f"{self.literal(key)} " + '":"'
         return quoted(key + ":")
-
-
-# --- schemas that are none
-
-_SHAPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("type",), lambda v: isinstance(v, str) or (bool(v) and _is_names(v)), "a name or a list of names"),
-    (("required",), lambda v: _is_names(v), "a list of names"),
-    (("properties", "$defs", "definitions"), lambda v: isinstance(v, Mapping), "an object"),
-    (("enum", *UNIONS), lambda v: isinstance(v, list) and bool(v), "a list that is not empty"),
-    (("$ref",), lambda v: isinstance(v, str), "a string"),
-    (
-        ("minItems", "maxItems", "minLength", "maxLength"),
-        lambda v: type(v) is int and v >= 0,
-        "a whole number",
-    ),
-)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _schema_error(schema: Any, depth: int = 0) -> str | None:
-    """Return a keyword and what it must be; None if the keywords that are read here have a valid form."""
-    if not isinstance(schema, Mapping) or depth > 100:
-        return None if isinstance(schema, Mapping | bool) else f"{str(schema)[:32]!r} must be a schema"
-    for keywords, fits, what in _SHAPES:
-        for keyword in keywords:
-            if keyword in schema and not fits(schema[keyword]):
-                return f"{keyword} must be {what}"
-    for least, most in (("minItems", "maxItems"), ("minLength", "maxLength")):
-        if schema.get(least, 0) > schema.get(most, schema.get(least, 0)):
-            return f"{least} must not be more than {most}"
-    inner = [*schema.get("properties", {}).values(), *schema.get("$defs", {}).values()]
-    inner += [each for keyword in UNIONS for each in schema.get(keyword, ())]
-    inner += [schema[keyword] for keyword in ("items", "additionalProperties") if keyword in schema]
-    found = (_schema_error(each, depth + 1) for each in inner if not isinstance(each, list))
-    return next((problem for problem in found if problem), None)

@@ -58,6 +58,8 @@ def test_prediction():
         ({"reasoning_effort": "low"}, True),
         ({"chat_template_kwargs": {"enable_thinking": True}}, True),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "high", "enable_thinking": False}, False),
+        ({"thinking": {"type": "enabled"}}, True),
     ],
 )
 def test_thinking(body, expected):
@@ -84,6 +86,19 @@ def test_an_answer_may_be_thinking_alone():
         answer = {"role": "assistant", "content": None, name: "Hm."}
         found = chat_of(messages=[*HELLO, answer, *HELLO]).messages[1]
         assert found == {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+
+
+def test_a_call_that_was_cut_off_is_text_of_the_conversation():
+    given = [("c", "{"), ("w", "{}")]
+    cut, whole = ({"id": id, "function": {"name": "f", "arguments": text}} for id, text in given)
+    results = [{"role": "tool", "tool_call_id": id, "content": "?"} for id in "cw"]
+    for calls in ([cut], [cut, whole]):
+        answer = {"role": "assistant", "content": "So.", "tool_calls": calls}
+        messages = [*HELLO, answer, *results[: len(calls)], {"role": "user", "content": "Again?"}]
+        found = chat_of(messages=messages).messages[1:]
+        assert found[0]["content"] == "So.\n\nf {" and len(found[0].get("tool_calls", ())) == len(calls) - 1
+        assert found[1]["role"] == "user" and found[1]["content"].startswith("?")
+        assert [turn["content"] for turn in found[2:]] == ["?", "Again?"][: 2 * (len(calls) - 1)]
 
 
 # --- refusals

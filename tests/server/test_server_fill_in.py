@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from endpoint import DEMO, READ, TEXT, Endpoint, Stub, error_of, events_of, said, stubbed
+from endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, said, stubbed
 from served import working
 from tokenizers import Tokenizer, processors
 from vocabularies import ROOT, byte_level, sentencepiece_like
@@ -96,8 +96,7 @@ def served(request: Any, tmp_path_factory: Any) -> Iterator[Endpoint]:
     for token in content["added_tokens"]:
         token["special"] = token["special"] and (request.param or token["content"] not in QWEN)
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    models = (ServedModel("coder", str(folder), "none"), *DEMO)
-    with working(Settings(models)) as engine:
+    with working(Settings((ServedModel("coder", str(folder), "none"),))) as engine:
         yield Endpoint(stubbed(engine).client, Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
@@ -114,12 +113,6 @@ def test_the_middle_is_continued_and_ends(served: Endpoint):
     assert (body["stop"], body["stop_type"], body["tokens_evaluated"]) == (True, "limit", len(prompt))
     ended = served.post(INFILL, **exact, **given, logit_bias={str(end): 100}).json()
     assert (ended["content"], ended["tokens_predicted"]) == ("", 1) and ended["stop_type"] != "limit"
-
-
-def test_another_model_is_refused_by_name(served: Endpoint):
-    error = error_of(served.post(TEXT, model="demo", prompt="a", suffix="b"), 400)
-    assert error["param"] == "suffix" and error["message"].startswith("suffix: demo has no tokens")
-    assert error_of(served.post(INFILL, model="demo", input_prefix="a"), 400)["param"] == "input_suffix"
 
 
 # --- fields

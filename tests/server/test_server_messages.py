@@ -63,36 +63,30 @@ def test_a_stream(place: Place, stub: Stub):
     assert found[-2][1]["timings"]["predicted_n"] == 4
 
 
-@pytest.mark.parametrize(
-    "script", [TURN, said("one", " two", reason="length"), said("cut", stop="END"), said()]
-)
-def test_the_client_accumulates_the_whole_answer(client: Any, stub: Stub, script: Any):
-    stub.events = script
-    with client.messages.stream(**BODY) as stream:
-        streamed = stream.get_final_message().model_dump(exclude_none=True)
-    whole = client.messages.create(**BODY).model_dump(exclude_none=True)
-    for block in streamed["content"]:
-        block.pop("parsed_output", None)
-    assert without(streamed, "id") == without(whole, "id", "timings")
-
-
-CUT = said("a", reason="length")
+CUT = said("one", " two", reason="length")
 FULL = replace(CLOSED, usage=replace(CLOSED.usage, completion_tokens=64))
 
 
 @pytest.mark.parametrize(
     ("script", "reason", "stop"),
     [
-        (said("a"), "end_turn", None),
+        (said(), "end_turn", None),
         (said("a", stop="END"), "stop_sequence", "END"),
         (TURN, "tool_use", None),
         (CUT, "model_context_window_exceeded", None),  # 4 of 64 tokens
         ((*CUT[:-1], FULL), "max_tokens", None),
     ],
 )
-def test_stop_reasons(client: Any, stub: Stub, script: Any, reason: str, stop: str | None):
+def test_the_client_accumulates_the_whole_answer(
+    client: Any, stub: Stub, script: Any, reason: str, stop: str | None
+):
     stub.events = script
+    with client.messages.stream(**BODY) as stream:
+        streamed = stream.get_final_message().model_dump(exclude_none=True)
     whole = client.messages.create(**BODY)
+    for block in streamed["content"]:
+        block.pop("parsed_output", None)
+    assert without(streamed, "id") == without(whole.model_dump(exclude_none=True), "id", "timings")
     assert (whole.stop_reason, whole.stop_sequence) == (reason, stop)
 
 

@@ -171,12 +171,6 @@ def test_a_schema_has_finite_numbers(number: str):
         assert response.status_code == 400 and "finite" in response.json()["error"]["message"]
 
 
-def test_thinking_switches():
-    for changes in ({"enable_thinking": True}, {"thinking": {"type": "enabled"}}):
-        assert parsed(CHAT, **changes).prompt.thinking
-    assert not parsed(CHAT, enable_thinking=False, reasoning_effort="high").prompt.thinking
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_harmless_and_neutral_values_are_accepted(path: str):
     values: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items() if values}

@@ -124,6 +124,9 @@ def test_input_items_come_in_pages(endpoint: Endpoint, stub: Stub):
     assert page["data"] == whole["data"][:1:-1] and page["has_more"]
     rest = get(endpoint, second["id"], rest=f"/input_items?after={page['last_id']}&limit=2")
     assert rest["data"] == whole["data"][1::-1] and not rest["has_more"]
+    for query in ("before=x", "include=y", "order=up", "limit=0", "after=z"):
+        refused = get(endpoint, second["id"], 400, f"/input_items?{query}")
+        assert refused["error"]["param"] == query.partition("=")[0]
 
 
 def test_the_client_reads_lists_and_deletes(endpoint: Endpoint):

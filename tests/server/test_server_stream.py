@@ -27,6 +27,7 @@ from endpoint import (
     Stub,
     events_of,
     listening,
+    refused,
     said,
     stubbed,
 )
@@ -110,21 +111,22 @@ def test_silence_loses_nothing():
 # --- chunks
 
 
-def test_a_round_is_a_chunk():
+def test_chunks_of_a_chat():
     found = stubbed(Stub()).chunks()
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
     assert deltas == [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "Hm."},
-        {"content": "Hello"},  # two texts of one round
+        {"content": "Hel"},
+        {"content": "lo"},
         {"content": " you"},
         {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None] * 4 + ["stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None] * 5 + ["stop"]
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in found}) == 1
     assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
     assert not any("usage" in chunk or "mlx_spec" in chunk for chunk in found)
-    assert [i for i, chunk in enumerate(found) if "timings" in chunk] == [4]
+    assert [i for i, chunk in enumerate(found) if "timings" in chunk] == [5]
 
 
 def test_sources_are_shown_on_request():
@@ -213,7 +215,7 @@ def test_only_the_stream_ends_lines():
         (RESPONSES, "event: response.in_progress"),
     ],
 )
-@pytest.mark.parametrize("waiting", [(0.06,), (0.02, ROUND) * 4], ids=["silence", "rounds of a long call"])
+@pytest.mark.parametrize("waiting", [(0.1,), (0.02, ROUND) * 4], ids=["silence", "rounds of a long call"])
 def test_silence_is_filled(path, sign, waiting):
     stub = Stub((READ, *waiting, *said("late")[1:2], ROUND, *waiting, *said()[1:]))
     endpoint = stubbed(stub, Settings(DEMO, keepalive_seconds=0.02))
@@ -222,10 +224,10 @@ def test_silence_is_filled(path, sign, waiting):
     assert first.count(f"{sign}\n") >= 2 and second.count(f"{sign}\n") >= 1
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_stream_options_without_a_stream_are_refused(path):
-    found = stubbed(Stub()).refused(path, prompt="x", stream_options={"include_usage": True})
-    assert found["param"] == "stream_options"
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+def test_stream_options_are_known_and_belong_to_a_stream(path):
+    assert refused(path, stream_options={"include_usage": True})["param"] == "stream_options"
+    assert refused(path, stream=True, stream_options={"x": 1})["param"] == "stream_options.x"
 
 
 # --- clients that hang up

@@ -78,20 +78,18 @@ def text():
 
 def format_of(text, syntax=SYNTAXES[0]):
     ids = [text.token_id(mark) for mark in (syntax.marks.open, syntax.marks.close)]
-    return ToolFormat(syntax, *ids, text.eos, results_in_calls=False)
+    return ToolFormat(syntax, *ids, results_in_calls=False)
 
 
-def matcher(source, text):
-    size = len(text.vocabulary())
-    return compile_grammar("lark", source, text, size, seconds=10).start.deep_copy()
+def compiled(source, text):
+    return compile_grammar("lark", source, text, len(text.vocabulary()), seconds=10)
 
 
-def accepts(source, text, written):
-    """Return True if `written` is a whole answer: an end-of-text token may follow."""
-    found, tokens = matcher(source, text), text.encode(written)
-    if found.validate_tokens(tokens) < len(tokens):
-        return False
-    return found.try_consume_tokens(tokens) == len(tokens) and found.is_accepting()
+def accepts(source, text, written, calls=None):
+    """Return True if `written` is a whole answer; with `calls`, the text around them is free."""
+    found, tokens = compiled(source, text), [*text.encode(written), min(text.eos)]
+    found = found if calls is None else found.with_calls(*calls)
+    return found.matcher(()).legal((), tokens) == len(tokens)
 
 
 def walk(found, text, rng):
@@ -115,7 +113,7 @@ def walk(found, text, rng):
 def test_what_is_allowed_is_read_back_and_fits(text, syntax, tool):
     rng, seen = random.Random(5), set()
     source = answer_grammar(format_of(text, syntax), ToolUse((tool,), "required", parallel=False))
-    start = matcher(source, text)
+    start = compiled(source, text).start
     for _ in range(25):
         written = walk(start.deep_copy(), text, rng)
         assert written.startswith(syntax.marks.open) and written.endswith(syntax.marks.close)
@@ -149,22 +147,21 @@ def test_choices(text):
     def of(*tools, choice="auto", named=None, parallel=True):
         return answer_grammar(found, ToolUse(tools, choice, named, parallel))
 
-    def let(source):
+    def let(source, calls=None):
         answers = ("hello", ONE, TWO, "hello " + ONE, ONE + "bye", "<|tool_call>call:ping{}<tool_call|>", "")
-        return [accepts(source, text, answer) for answer in answers]
+        return [accepts(source, text, answer, calls) for answer in answers]
 
-    assert let(of(PING)) == [1, 0, 0, 0, 0, 1, 1] and of(PING, SIMPLE, choice="none") is None
+    marks = found.open, found.close
+    assert let(of(PING), marks) == [1, 0, 0, 0, 0, 1, 1] and of(PING, SIMPLE, choice="none") is None
     assert of(Tool("f", None, {"type": 5})) is None  # nothing demands that it can be enforced
     assert let(of(SIMPLE, PING, choice="required")) == [False, True, True, False, False, True, False]
     assert let(of(SIMPLE, PING, choice="required", parallel=False)) == [0, 1, 0, 0, 0, 1, 0]
     assert let(of(SIMPLE, PING, choice="required", named="f")) == [0, 1, 1, 0, 0, 0, 0]
-    assert let(of(SIMPLE)) == [1, 1, 1, 1, 1, 0, 1]
-    assert let(of(SIMPLE, parallel=False)) == [1, 1, 0, 1, 0, 0, 1]
+    assert let(of(SIMPLE), marks) == [1, 1, 1, 1, 1, 0, 1]
+    assert let(of(SIMPLE, parallel=False), marks) == [1, 1, 0, 1, 0, 0, 1]
     thoughts = "<|channel>thought\nhm<channel|>"
-    assert accepts(of(SIMPLE), text, thoughts + "hello")  # text is free
-    assert not accepts(of(SIMPLE), text, "<|tool_call>call:f{a:1.5}<tool_call|>")
-    with pytest.raises(Failure, match="tool_choice: 'g' is none of the tools"):
-        of(SIMPLE, choice="required", named="g")
+    assert accepts(of(SIMPLE), text, thoughts + "hello", marks)  # text is free
+    assert not accepts(of(SIMPLE), text, "<|tool_call>call:f{a:1.5}<tool_call|>", marks)
 
 
 def test_an_answer_format_or_calls(text):
@@ -204,9 +201,15 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": 5}, "type must be a name"),
-        ({"properties": {"a": {"items": {"minLength": "x"}}}}, "minLength must be a whole number"),
-        ({"properties": {"a": {"minItems": 5, "maxItems": 2}}}, "minItems must not be more than maxItems"),
+        ({"type": 5}, "type: Input should be a valid list"),
+        (
+            {"properties": {"a": {"items": {"minLength": "x"}}}},
+            "properties.a.items.minLength: Input",
+        ),
+        (
+            {"properties": {"a": {"minItems": 5, "maxItems": 2}}},
+            "properties.a: minItems must not be more",
+        ),
     ],
 )
 def test_what_is_no_schema_is_refused(text, syntax, schema, message):

@@ -73,9 +73,3 @@ def parse(syntax: str, body: str, tools: Sequence[Tool] = ()) -> tuple[list[tupl
     """Return the calls of a body and the text that is no call."""
     calls, rest = SYNTAX[syntax].parse(body, tools)
     return [(name, json.loads(arguments)) for name, arguments in calls], rest
-
-
-def cut(text: Any, rng: random.Random) -> list[Any]:
-    """Return a text or a list in random pieces, some of them empty."""
-    ends = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
-    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
