@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
+
+from prompt_toolkit.completion import PathCompleter, WordCompleter
 
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.files import human_bytes, typed_path
@@ -60,17 +63,16 @@ class Commands:
 
     def completer(self) -> CommandCompleter:
         """Return what the Tab key completes."""
-        return CommandCompleter(
-            sorted(self.table),
-            {
-                "model": models.names,
-                "draft": lambda: ("auto", "lookup", "off", *map(str, range(1, 17))),
-                "set": lambda: NAMES,
-                "highlight": lambda: ("on", "off"),
-                "system": lambda: ("off",),
-            },
-            files=("save", "load", "json"),
-        )
+        one_of, file = partial(WordCompleter, sentence=True), PathCompleter(expanduser=True)
+        arguments = {
+            "model": one_of(models.names),
+            "draft": one_of(["auto", "lookup", "off", *map(str, range(1, 17))]),
+            "set": one_of(list(NAMES)),
+            "highlight": one_of(["on", "off"]),
+            "system": one_of(["off"]),
+            **dict.fromkeys(("save", "load", "json"), file),
+        }
+        return CommandCompleter(one_of([f"/{name}" for name in sorted(self.table)]), arguments)
 
     def _help(self, _: str) -> None:
         for name, command in self.table.items():

@@ -118,24 +118,17 @@ class LineEditor:
 class CommandCompleter(Completer):
     """Completes a line that begins with a command."""
 
-    commands: Sequence[str]
-    arguments: Mapping[str, Callable[[], Sequence[str]]]  # the words that a command takes, by its name
-    files: Sequence[str]  # the commands that take a file
+    commands: Completer
+    arguments: Mapping[str, Completer]  # by the name of the command
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         """Return what may stand at the end of the text before the cursor."""
         line = document.text_before_cursor
-        command, space, argument = line.removeprefix("/").partition(" ")
-        typed = argument.lstrip()
-        if not line.startswith("/") or "\n" in line:
+        command, space, argument = line.partition(" ")
+        completer = self.arguments.get(command[1:]) if space else self.commands
+        if completer is None or not line.startswith("/") or "\n" in line:
             return []
-        if not space:
-            return _starting(line, [f"/{name}" for name in self.commands])
-        if command in self.files:
-            return _starting(typed, _paths(typed))
-        if command in self.arguments and " " not in argument.strip():
-            return _starting(typed, self.arguments[command]())
-        return []
+        return completer.get_completions(Document(argument.lstrip() if space else line), complete_event)
 
 
 def open_input(
@@ -144,7 +137,7 @@ def open_input(
     """Return what reads a message: a line editor, or plain input if the terminal cannot move its cursor."""
     if not (sys.stdin and sys.stdin.isatty() and terminal.has_screen) or is_dumb_terminal():
         return partial(read_plain, terminal, interrupts)
-    return LineEditor(interrupts, completer, _open_history(terminal) if history else None).read
+    return LineEditor(interrupts, completer, open_history(terminal) if history else None).read
 
 
 def is_open(text: str) -> bool:
@@ -209,22 +202,8 @@ class _BestEffortHistory(FileHistory):
             return []
 
 
-def _starting(typed: str, words: Iterable[str]) -> list[Completion]:
-    return [Completion(word, start_position=-len(typed)) for word in words if word.startswith(typed)]
-
-
-def _paths(typed: str) -> list[str]:
-    """Return the paths that begin with `typed`, folders with a slash behind; hidden ones only if asked."""
-    head, slash, tail = typed.rpartition("/")
-    try:
-        found = sorted(path for path in Path(head + slash).expanduser().iterdir())
-    except (OSError, RuntimeError, ValueError):  # no such home, a NUL
-        return []
-    visible = [path for path in found if tail.startswith(".") or not path.name.startswith(".")]
-    return [f"{head}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in visible]
-
-
-def _open_history(terminal: Terminal) -> Path | None:
+def open_history(terminal: Terminal) -> Path | None:
+    """Return the file of what was typed, which only its owner reads; None if it cannot be written."""
     file = user_state_path("mlx_spec") / "chat_history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

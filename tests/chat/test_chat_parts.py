@@ -7,15 +7,18 @@ import pty
 import re
 import select
 import signal
+import stat
 import struct
 import sys
 import termios
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prompt_toolkit.application import Application
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import DummyOutput
@@ -23,8 +26,9 @@ from screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.answer import details, status_line
+from mlx_spec.apps.chat.commands import Commands
 from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
-from mlx_spec.apps.chat.input import CommandCompleter, LineEditor
+from mlx_spec.apps.chat.input import LineEditor, open_history
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import PairChoice, open_pair, with_drafts
@@ -271,22 +275,71 @@ def test_lines_end_between_words(pieces, shown):
     assert "".join(wrapping.add(piece, "", 10) for piece in pieces) == shown
 
 
-# --- Ctrl-C
+# --- the editor and Ctrl-C
+
+
+@pytest.fixture
+def keyboard(monkeypatch) -> Iterator[PipeInput]:
+    """What editors read keys from."""
+    with create_pipe_input() as typed:
+        monkeypatch.setattr("mlx_spec.apps.chat.input.create_input", lambda _: typed)
+        monkeypatch.setattr("mlx_spec.apps.chat.input._output", DummyOutput)
+        yield typed
+
+
+def open_editor(interrupts: Interrupts, history: Path | None = None) -> LineEditor:
+    commands = Commands(SimpleNamespace(terminal=None, conversation=None))
+    return LineEditor(interrupts, commands.completer(), history)
+
+
+def read(keyboard: PipeInput, keys: str, history: Path | None = None) -> str:
+    """The message of a new editor; the keys are typed when it waits for them."""
+    interrupts = Interrupts()
+    interrupts.clear = lambda: keyboard.send_text(f"{keys}\r")
+    return open_editor(interrupts, history).read()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("\x1b[200~And this?\n# a second line\x1b[201~", "And this?\n# a second line"),  # pasted
+        ('"""one\rtwo\x1b\rthree"""', '"""one\ntwo\nthree"""'),
+        ("/hi\t", "/highlight"),
+        ("/set temp\t", "/set temperature"),
+        ("/model gemma-4-26b-a4b-8\t", "/model gemma-4-26b-a4b-8bit"),
+        ("/load conv\t", "/load conversation-of-monday.json"),
+        ("not /hi\t", "not /hi"),
+    ],
+)
+def test_lines_and_completion(keyboard, keys, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conversation-of-monday.json").touch()
+    assert read(keyboard, keys) == message
+
+
+def test_history(keyboard, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for keys in ("/show again", "\x1b[A"):
+        file = open_history(Terminal())
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert read(keyboard, keys, file) == "/show again"
+        file.chmod(0o644)
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    assert open_history(Terminal()) is None
+    assert "what you type is not kept" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("key", [Keys.SIGINT, Keys.ControlC])
-def test_ctrl_c_as_the_editor_ends_stops_the_answer(monkeypatch, key):
-    with create_pipe_input() as typed, Interrupts() as interrupts, interrupts.noting():
-        monkeypatch.setattr("mlx_spec.apps.chat.input.create_input", lambda _: typed)
-        monkeypatch.setattr("mlx_spec.apps.chat.input._output", DummyOutput)
-        editor = LineEditor(interrupts, CommandCompleter((), {}, ()), None)
+def test_ctrl_c_as_the_editor_ends_stops_the_answer(keyboard, key):
+    with Interrupts() as interrupts, interrupts.noting():
+        editor = open_editor(interrupts)
         waiting = editor._session.app.key_processor
 
         def type_or_press(app: Application[str]) -> None:
             if app.is_done:  # it has its message and reads no more keys
                 waiting.feed(KeyPress(key))
             elif not app.current_buffer.text:
-                typed.send_text("hello\r")
+                keyboard.send_text("hello\r")
 
         editor._session.app.before_render += type_or_press
         assert editor.read() == "hello" and interrupts.pressed

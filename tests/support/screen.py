@@ -31,11 +31,6 @@ EDITING = "\x1b[?2004h"  # it asks for pasted text to be marked
 CODES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)|\x1b(\[[0-9;?]*|\][^\x07]*)?$|[\r\b]")
 
 
-def run(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, timeout=LIMIT, **source)
-
-
 def at_home(folder: Path) -> dict[str, str]:
     """An environment in which everything that is kept is kept in `folder`."""
     places = ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME")
