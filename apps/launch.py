@@ -257,7 +257,7 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
 
 def _models(address: Address, key: str | None) -> dict[str, dict[str, Any]]:
     """Return what a server says of its models, by their names."""
-    rows = get_json(address, "/v1/models", (200,), key).get("data") or []
+    rows = get_json(address, "/v1/models", key).get("data") or []
     return {row["id"]: row for row in rows}
 
 

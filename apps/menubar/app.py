@@ -19,7 +19,7 @@ from mlx_spec.hub.catalog import LOOKUP, NONE
 from mlx_spec.hub.files import read_pair, write_atomically
 
 from . import macos
-from .menu import Action, Click, ListedModel, Menu, Phase, Selection, State, environment_example, menu
+from .menu import Action, Click, Menu, Phase, Selection, State, environment_example, menu
 from .server_process import ServerOptions, ServerProcess
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class App:
     def __init__(self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path) -> None:
         """Take `agent` as the file that starts the menu at login."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
-        self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
+        self._inbox: queue.Queue[Click | dict[str, int]] = queue.Queue()
         self._server = ServerProcess(plan.server, folder.log, self._update)
         selection = plan.selection
         if not plan.fixed and selection == Selection():
@@ -79,8 +79,8 @@ class App:
         self._shown: Menu | None = None
         self.failed = False
 
-    def post(self, message: Click | tuple[ListedModel, ...]) -> None:
-        """Handle a click or a list of models; may be called from any thread."""
+    def post(self, message: Click | dict[str, int]) -> None:
+        """Handle a click, or the sizes of the models on this disk; may be called from any thread."""
         self._inbox.put(message)
 
     def run(self) -> None:
@@ -193,14 +193,13 @@ class App:
         self.post(listed_models(done.stdout))
 
 
-def listed_models(listing: str) -> tuple[ListedModel, ...]:
-    """Return the targets in the output of `mlx-spec models --json`; none if it is something else."""
+def listed_models(listing: str) -> dict[str, int]:
+    """Return the targets in the output of `mlx-spec models --json` and their bytes; none if it is none."""
     try:
-        rows = json.loads(listing)
-        return tuple(
-            ListedModel(row["name"], row["size"])
-            for row in rows
+        return {
+            row["name"]: row["size"]
+            for row in json.loads(listing)
             if row["problem"] is None and row["found"] is not None and not row["found"].get("kind")
-        )
+        }
     except (ValueError, TypeError, KeyError):
-        return ()
+        return {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE
@@ -13,17 +14,6 @@ from mlx_spec.hub.files import human_bytes
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
 DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
-# The server's reasons for plain decoding, as `mlx_spec.types.Reason` words them, and what the menu says.
-OFF = {
-    "disabled by user": "it is switched off",
-    "no drafter": "the model has no drafter",
-    "verification costs more than it gains": "checking drafts costs more here than it gains",
-    "too few draft tokens accepted": "too few draft tokens are accepted",
-    "speculation has lost time so far": "it has lost time so far",
-    "plain beside other requests: this recurrent target takes no padding": (
-        "several requests run on a recurrent model"
-    ),
-}
 
 
 # --- a menu
@@ -109,14 +99,6 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class ListedModel:
-    """A model on this disk."""
-
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Figures:
     """Figures of the last answer; None for what is not known."""
 
@@ -124,7 +106,7 @@ class Figures:
     gain: float | None = None  # as a multiple of plain decoding
     tokens_per_round: float | None = None  # of rounds that drafted
     memory_bytes: int | None = None  # held by MLX
-    reason: str | None = None  # why speculation is on or off, in the server's words
+    off_reason: str | None = None  # why speculation is off, in the server's words
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,7 @@ class State:
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
     selection: Selection = Selection()
     fixed: bool = False  # the command line names the models, so there is nothing to select
-    models: tuple[ListedModel, ...] = ()
+    models: Mapping[str, int] = field(default_factory=dict)  # those on this disk, and their bytes
     figures: Figures = Figures()
     problem: str | None = None
     retry_s: float = 0.0  # until a crashed server is started again
@@ -160,8 +142,9 @@ def menu(state: State) -> Menu:
 def _status(state: State) -> tuple[Item, ...]:
     lines = [headline(state), *_wrapped(state.problem)]
     if state.phase is Phase.RUNNING:
-        lines += filter(None, [figures_line(state.figures), off_line(state.figures)])
-    return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)])
+        lines.append(figures_line(state.figures))
+        lines += [f"Speculation is off: {why}"] if (why := state.figures.off_reason) else []
+    return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)] if line)
 
 
 def headline(state: State) -> str:
@@ -189,12 +172,6 @@ def figures_line(figures: Figures) -> str:
         None if figures.memory_bytes is None else human_bytes(figures.memory_bytes),
     ]
     return " · ".join(part for part in parts if part)
-
-
-def off_line(figures: Figures) -> str:
-    """Return why there is no speculation; "" if there is, or if nothing is known."""
-    why = OFF.get(figures.reason or "")
-    return f"Speculation is off: {why}" if why else ""
 
 
 def environment_example(url: str, *, key: bool) -> str:
@@ -236,7 +213,7 @@ def _selections(state: State) -> tuple[Submenu, ...]:
 
 def _targets(state: State) -> list[tuple[str, str]]:
     """Return names and labels of the demo, the models on the disk and the selected one."""
-    labels = {DEMO: DEMO} | {m.name: f"{m.name} ({human_bytes(m.bytes)})" for m in state.models}
+    labels = {DEMO: DEMO} | {name: f"{name} ({human_bytes(size)})" for name, size in state.models.items()}
     if state.selection.target is not None:
         labels.setdefault(state.selection.target, state.selection.target)
     return [(name, _shortened(label)) for name, label in labels.items()]

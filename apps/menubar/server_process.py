@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..server.settings import CANNOT_LISTEN
-from .menu import Figures, Phase, Selection
+from .menu import Figures, Phase, Selection, State
 
 SERVICE = "mlx_spec"  # the name by which /health tells our servers from others
 HTTP_TIMEOUT_S = 2.0  # a server that takes longer counts as silent
@@ -52,7 +52,7 @@ class Address:
 
 def health(address: Address) -> str | None:
     """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers."""
-    found = get_json(address, "/health", (200, 503))
+    found = get_json(address, "/health")
     status = found.get("status")
     return status if found.get("service") == SERVICE and isinstance(status, str) else None
 
@@ -60,33 +60,29 @@ def health(address: Address) -> str | None:
 def details(address: Address, key: str | None) -> dict[str, Any]:
     """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
     changes: dict[str, Any] = {}
-    if rows := get_json(address, "/v1/models", (200,), key).get("data"):
+    if rows := get_json(address, "/v1/models", key).get("data"):
         models = sorted(rows, key=lambda row: not row["loaded"])
         changes["names"] = tuple(row["id"] for row in models if row["id"] == row["model"])  # without aliases
-    if found := get_json(address, "/metrics.json", (200,), key):
+    if found := get_json(address, "/metrics.json", key):
         last = found.get("last") or {}
         changes["figures"] = Figures(
             last.get("predicted_per_second"),
             last.get("gain"),
             last.get("acceptance_length"),
             found.get("memory_bytes"),
-            last.get("reason"),
+            last.get("reason") if last.get("speculation") == "off" else None,
         )
     return changes
 
 
-def get_json(
-    address: Address, path: str, statuses: tuple[int, ...], key: str | None = None
-) -> dict[str, Any]:
+def get_json(address: Address, path: str, key: str | None = None) -> dict[str, Any]:
     """Return the JSON object at a path; an empty one if the server does not answer as ours do."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # http.client uses no proxy.
     connection = http.client.HTTPConnection(address.connect_host, address.port, timeout=HTTP_TIMEOUT_S)
     try:
         connection.request("GET", path, headers=headers)
-        response = connection.getresponse()
-        content = response.read(MAX_RESPONSE_BYTES)
-        found = json.loads(content) if response.status in statuses else {}
+        found = json.loads(connection.getresponse().read(MAX_RESPONSE_BYTES))
     except (OSError, http.client.HTTPException, ValueError):
         return {}
     finally:
@@ -156,12 +152,10 @@ class ServerProcess:
         if wanted.port != 0 and health(wanted) is not None:
             self._watch(wanted, own=False)
             return
-        addresses = candidates(wanted)
-        fallback = addresses[0] if wanted.port == 0 else None  # if it is taken meanwhile, the server says so
-        address = next(filter(is_free, addresses), fallback)
+        address = next(filter(is_free, candidates(wanted)), None)
         if address is None:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
-            self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
+            self._show(Phase.FAILED, problem=problem)
         else:
             self._launch(address)
 
@@ -172,7 +166,7 @@ class ServerProcess:
             self._update(phase=Phase.STOPPING, problem=None)
             end(self._process)
         self._process = self._address = None
-        self._update(**STOPPED)
+        self._show(Phase.STOPPED)
 
     def tick(self) -> None:
         """Look after the server; to be called every second or so."""
@@ -194,14 +188,14 @@ class ServerProcess:
 
     def _watch(self, address: Address, *, own: bool) -> None:
         self._address = address
-        self._update(**{**STOPPED, "phase": Phase.STARTING, "url": address.url, "own": own})
+        self._show(Phase.STARTING, url=address.url, own=own)
 
     def _retry(self, cause: str) -> None:
         """Start it again, later each time."""
         delay = min(FIRST_RETRY_S * 2**self._crashes, LONGEST_RETRY_S)
         self._crashes += 1
         self._retry_at = time.monotonic() + delay
-        self._update(**{**STOPPED, "phase": Phase.CRASHED, "problem": cause, "retry_s": delay})
+        self._show(Phase.CRASHED, problem=cause, retry_s=delay)
 
     def _ended(self, process: subprocess.Popen[bytes]) -> None:
         """Start it again, or give up if another start would only repeat a refusal."""
@@ -213,18 +207,25 @@ class ServerProcess:
         taken = no_port is not None or (address is not None and not is_free(address))
         if ready_at is None and status in REFUSALS and not taken:
             problem = words or f"the server ended with status {status}: the log may say why"
-            self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
+            self._show(Phase.FAILED, problem=problem)
             return
         if ready_at is not None and time.monotonic() - ready_at >= STABLE_S:
             self._crashes = 0
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         self._retry(no_port or f"the server {ending}")
 
+    def _show(self, phase: Phase, **changes: Any) -> None:
+        """Report a phase in which nothing is left of a server that ran before."""
+        nothing = {
+            name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")
+        }
+        self._update(**nothing | {"phase": phase} | changes)
+
     def _poll(self, address: Address) -> None:
         status = health(address)
         if status is None and self._process is None:
             self._address = None
-            self._update(**STOPPED)
+            self._show(Phase.STOPPED)
         elif status is None:
             if self._ready_at is not None:
                 self._update(phase=Phase.SILENT)
@@ -237,16 +238,6 @@ class ServerProcess:
 
 # Other statuses, such as "failed", come before the server ends: its end says more.
 PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
-# Nothing runs, and nothing is left of what did.
-STOPPED: dict[str, Any] = {
-    "phase": Phase.STOPPED,
-    "url": None,
-    "own": True,
-    "names": (),
-    "figures": Figures(),
-    "problem": None,
-    "retry_s": 0.0,
-}
 
 
 def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
