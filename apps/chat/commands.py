@@ -169,8 +169,8 @@ class Commands:
         self._conversation.load(saved)
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")
-        if saved.target != self._conversation.choice.target:
-            self._terminal.note(f"it was held with {saved.target}: /model {saved.target} changes to that")
+        if (target := saved.get("target")) != self._conversation.choice.target:
+            self._terminal.note(f"it was held with {target}: /model {target} changes to that")
 
     def _retry(self, _: str) -> None:
         session = self._conversation.session

@@ -27,7 +27,7 @@ from screen import GOLDEN, LIMIT
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.answer import details, status_line
 from mlx_spec.apps.chat.commands import Commands
-from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
+from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.input import LineEditor, open_history
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.markdown import rendered
@@ -142,8 +142,8 @@ def test_file_of_the_first_release(tmp_path):
     )
     (tmp_path / "old.json").write_text(text)
     found = files.read(tmp_path / "old.json")
-    assert (found.target, found.drafter, found.system, len(found.messages)) == ("demo", None, "Be brief.", 2)
-    settings = from_values(found.settings)
+    assert (found["target"], found["system"], len(found["messages"])) == ("demo", "Be brief.", 2)
+    settings = from_values(found["settings"])
     assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
 
 
@@ -163,7 +163,7 @@ def test_files_that_are_no_conversation(text, said, tmp_path):
         files.read(file)
     if '"mlx_spec conversation"' not in text:
         with pytest.raises(InvalidValue, match="take another name"):
-            files.write(file, SavedConversation("demo", None, None, []))
+            files.write(file, {})
         assert file.read_text() == text
 
 
@@ -172,7 +172,7 @@ def test_names_of_files(tmp_path):
     with pytest.raises(NotFound, match="there is no file"):
         files.read(tmp_path / "none.json")
     with pytest.raises(InvalidValue, match="cannot be written"):
-        files.write(tmp_path / "none" / "talk.json", SavedConversation("demo", None, None, []))
+        files.write(tmp_path / "none" / "talk.json", {})
 
 
 def test_loading_is_all_or_nothing(model):
@@ -181,9 +181,9 @@ def test_loading_is_all_or_nothing(model):
     wrong = ({"temperature": -1}, {"temperature": "warm"}, {"max_tokens": 0}, {"think": "on"})
     for turns, settings in ((TURNS[::-1], {}), (TURNS[:1], {}), *((TURNS, each) for each in wrong)):
         with pytest.raises(InvalidValue):
-            talk.load(SavedConversation("demo", None, None, turns, settings))
+            talk.load({"system": None, "messages": turns, "settings": settings})
         assert (talk.turns, talk.system, talk.settings.max_tokens) == (TURNS, "Be brief.", 5)
-    talk.load(SavedConversation("demo", None, None, [], {}))
+    talk.load({"system": None, "messages": [], "settings": {}})
     assert (talk.turns, talk.system, talk.settings) == ([], None, AnswerSettings())
 
 
