@@ -65,11 +65,6 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_spec.apps.selftest.QUICK", PATIENT)
-
-
 # --- on the demo pair
 
 
@@ -103,23 +98,26 @@ def test_its_certificate_can_be_shown_to_others(report):
         assert secret not in json.dumps(report)
 
 
-def test_a_cache_that_keeps_a_rejected_row_is_reported(patient, monkeypatch, capsys):
+def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, pair, capsys):
     commit = Caches.commit
 
     def keep_more(self: Caches, keep: list[int]) -> None:
         commit(self, [min(keep[0] + 1, self.uncommitted)] if len(keep) == 1 else keep)
 
-    monkeypatch.setattr(Caches, "commit", keep_more)
-    assert main(["--quick", "--json", "--drafter", "none"]) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Caches, "commit", keep_more)
+        broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+    parted = [each.divergence for each in broken.wrong if each.divergence is not None]
+    assert parted[0].found != parted[0].expected and parted[0].gap.roundings > broken.allowed
+    monkeypatch.setattr("mlx_spec.apps.selftest.self_test", lambda *_: broken)
+    assert main([]) == 1
     out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    report = json.loads(out)
-    compared = report["self_test"]["comparisons"]
-    parted = [each["divergence"] for each in compared if each["divergence"] is not None]
-    assert all(one["found"] != one["expected"] for one in parted)
-    text = " ".join(report["certificate"].split())
+    assert out.startswith("ok     machine ") and "Traceback" not in err
+    block = out[out.index("\n---") + 1 :].splitlines()
+    assert block[0] == block[2] == block[-1] == "-" * WIDTH
+    text = " ".join(" ".join(block).split())
     assert "verdict FAILED" in text and "difference spoiled drafts, greedy" in text
-    assert f"token {parted[0]['position']} is" in text and "roundings of bfloat16" in text
+    assert f"token {parted[0].position} is" in text and "roundings of bfloat16" in text
 
 
 def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
