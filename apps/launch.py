@@ -271,7 +271,7 @@ def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: 
     while (status := health(address)) != "ok":
         ended = process.poll() is not None if process is not None else status in (None, "failed", "draining")
         if ended:
-            words = last_words(log, 0) if log is not None else None
+            words = last_words(log) if log is not None else None
             raise NotFound(words or f"the server at {address.url} could not load its model: its log says why")
         time.sleep(POLL_S)
 

@@ -180,8 +180,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     error: str | None = None
-    is_complete: bool = False  # False if the time was up
-    next: mx.array | None = None  # logits [V] after the last token, from its own caches
+    next: mx.array | None = None  # logits [V] after the last token, from its own caches; None if cut short
 
 
 @dataclass
@@ -345,7 +344,6 @@ class _Tester:
                 answer.statistics = answer.statistics.plus(round, round.seconds)
                 if not self._left():
                     return answer
-            answer.is_complete = True
             answer.next = next_logits(parts.target, [*question.tokens, *answer.tokens])
         except Exception as error:  # a defect may raise anything
             answer.error = f"{type(error).__name__}: {PATH.sub('(a file)', one_line(error, 120))}"
@@ -378,7 +376,7 @@ class _Tester:
             gap = token_gap(self._pair, [*question.tokens, *expected.tokens[:at]], tokens, sampling)
             a, b = (self._pair.text.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(at, a, b, gap)
-        elif error is None and found.is_complete and len(found.tokens) < len(expected.tokens):
+        elif found.next is not None and len(found.tokens) < len(expected.tokens):
             error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"
         return Comparison(
             prompt=question.name,

@@ -11,10 +11,10 @@ from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.load import follow
 
-from ..command import ERROR, drop, parse, refuse
+from ..command import ERROR, guarded, parse, refuse
 from .arguments import Options
 from .interrupts import Interrupts
-from .terminal import ReaderLeft, Terminal, checked
+from .terminal import Terminal, checked
 
 STDIN_HINT_S = 2.0  # without a byte on stdin, before we say that we wait for it
 STDIN_POLL_S, STDIN_BYTES = 0.5, 65536  # of one wait, and of one read
@@ -24,18 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns its exit status. A bad command line raises SystemExit with status 2."""
     with Interrupts() as interrupts:
         options = parse(Options, "chat", argv)
-        terminal = Terminal()
-        try:
-            return _run(options, terminal, interrupts)
-        except ReaderLeft:  # it has seen enough
-            drop(sys.stdout)
-            return 0
-        except SpecError as error:
-            terminal.error(error)
-            return ERROR
+        return guarded(lambda: _run(options, interrupts))
 
 
-def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
+def _run(options: Options, interrupts: Interrupts) -> int:
+    terminal = Terminal()
+    try:
+        return _talk(options, terminal, interrupts)
+    except SpecError as error:
+        terminal.error(error)
+        return ERROR
+
+
+def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     require_backend()
     from mlx_spec.model.ranks import join
 

@@ -20,7 +20,7 @@ from .input import open_input, unquoted
 from .interrupts import Interrupts
 from .models import choose, open_pair
 from .settings import from_options
-from .terminal import OutputClosed, Terminal
+from .terminal import Terminal
 
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /usr/bin is a message
 GREETING = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
@@ -75,7 +75,7 @@ def _converse(chat: ChatState, *, history: bool) -> None:
                 _take_line(chat, commands, read)
             except EOFError:
                 return
-            except (OutputClosed, NoModelLeft):
+            except NoModelLeft:
                 raise
             except SpecError as error:  # it does not end the conversation
                 chat.terminal.error(error)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.cells import cell_len, chop_cells
 
-from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.errors import InvalidValue
 
 from ..command import CONTROLS, drop
 
@@ -36,14 +36,6 @@ WIDE = "\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60"  # Chinese, Japane
 WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
 # Terminals disagree about the width of joined emoji; that of a tab depends on its column.
 UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
-
-
-class OutputClosed(SpecError):
-    """Stdout takes no more text."""
-
-
-class ReaderLeft(OutputClosed):
-    """The reader of a pipe, such as `head`, has seen enough."""
 
 
 class Terminal:
@@ -71,7 +63,7 @@ class Terminal:
         return self.shows_thinking or self.is_watched
 
     def piece(self, text: str, kind: str, style: str = "") -> None:
-        """Show a piece of an answer at once, in an SGR style if there are styles. Raises OutputClosed."""
+        """Show a piece of an answer at once, in an SGR style if there are styles. Raises OSError."""
         if not text or (kind == "thinking" and not self.shows_thinking):
             return
         if kind != self._kind:
@@ -79,7 +71,7 @@ class Terminal:
         self._write(text, ";".join(code for code in (DIM if kind == "thinking" else "", style) if code))
 
     def end(self, *, interrupted: bool = False) -> None:
-        """End the answer and its line; after Ctrl-C the line holds "^C". Raises OutputClosed."""
+        """End the answer and its line; after Ctrl-C the line holds "^C". Raises OSError."""
         if not self._fresh_line:
             self._write("\n")
         elif interrupted and self.is_watched:
@@ -87,7 +79,7 @@ class Terminal:
         self._kind = ""
 
     def render(self) -> None:
-        """Replace the last part of an ended answer by its rendered Markdown. Raises OutputClosed.
+        """Replace the last part of an ended answer by its rendered Markdown. Raises OSError.
 
         Does nothing if there is no Markdown, or if the text may have left the screen or changed its shape.
         """
@@ -112,10 +104,8 @@ class Terminal:
         _print_error("".join(in_style(text, style if self._dims_notes else "") for text, style in parts))
 
     def error(self, error: Exception) -> None:
-        """Show an error in one line. Gives up on a stdout that is closed."""
-        if isinstance(error, OutputClosed):
-            drop(sys.stdout)
-        elif not self._fresh_line:
+        """Show an error in one line."""
+        if not self._fresh_line:
             self.end()
         _print_error(self._folded(f"mlx-spec: {' '.join(str(error).split())}"))
 
@@ -161,14 +151,9 @@ class Terminal:
 
     def _put(self, text: str) -> None:
         if sys.stdout is None:
-            raise OutputClosed("stdout is closed, so the answer has nowhere to go: leave it open")
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError as error:
-            raise ReaderLeft(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
-        except OSError as error:
-            raise OutputClosed(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
+            raise InvalidValue("stdout is closed, so the answer has nowhere to go: leave it open")
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 # --- colours

@@ -100,7 +100,6 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
         except InvalidValue:
             print("mlx-spec: the menu runs already", file=sys.stderr)
             return 0
-        folder.rotate_log()
         return _show(plan, folder, agent)
 
 

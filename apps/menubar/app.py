@@ -51,17 +51,12 @@ class Folder:
         self.selection = path / "choice.json"  # the pair selected last
 
     def make(self) -> None:
-        """Make the folders and keep the log of the last start. Raises InvalidValue if that is impossible."""
+        """Make the folders. Raises InvalidValue if that is impossible."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
         except OSError as error:
             raise InvalidValue(f"{self.path} cannot be used: {error.strerror}; make it writable") from error
-
-    def rotate_log(self) -> None:
-        """Move the server's log aside, so that the files of two starts are kept."""
-        if self.log.exists():
-            self.log.replace(self.log.with_suffix(".1.log"))
 
 
 class App:

@@ -52,8 +52,10 @@ def agent_file(home: Path) -> Path:
     return home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
 
-def agent(passed: Sequence[str], log: Path) -> bytes:
-    """Return the property list: launchd starts the menu at login and again after a crash, not after Quit."""
+def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
+    """Let launchd start the menu at login and again after a crash, not after Quit. Raises InvalidValue."""
+    if "--api-key" in [word.split("=")[0] for word in passed]:
+        raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     content = {
         "Label": LABEL,
         "ProgramArguments": [sys.executable, "-m", "mlx_spec.menubar", *passed],
@@ -66,16 +68,9 @@ def agent(passed: Sequence[str], log: Path) -> bytes:
         "StandardOutPath": str(log),
         "StandardErrorPath": str(log),
     }
-    return plistlib.dumps(content)
-
-
-def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
-    """Start the menu from the next login on. Raises InvalidValue."""
-    if "--api-key" in [word.split("=")[0] for word in passed]:
-        raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, agent(passed, log).decode())
+        write_atomically(file, plistlib.dumps(content).decode())
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written: {error.strerror}") from error
 

@@ -134,7 +134,8 @@ def menu(state: State) -> Menu:
     """Return the menu of a state."""
     speed = state.figures.tokens_per_second
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
-    groups = (_status(state), _server(state), _selections(state), _endpoint(state), _program(state))
+    program = _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
+    groups = (_status(state), _server(state), _selections(state), _endpoint(state), program)
     entries: list[Entry] = [entry for group in groups for entry in (None, *group)]
     return Menu(title, tuple(entries[1:]))
 
@@ -227,10 +228,6 @@ def _endpoint(state: State) -> tuple[Item, ...]:
         _item("Open chat page", Action.OPEN_PAGE, allowed=state.phase is Phase.RUNNING),
         _item("Open logs", Action.OPEN_LOGS),
     )
-
-
-def _program(state: State) -> tuple[Item, ...]:
-    return _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
 
 
 def _item(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -141,7 +142,6 @@ class ServerProcess:
         self._ready_at: float | None = None  # time of the first "ok"
         self._crashes = 0
         self._retry_at: float | None = None
-        self._log_start = 0  # bytes of the log before this start
 
     def start(self, selection: Selection) -> None:
         """Watch a server of ours that is at the wanted port already, or start one."""
@@ -182,7 +182,6 @@ class ServerProcess:
 
     def _launch(self, address: Address) -> None:
         arguments = self._wanted.arguments(self._selection, address.port)
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self._process = launch(arguments, self._log)
         self._watch(address, own=True)
 
@@ -201,7 +200,7 @@ class ServerProcess:
         """Start it again, or give up if another start would only repeat a refusal."""
         address, ready_at, status = self._address, self._ready_at, process.returncode
         self._process = self._address = None
-        words = last_words(self._log, self._log_start)
+        words = last_words(self._log)
         # Since the port was found free, somebody may have taken it, and may have left it again.
         no_port = words if words and CANNOT_LISTEN in words else None
         taken = no_port is not None or (address is not None and not is_free(address))
@@ -241,7 +240,12 @@ PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
 
 
 def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start `mlx-spec serve`, which appends to `log`. A Ctrl-C meant for its parent does not reach it."""
+    """Start `mlx-spec serve`, which writes `log`, and keep the log of the start before.
+
+    A Ctrl-C meant for its parent does not reach it.
+    """
+    if log.exists():
+        log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, "-m", "mlx_spec", "serve", *arguments],
@@ -263,12 +267,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait(KILL_TIMEOUT_S)
 
 
-def last_words(log: Path, start: int) -> str | None:
-    """Return the last line for the user that the server wrote from byte `start` of the log on."""
+def last_words(log: Path) -> str | None:
+    """Return the last line for the user in the log of a server."""
     try:
         with log.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(min(start, size), size - LOG_TAIL_BYTES))
+            stream.seek(max(stream.seek(0, os.SEEK_END) - LOG_TAIL_BYTES, 0))
             lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return None

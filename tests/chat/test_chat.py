@@ -149,9 +149,7 @@ def test_reader_that_goes_away(monkeypatch, capfd):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_stdout_that_takes_nothing(monkeypatch, capfd):
     status, said = answer_into(os.open("/dev/full", os.O_WRONLY), monkeypatch, capfd)
-    assert status == 1 and only_line(said).startswith(
-        "mlx-spec: cannot write to stdout (No space left on device)"
-    )
+    assert status == 1 and only_line(said).startswith("mlx-spec: stdout: No space left on device: ")
 
 
 # --- what is written for programs

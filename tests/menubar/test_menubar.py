@@ -85,15 +85,6 @@ def test_options_of_the_server_are_passed_on():
 # --- login and the hazards of macOS
 
 
-def test_the_agent_starts_it_at_login_and_after_crashes_only(tmp_path):
-    content = plistlib.loads(macos.agent(("--target", "owner/a"), tmp_path / "menubar.log"))
-    assert content["ProgramArguments"] == [sys.executable, "-m", "mlx_spec.menubar", "--target", "owner/a"]
-    assert content["RunAtLoad"] is True and content["KeepAlive"] == {"SuccessfulExit": False}
-    assert content["ThrottleInterval"] == 10 and content["LimitLoadToSessionType"] == "Aqua"
-    assert content["StandardOutPath"] == content["StandardErrorPath"] == str(tmp_path / "menubar.log")
-    assert Path(content["WorkingDirectory"]).is_absolute()
-
-
 def launchctl(folder: Path, refuses: str = "") -> str:
     """A program that writes down how it is called, and refuses one command as launchctl does."""
     program = folder / "launchctl"
@@ -110,13 +101,19 @@ def calls(folder: Path) -> list[list[str]]:
 
 
 def test_install_and_remove(tmp_path):
-    program, file = launchctl(tmp_path, "bootout"), macos.agent_file(tmp_path)
-    macos.install_agent(file, (), tmp_path / "log", program)  # that nothing is loaded yet is no error
+    program, file, log = launchctl(tmp_path, "bootout"), macos.agent_file(tmp_path), tmp_path / "menubar.log"
+    macos.install_agent(file, ["--target=a"], log, program)  # that nothing is loaded yet is no error
     assert [call[0] for call in calls(tmp_path)] == ["bootout", "bootstrap"]
     domain, path = calls(tmp_path)[1][1:]
     assert domain.startswith("gui/") and path == str(file)
-    assert plistlib.loads(file.read_bytes())["Label"] == macos.LABEL == file.stem
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    content = plistlib.loads(file.read_bytes())
+    assert content["Label"] == macos.LABEL == file.stem
+    assert content["ProgramArguments"] == [sys.executable, "-m", "mlx_spec.menubar", "--target=a"]
+    assert content["RunAtLoad"] is True and content["KeepAlive"] == {"SuccessfulExit": False}
+    assert content["ThrottleInterval"] == 10 and content["LimitLoadToSessionType"] == "Aqua"
+    assert content["StandardOutPath"] == content["StandardErrorPath"] == str(log)
+    assert Path(content["WorkingDirectory"]).is_absolute()
     assert macos.remove_agent(file, program) and not file.exists()
     assert calls(tmp_path)[-1] == ["bootout", f"{domain}/{macos.LABEL}"]
     assert not macos.remove_agent(file, program)
