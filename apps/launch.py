@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, NoReturn
-from urllib.parse import urlsplit
 
 from typer import Argument
 
@@ -33,6 +33,9 @@ from .menubar.menu import Selection
 from .menubar.server_process import Address, ServerOptions, candidates, get_json, health, last_words
 from .server.settings import Settings
 
+URL = re.compile(
+    r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?"
+)  # of a server; IPv6 in brackets
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
 NO_KEY = "none"  # agents want some key, the server does not
 SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
@@ -71,14 +74,9 @@ class Options:
     @property
     def address(self) -> Address:
         """Return where the server may be. Raises InvalidValue."""
-        try:
-            parts = urlsplit(self.url)
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/", "/v1"):
+        if (found := URL.fullmatch(self.url)) is None:
             raise InvalidValue(f"--url {self.url}: write http://HOST:PORT")
-        return Address(parts.hostname, port)
+        return Address(found[1] or found[2], int(found[3]))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import enum
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE
 from mlx_spec.hub.files import human_bytes
@@ -53,22 +52,11 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Submenu:
-    """A menu that opens from a line of text."""
+class Menu:
+    """A menu that opens from a text: beside the icon in the bar, or a line of another menu."""
 
     label: str
-    entries: tuple[Item, ...]
-
-
-Entry: TypeAlias = Item | Submenu | None  # None for a line between groups
-
-
-@dataclass(frozen=True)
-class Menu:
-    """A whole menu, and the text beside its icon while it is closed."""
-
-    title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[Item | Menu | None, ...]  # None for a line between groups
 
 
 # --- what is known
@@ -136,7 +124,7 @@ def menu(state: State) -> Menu:
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
     program = _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
     groups = (_status(state), _server(state), _selections(state), _endpoint(state), program)
-    entries: list[Entry] = [entry for group in groups for entry in (None, *group)]
+    entries = [entry for group in groups for entry in (None, *group)]
     return Menu(title, tuple(entries[1:]))
 
 
@@ -194,7 +182,7 @@ def _server(state: State) -> tuple[Item, ...]:
     )
 
 
-def _selections(state: State) -> tuple[Submenu, ...]:
+def _selections(state: State) -> tuple[Menu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
     served = state.selection.target or (None if state.fixed else DEMO)
     drafter = state.selection.drafter
@@ -209,7 +197,7 @@ def _selections(state: State) -> tuple[Submenu, ...]:
         _item(label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter)
         for way, label in ways
     )
-    return Submenu("Model", targets), Submenu("Draft", drafters)
+    return Menu("Model", targets), Menu("Draft", drafters)
 
 
 def _targets(state: State) -> list[tuple[str, str]]:

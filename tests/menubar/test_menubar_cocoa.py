@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, Submenu, menu
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, menu
 
 LIMIT = 10  # seconds
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
@@ -173,7 +173,7 @@ def top(screen: Screen) -> Native:
 
 
 DRAFTERS = (Item("auto", Click(Action.DRAFTER), True), Item("off", Click(Action.DRAFTER, "none"), False))
-SMALL = Menu("61", (Item("61 tok/s"), None, Item("Stop", Click(Action.STOP)), Submenu("Draft", DRAFTERS)))
+SMALL = Menu("61", (Item("61 tok/s"), None, Item("Stop", Click(Action.STOP)), Menu("Draft", DRAFTERS)))
 
 
 def test_every_phase_is_drawn_with_the_allowed_selectors(screen):

@@ -31,7 +31,6 @@ from mlx_spec.apps.menubar.menu import (
     Phase,
     Selection,
     State,
-    Submenu,
 )
 from mlx_spec.apps.menubar.server_process import (
     Address,
@@ -262,9 +261,6 @@ class Notepad:
         self.copied: list[str] = []
         self.closed = threading.Event()
 
-    def run(self, on_start: Callable[[], None], on_click: Callable[[Click], None]) -> None:
-        raise AssertionError("it has no loop")
-
     def show(self, menu: Menu) -> None:
         self.menus.append(menu)
 
@@ -276,7 +272,7 @@ class Notepad:
 
     def items(self) -> list[Item]:
         entries = self.menus[-1].entries if self.menus else ()
-        inner = [entry for one in entries if isinstance(one, Submenu) for entry in one.entries]
+        inner = [entry for one in entries if isinstance(one, Menu) for entry in one.entries]
         return [one for one in (*entries, *inner) if isinstance(one, Item)]
 
     def says(self, text: str) -> bool:

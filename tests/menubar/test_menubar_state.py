@@ -8,9 +8,9 @@ import pytest
 
 from mlx_spec.apps.menubar.menu import (
     Action,
-    Entry,
     Figures,
     Item,
+    Menu,
     Phase,
     State,
     environment_example,
@@ -23,7 +23,7 @@ SLOW = Figures(20.1, memory_bytes=31_000_000, off_reason="too few draft tokens a
 UP = State(Phase.RUNNING, URL, names=("demo",))
 
 
-def drawn(entry: Entry) -> list[str]:
+def drawn(entry: Item | Menu | None) -> list[str]:
     """Lines of an entry: `(…)` cannot be clicked, `•` is marked, `◦` could be."""
     if entry is None:
         return ["---"]
@@ -44,7 +44,7 @@ def group(state: State, number: int) -> list[str]:
 
 def test_a_whole_menu():
     state = replace(UP, figures=FAST, models={"owner/big-4bit": 4_300_000_000})
-    assert menu(state).title == "61"
+    assert menu(state).label == "61"
     assert lines(state) == [
         "(demo at 127.0.0.1:8080)",
         "(61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB)",
