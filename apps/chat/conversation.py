@@ -58,7 +58,7 @@ class Conversation:
         grammar = None if self.schema is None else self.schema.grammar.thinking(settings.think)
         return self.session.stream(
             message,
-            sampling=replace(settings.sampling, grammar=grammar),
+            sampling=replace(settings, grammar=grammar),
             max_tokens=settings.max_tokens,
             thinking=settings.think,
         )

@@ -85,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(plan: MenuPlan, folder: Folder) -> int:
-    folder.make()
     agent = macos.agent_file(Path.home())
     if plan.installs or plan.removes:
         if plan.installs:

@@ -45,18 +45,16 @@ class Folder:
     """The files of the menu, all in one folder."""
 
     def __init__(self, path: Path) -> None:
+        """Make the folder. Raises InvalidValue if that is impossible."""
         self.path = path
         self.log = path / "logs" / "server.log"
         self.own_log = path / "logs" / "menubar.log"  # of a menu that was started at login
         self.selection = path / "choice.json"  # the pair selected last
-
-    def make(self) -> None:
-        """Make the folders. Raises InvalidValue if that is impossible."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)
+            path.chmod(0o700)
         except OSError as error:
-            raise InvalidValue(f"{self.path} cannot be used: {error.strerror}; make it writable") from error
+            raise InvalidValue(f"{path} cannot be used: {error.strerror}; make it writable") from error
 
 
 class App:

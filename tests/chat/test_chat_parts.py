@@ -36,7 +36,6 @@ from mlx_spec.apps.chat.settings import AnswerSettings, from_values
 from mlx_spec.apps.chat.terminal import Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.pair import Pair
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
@@ -144,7 +143,7 @@ def test_file_of_the_first_release(tmp_path):
     found = files.read(tmp_path / "old.json")
     assert (found["target"], found["system"], len(found["messages"])) == ("demo", "Be brief.", 2)
     settings = from_values(found["settings"])
-    assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
+    assert (settings.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +202,6 @@ def test_drafts_without_loading_again(model):
         talk.session.undo()
     assert len(texts) == 1 and (reasons["off"], reasons["2"]) == ("disabled by user", "fixed by user")
     assert model.policies is own
-
-
-def test_other_drafters_need_other_weights(model):
-    own, talk = model.policies, Conversation(model, CHOICE, AnswerSettings(), None)
-    assert not talk._redraft(with_drafts(CHOICE, "lookup"))
-    model.policies = FixedPolicy(2)
-    fixed = Conversation(model, replace(CHOICE, num_draft_tokens=2), AnswerSettings(), None)
-    assert not fixed._redraft(CHOICE)
-    model.policies = own
 
 
 # --- Markdown

@@ -147,12 +147,13 @@ def test_saved_conversation_goes_on_the_same(converse, tmp_path):
 def test_highlight(converse, monkeypatch):
     monkeypatch.setattr("mlx_spec.apps.chat.terminal._has_styles", lambda _: True)
     options = [*PAIR, "--max-tokens=24", "--num-draft-tokens=3"]
-    _, *said = converse(options, JOIN, "/highlight on", "/retry", "/highlight off", "/retry")
+    _, *said = converse(options, JOIN, "/highlight on", "/retry", "/highlight off", "/retry", "/draft auto")
     texts = [re.sub(r"\x1b\[[\d;]*m", "", one) for one in said]
     plain, shown, again = (answer_in(texts[i]) for i in (0, 2, 4))
     assert "drafted at position 1 2 3 4 5+" in texts[1] and "no highlighting" in texts[3]
     assert shown.replace("│", "") == plain == again and "\x1b[2m│" in said[2]
     assert "\x1b[38;5;34m" in said[2] or not HAS_DEMO  # drafted at position 1
+    assert "as many tokens as pay" in texts[5]
 
 
 # --- models

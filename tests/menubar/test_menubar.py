@@ -62,7 +62,6 @@ def test_elsewhere_it_says_where_it_works():
 
 def test_a_second_menu_leaves_at_once(tmp_path, capsys):
     folder = Folder(tmp_path)
-    folder.make()
     with locked(folder.path):
         assert menubar._run(parse([]), folder) == 0
     assert capsys.readouterr().err == "mlx-spec: the menu runs already\n"

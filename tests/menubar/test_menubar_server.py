@@ -284,9 +284,7 @@ class Notepad:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    found = Folder(tmp_path / "menubar")
-    found.make()
-    return found
+    return Folder(tmp_path / "menubar")
 
 
 def command_line(app: App) -> str:
