@@ -27,7 +27,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
-from .interrupts import Interrupts
+from .interrupts import Action, Interrupts
 from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
@@ -39,12 +39,12 @@ LOCAL_MODES = 3  # index in what tcgetattr returns
 def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
     """Return a message, read line by line, as Python's own input() does. Raises as `LineEditor.read`."""
     try:
-        with interrupts.raising():
+        with interrupts.acting(Action.RAISE):
             text = terminal.ask(PROMPT)
             while is_open(text):
                 text += "\n" + terminal.ask(CONTINUATION)
     except (EOFError, KeyboardInterrupt):
-        terminal.newline()
+        terminal.note("")  # leave the line of the prompt
         raise
     return text
 
@@ -135,7 +135,8 @@ def open_input(
     terminal: Terminal, interrupts: Interrupts, completer: Completer, *, history: bool
 ) -> Callable[[], str]:
     """Return what reads a message: a line editor, or plain input if the terminal cannot move its cursor."""
-    if not (sys.stdin and sys.stdin.isatty() and terminal.has_screen) or is_dumb_terminal():
+    is_seen = terminal.shows_thinking or terminal.is_watched
+    if not (sys.stdin and sys.stdin.isatty() and is_seen) or is_dumb_terminal():
         return partial(read_plain, terminal, interrupts)
     return LineEditor(interrupts, completer, open_history(terminal) if history else None).read
 

@@ -52,15 +52,8 @@ class Terminal:
         self._moves = self.shows_thinking and not _is_dumb()
         self._dims_notes = _has_styles(sys.stderr)
         self._kind = ""  # of the last piece of this answer
-        self._shown = ""  # all text of that kind
-        self._wrapping = Wrapping()
+        self._wrapping = Wrapping()  # of all text of that kind
         self._size: os.terminal_size | None = None  # when that text began
-        self._fresh_line = True
-
-    @property
-    def has_screen(self) -> bool:
-        """Return True if the user sees one of the streams."""
-        return self.shows_thinking or self.is_watched
 
     def piece(self, text: str, kind: str, style: str = "") -> None:
         """Show a piece of an answer at once, in an SGR style if there are styles. Raises OSError."""
@@ -72,10 +65,10 @@ class Terminal:
 
     def end(self, *, interrupted: bool = False) -> None:
         """End the answer and its line; after Ctrl-C the line holds "^C". Raises OSError."""
-        if not self._fresh_line:
+        if self._wrapping.line:
             self._write("\n")
         elif interrupted and self.is_watched:
-            self.newline()
+            self.note("")
         self._kind = ""
 
     def render(self) -> None:
@@ -91,7 +84,7 @@ class Terminal:
         height = rows(self._wrapping.shown.removesuffix("\n"), size.columns)
         if height is None or height >= size.lines:
             return
-        if (text := rendered(self._shown, size.columns)) is not None:
+        if (text := rendered(self._wrapping.text, size.columns)) is not None:
             self._put(f"\x1b[{height}A\x1b[J{text}")
 
     def note(self, *lines: str) -> None:
@@ -105,7 +98,7 @@ class Terminal:
 
     def error(self, error: Exception) -> None:
         """Show an error in one line."""
-        if not self._fresh_line:
+        if self._wrapping.line:
             self.end()
         _print_error(self._folded(f"mlx-spec: {' '.join(str(error).split())}"))
 
@@ -120,34 +113,25 @@ class Terminal:
         except UnicodeDecodeError as error:
             raise InvalidValue("this line is not UTF-8 text: type it again") from error
 
-    def newline(self) -> None:
-        """Leave the line of the prompt."""
-        _print_error("")
-
     def _folded(self, text: str) -> str:
         size = _size(sys.stderr) if self.is_watched else None
         return text if size is None or size.columns < 1 else folded(text, size.columns)
 
     def _start(self, kind: str) -> None:
-        if not self._fresh_line:
+        if self._wrapping.line:
             self._write("\n")
         if kind == "thinking" and not self.has_styles:
             self._write("(thinking)\n")
         elif self._kind == "thinking":
             self._write("\n" if self.has_styles else "(answer)\n")
-        self._kind, self._shown = kind, ""
-        self._wrapping = Wrapping()
+        self._kind, self._wrapping = kind, Wrapping()
         self._size = _size(sys.stdout) if kind == "answer" else None
 
     def _write(self, text: str, style: str = "") -> None:
         if self.shows_thinking:
             text = text.translate(CONTROLS)
-        if not text:
-            return
         columns = size.columns if self._moves and (size := _size(sys.stdout)) else 0
         self._put(self._wrapping.add(text, style if self.has_styles else "", columns))
-        self._shown += text
-        self._fresh_line = text.endswith("\n")
 
     def _put(self, text: str) -> None:
         if sys.stdout is None:
@@ -205,24 +189,26 @@ class Wrapping:
     """
 
     def __init__(self) -> None:
-        self.shown = ""  # the text with the line breaks that were added
-        self._line = ""  # without them
+        self.text = ""
+        self.shown = ""  # with the line breaks that were added
+        self.line = ""  # the last line of the text
         self._column = 0
         self._word: list[tuple[str, str]] = []  # its pieces and their styles
         self._in_code = False
 
     def add(self, text: str, style: str, columns: int) -> str:
         """Return what to write for more text; 0 columns: their number is not known."""
+        self.text += text
         return "".join(self._part(part, style, columns) for part in WORDS.findall(text))
 
     def _part(self, part: str, style: str, columns: int) -> str:
         if part == "\n":
-            self._in_code ^= self._line.lstrip().startswith(FENCES)
+            self._in_code ^= self.line.lstrip().startswith(FENCES)
             self.shown += part
-            self._line, self._column, self._word = "", 0, []
+            self.line, self._column, self._word = "", 0, []
             return part
-        self._line += part
-        if not columns or self._in_code or UNSURE_WIDTH.search(self._line):
+        self.line += part
+        if not columns or self._in_code or UNSURE_WIDTH.search(self.line):
             self.shown += part
             return in_style(part, style)
         if part[0] == " ":

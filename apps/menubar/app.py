@@ -137,7 +137,11 @@ class App:
             case Action.TARGET | Action.DRAFTER:
                 self._select(click)
             case Action.LOGIN:
-                self._switch_login()
+                if self._agent.exists():
+                    self._agent.unlink()
+                else:
+                    macos.write_agent(self._agent, self._plan.passed, self._folder.own_log)
+                self._update(login=self._agent.exists())
             case Action.OPEN_LOGS:
                 macos.open_file(self._folder.log.parent)
             case Action.COPY_URL if url is not None:
@@ -166,13 +170,6 @@ class App:
         write_atomically(self._folder.selection, json.dumps(names))
         if self._state.phase is not Phase.STOPPED:
             self._restart()
-
-    def _switch_login(self) -> None:
-        if self._agent.exists():
-            self._agent.unlink()
-        else:
-            macos.write_agent(self._agent, self._plan.passed, self._folder.own_log)
-        self._update(login=self._agent.exists())
 
     def _list_models(self) -> None:
         """List models in a process of its own: reading checkpoints needs much that a menu does not."""

@@ -157,7 +157,8 @@ class ServerProcess:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
             self._show(Phase.FAILED, problem=problem)
         else:
-            self._launch(address)
+            self._process = launch(self._wanted.arguments(selection, address.port), self._log)
+            self._watch(address, own=True)
 
     def stop(self) -> None:
         """End the server, unless it is somebody else's. Returns when it has ended."""
@@ -179,11 +180,6 @@ class ServerProcess:
             self._ended(self._process)
         elif self._address is not None:
             self._poll(self._address)
-
-    def _launch(self, address: Address) -> None:
-        arguments = self._wanted.arguments(self._selection, address.port)
-        self._process = launch(arguments, self._log)
-        self._watch(address, own=True)
 
     def _watch(self, address: Address, *, own: bool) -> None:
         self._address = address
