@@ -93,14 +93,9 @@ def get_json(address: Address, path: str, key: str | None = None) -> dict[str, A
 
 def is_free(address: Address) -> bool:
     """Return True if a server could listen there now."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        kind, _, _, _, place = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(place)
-            probe.listen(1)
+        socket.create_server((address.host, address.port), family=family).close()
     except OSError:
         return False
     return True
@@ -109,8 +104,7 @@ def is_free(address: Address) -> bool:
 def candidates(address: Address) -> list[Address]:
     """Return where to try to listen, in order. For port 0, one that is free."""
     if address.port == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             return [Address(address.host, probe.getsockname()[1])]
     end = min(address.port + PORTS_TRIED, LAST_PORT + 1)
     return [Address(address.host, port) for port in range(address.port, end)]
@@ -254,13 +248,11 @@ def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ask a process to end, and kill it if it does not."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(SHUTDOWN_S)
-        return
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_TIMEOUT_S)
+    for ask, seconds in ((process.terminate, SHUTDOWN_S), (process.kill, KILL_TIMEOUT_S)):
+        ask()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
 
 
 def last_words(log: Path) -> str | None:
