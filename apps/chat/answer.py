@@ -19,7 +19,7 @@ from mlx_spec.session import Piece, Statistics
 
 from .conversation import Conversation
 from .input import hidden_typing
-from .interrupts import Action, Interrupts
+from .interrupts import CtrlC, Interrupts
 from .terminal import BORDER, DIM, Terminal, origin_name, origin_style
 
 BAR_CELLS = 20  # of a full bar
@@ -65,13 +65,13 @@ class ChatState:
         with (
             keys,
             suppress(KeyboardInterrupt),
-            self.interrupts.acting(Action.RAISE),
+            self.interrupts.acting(CtrlC.RAISE),
             closing(self.conversation.stream(message)) as pieces,
         ):
             if self.trace is not None:
                 self.trace.begin(self.conversation.pair.drafter_names)
             for piece in pieces:
-                self.interrupts.action = Action.STOP
+                self.interrupts.action = CtrlC.STOP
                 first_seconds = first_seconds or time.perf_counter() - start
                 texts[piece.kind] += piece.text
                 if self.trace is not None:
@@ -80,7 +80,7 @@ class ChatState:
                     self._show(piece)
                 if self.interrupts.pressed:
                     break
-            self.interrupts.action = Action.NOTE
+            self.interrupts.action = CtrlC.NOTE
         if self.shows_answers:
             self.terminal.end(interrupted=self.interrupts.pressed)
         if self.is_interactive and not self.highlight and not self.interrupts.pressed:

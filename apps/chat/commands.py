@@ -15,7 +15,7 @@ from . import conversation as files
 from . import models
 from .answer import ChatState, Outcome
 from .input import CommandCompleter
-from .interrupts import Action
+from .interrupts import CtrlC
 from .settings import NAMES, AnswerSettings, changed, shown, values
 from .terminal import legend
 
@@ -107,7 +107,7 @@ class Commands:
             if not self._confirms("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
                 return
-            with self._chat.interrupts.acting(Action.NOTE):  # Ctrl-C is for the program that downloads
+            with self._chat.interrupts.acting(CtrlC.NOTE):  # Ctrl-C is for the program that downloads
                 is_complete = models.download(name)
             if not is_complete:
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
@@ -211,7 +211,7 @@ class Commands:
             self._terminal.note("no highlighting")
 
     def _switch(self, choice: models.PairChoice, note: str = "") -> None:
-        with self._chat.interrupts.acting(Action.LOAD):
+        with self._chat.interrupts.acting(CtrlC.LOAD):
             try:
                 if note:
                     self._terminal.note(note)

@@ -27,7 +27,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
-from .interrupts import Action, Interrupts
+from .interrupts import CtrlC, Interrupts
 from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
@@ -39,7 +39,7 @@ LOCAL_MODES = 3  # index in what tcgetattr returns
 def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
     """Return a message, read line by line, as Python's own input() does. Raises as `LineEditor.read`."""
     try:
-        with interrupts.acting(Action.RAISE):
+        with interrupts.acting(CtrlC.RAISE):
             text = terminal.ask(PROMPT)
             while is_open(text):
                 text += "\n" + terminal.ask(CONTINUATION)

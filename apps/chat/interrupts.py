@@ -13,7 +13,7 @@ from typing import Self
 from ..command import INTERRUPTED
 
 
-class Action(enum.Enum):
+class CtrlC(enum.Enum):
     """The effects of Ctrl-C."""
 
     EXIT = enum.auto()  # end the process at once: threads that download or load would delay a return
@@ -29,7 +29,7 @@ class Interrupts:
     def __init__(self, message: str = "interrupted") -> None:
         self._message = message
         self.pressed = False  # since `clear`; the line editor sets it, too, where it reads Ctrl-C as a key
-        self.action = Action.EXIT
+        self.action = CtrlC.EXIT
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -43,11 +43,11 @@ class Interrupts:
         self.pressed = False
 
     @contextmanager
-    def acting(self, action: Action) -> Iterator[None]:
+    def acting(self, action: CtrlC) -> Iterator[None]:
         """Let Ctrl-C have this effect; `action` may be changed meanwhile."""
         before, self.action = self.action, action
         try:
-            if action is Action.RAISE and self.pressed:
+            if action is CtrlC.RAISE and self.pressed:
                 raise KeyboardInterrupt
             yield
         finally:
@@ -56,18 +56,18 @@ class Interrupts:
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         again, self.pressed = self.pressed, True
         match self.action:
-            case Action.EXIT:
+            case CtrlC.EXIT:
                 self._report()
                 os._exit(INTERRUPTED)
-            case Action.LOAD:
-                self.action = Action.EXIT
+            case CtrlC.LOAD:
+                self.action = CtrlC.EXIT
                 self._report()
                 raise KeyboardInterrupt
-            case Action.STOP if again:
+            case CtrlC.STOP if again:
                 self._report()
                 raise SystemExit(INTERRUPTED)
-            case Action.RAISE:
-                self.action = Action.NOTE
+            case CtrlC.RAISE:
+                self.action = CtrlC.NOTE
                 raise KeyboardInterrupt
 
     def _report(self) -> None:

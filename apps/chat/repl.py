@@ -17,7 +17,7 @@ from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
 from .input import open_input, unquoted
-from .interrupts import Action, Interrupts
+from .interrupts import CtrlC, Interrupts
 from .models import choose, open_pair
 from .settings import from_options
 from .terminal import Terminal
@@ -69,7 +69,7 @@ def _converse(chat: ChatState, *, history: bool) -> None:
     commands = Commands(chat)
     read = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
     chat.terminal.note(GREETING)
-    with chat.interrupts.acting(Action.NOTE):
+    with chat.interrupts.acting(CtrlC.NOTE):
         while True:
             try:
                 _take_line(chat, commands, read)
@@ -90,7 +90,7 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
         return
     if command := COMMAND.fullmatch(text.strip()):
         try:
-            with chat.interrupts.acting(Action.RAISE):
+            with chat.interrupts.acting(CtrlC.RAISE):
                 commands.run(command[1], command[2] or "")
         except KeyboardInterrupt:  # it waited for a file or the network
             chat.terminal.note("", "interrupted")

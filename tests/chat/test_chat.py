@@ -24,7 +24,7 @@ from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import ChatState
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.conversation import Conversation
-from mlx_spec.apps.chat.interrupts import Action, Interrupts
+from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.models import choose, open_pair
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
@@ -235,7 +235,7 @@ class PressedSoon(Interrupts):
     timer: threading.Timer | None = None
 
     @contextmanager
-    def acting(self, action: Action) -> Iterator[None]:
+    def acting(self, action: CtrlC) -> Iterator[None]:
         with super().acting(action):
             if self.timer is not None:
                 self.timer.start()

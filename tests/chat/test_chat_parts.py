@@ -29,7 +29,7 @@ from mlx_spec.apps.chat.answer import details, status_line
 from mlx_spec.apps.chat.commands import Commands
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.input import LineEditor, open_history
-from mlx_spec.apps.chat.interrupts import Action, Interrupts
+from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import PairChoice, open_pair, with_drafts
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
@@ -321,7 +321,7 @@ def test_history(keyboard, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("key", [Keys.SIGINT, Keys.ControlC])
 def test_ctrl_c_as_the_editor_ends_stops_the_answer(keyboard, key):
-    with Interrupts() as interrupts, interrupts.acting(Action.NOTE):
+    with Interrupts() as interrupts, interrupts.acting(CtrlC.NOTE):
         editor = open_editor(interrupts)
         waiting = editor._session.app.key_processor
 
@@ -337,17 +337,17 @@ def test_ctrl_c_as_the_editor_ends_stops_the_answer(keyboard, key):
 
 def test_interrupts_of_an_answer(capfd):
     with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt), interrupts.acting(Action.RAISE):  # while the prompt is read
+        with pytest.raises(KeyboardInterrupt), interrupts.acting(CtrlC.RAISE):  # while the prompt is read
             signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), interrupts.acting(Action.RAISE):  # it was pressed before
+        with pytest.raises(KeyboardInterrupt), interrupts.acting(CtrlC.RAISE):  # it was pressed before
             pass
         interrupts.clear()
-        with pytest.raises(SystemExit) as left, interrupts.acting(Action.RAISE):
-            interrupts.action = Action.STOP
+        with pytest.raises(SystemExit) as left, interrupts.acting(CtrlC.RAISE):
+            interrupts.action = CtrlC.STOP
             signal.raise_signal(signal.SIGINT)
             assert interrupts.pressed
-            interrupts.action = Action.NOTE
+            interrupts.action = CtrlC.NOTE
             signal.raise_signal(signal.SIGINT)
-            interrupts.action = Action.STOP
+            interrupts.action = CtrlC.STOP
             signal.raise_signal(signal.SIGINT)
     assert left.value.code == 130 and capfd.readouterr().err == "mlx-spec: interrupted\n"
