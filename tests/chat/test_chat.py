@@ -163,7 +163,7 @@ def test_result_as_json(monkeypatch, capfd):
     out, err = capfd.readouterr()
     found = json.loads(only_line(out))
     assert (err, found["text"], found["thoughts"]) == ("", text, None)
-    assert found["drafter"] == "lookup" and found["target"] == PAIR[0].removeprefix("--target=")
+    assert found["drafter"] == "lookup" and found["target"] == "demo"
     usage, timings, speculation = found["usage"], found["timings"], found["speculation"]
     assert 0 < usage["completion_tokens"] <= 12 and usage["prompt_tokens"] > 4 and not usage["reused_tokens"]
     assert 0 < timings["prompt_seconds"] <= timings["first_token_seconds"] < LIMIT

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hub_stand_in import serving
-from screen import GOLDEN, HAS_DEMO, PAIR, READY, STATUS, TINY, Screen, at_home
+from screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from waiting import wait_until
 
 from mlx_spec.apps.chat import repl
@@ -152,7 +152,7 @@ def test_highlight(converse, monkeypatch):
     plain, shown, again = (answer_in(texts[i]) for i in (0, 2, 4))
     assert "drafted at position 1 2 3 4 5+" in texts[1] and "no highlighting" in texts[3]
     assert shown.replace("│", "") == plain == again and "\x1b[2m│" in said[2]
-    assert "\x1b[38;5;34m" in said[2] or not HAS_DEMO  # drafted at position 1
+    assert "\x1b[38;5;34m" in said[2]  # drafted at position 1
     assert "as many tokens as pay" in texts[5]
 
 
@@ -169,8 +169,7 @@ def _converted(home: Path, name: str) -> Path:
 
 
 def test_first_run_takes_the_pair_used_last(converse, tmp_path):
-    if HAS_DEMO:
-        assert re.search("a small demo model .* for a real one: /model", converse([])[0])
+    assert re.search("a small demo model .* for a real one: /model", converse([])[0])
     place, other = _converted(tmp_path, "mine"), _converted(tmp_path, "other")
     os.utime(place / "target" / "config.json", (4e9, 4e9))
     lines = "hello", "/model mine", "/show", "/model", "/model other"

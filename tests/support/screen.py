@@ -21,9 +21,7 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "e2b"
 UNWANTED = ("NO_COLOR", "INPUTRC", "COLUMNS", "LINES")  # pytest-xdist sets COLUMNS
 TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
-DEMO = ROOT / "mlx_spec" / "demo"
-HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
-PAIR = ["--target=demo"] if HAS_DEMO else TINY
+PAIR = ["--target=demo"]
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
 STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · (.* · )?\d+ tokens?"
 READY = "¶"  # in the text of a screen: the editor waits for a message
