@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from prompt_toolkit.utils import is_dumb_terminal
 from rich.cells import cell_len, chop_cells
 
 from mlx_spec.errors import InvalidValue
@@ -49,7 +50,7 @@ class Terminal:
         self.shows_thinking = _is_terminal(sys.stdout)  # a pipe gets the answer only
         self.is_watched = _is_terminal(sys.stderr)
         self.has_styles = _has_styles(sys.stdout)
-        self._moves = self.shows_thinking and not _is_dumb()
+        self._moves = self.shows_thinking and not is_dumb_terminal()
         self._dims_notes = _has_styles(sys.stderr)
         self._kind = ""  # of the last piece of this answer
         self._wrapping = Wrapping()  # of all text of that kind
@@ -272,12 +273,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _has_styles(stream: TextIO | None) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and not _is_dumb()
-
-
-def _is_dumb() -> bool:
-    """Return True if the terminal can only append text."""
-    return os.environ.get("TERM") == "dumb"
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and not is_dumb_terminal()
 
 
 def _size(stream: TextIO | None) -> os.terminal_size | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import plistlib
 import subprocess
 import sys
@@ -19,21 +18,6 @@ from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import locked
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-
-
 # --- without MLX
 
 PROGRAM = """
@@ -47,17 +31,17 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
 
 
 def test_the_process_of_the_menu_never_loads_mlx():
-    done = run("-c", PROGRAM)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     heavy = {"mlx", "mlx_lm", "numpy", "transformers", "fastapi", "uvicorn", "huggingface_hub"}
     assert "mlx_spec" in done.stdout.split() and not heavy & set(done.stdout.split())
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="there it would be shown")
-def test_elsewhere_it_says_where_it_works():
-    done = run("-m", "mlx_spec.menubar", "--install-login-item")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("mlx-spec: the menu bar is for macOS") and done.stderr.count("\n") == 1
+def test_elsewhere_it_says_where_it_works(capsys):
+    assert menubar.main(["--install-login-item"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mlx-spec: the menu bar is for macOS") and err.count("\n") == 1
 
 
 def test_a_second_menu_leaves_at_once(tmp_path, capsys):
