@@ -111,11 +111,7 @@ def test_opencode(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables, words = printed(capsys, "qwen", "--url", f"{url}/v1", "--api-key", KEY)
-    assert variables == {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": "YOUR-KEY",
-        "OPENAI_MODEL": "long",
-    }
+    assert variables == {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "YOUR-KEY", "OPENAI_MODEL": "long"}
     assert words == ["qwen", "--auth-type", "openai", "--model", "long"]
 
 

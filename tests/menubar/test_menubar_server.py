@@ -23,15 +23,7 @@ from waiting import LIMIT, wait_until
 
 from mlx_spec.apps.menubar import macos, parse, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
-from mlx_spec.apps.menubar.menu import (
-    Action,
-    Click,
-    Item,
-    Menu,
-    Phase,
-    Selection,
-    State,
-)
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, Selection, State
 from mlx_spec.apps.menubar.server_process import (
     Address,
     ServerOptions,

@@ -6,16 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import (
-    Action,
-    Figures,
-    Item,
-    Menu,
-    Phase,
-    State,
-    environment_example,
-    menu,
-)
+from mlx_spec.apps.menubar.menu import Action, Figures, Item, Menu, Phase, State, environment_example, menu
 
 URL = "http://127.0.0.1:8080"
 FAST = Figures(61.3, 1.87, 3.14, 6_240_000_000)
