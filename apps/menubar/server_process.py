@@ -204,11 +204,8 @@ class ServerProcess:
         self._retry(no_port or f"the server {ending}")
 
     def _show(self, phase: Phase, **changes: Any) -> None:
-        """Report a phase in which nothing is left of a server that ran before."""
-        nothing = {
-            name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")
-        }
-        self._update(**nothing | {"phase": phase} | changes)
+        """Report a phase, and nothing of a server that ran before."""
+        self._update(phase=phase, **NOTHING | changes)
 
     def _poll(self, address: Address) -> None:
         status = health(address)
@@ -227,6 +224,7 @@ class ServerProcess:
 
 # Other statuses, such as "failed", come before the server ends: its end says more.
 PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
+NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
 
 
 def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
