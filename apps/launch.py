@@ -30,7 +30,7 @@ from mlx_spec.hub.files import typed_path
 from .command import MODEL, BadOptions, flag, option, program, show
 from .menubar import server_process
 from .menubar.menu import Selection
-from .menubar.server_process import Address, ServerOptions, candidates, get_json, health, last_words
+from .menubar.server_process import Address, candidates, get_json, health, last_words
 from .server.settings import Settings
 
 URL = re.compile(
@@ -235,12 +235,11 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
             "or let --target REPO start one for this run"
         )
     address = candidates(Address(Settings.host, 0))[0]
-    arguments = ServerOptions(address).arguments(Selection(target, options.drafter), address.port)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process = server_process.launch(arguments, log)
+        process = server_process.launch((), Selection(target, options.drafter), address.port, log)
         try:
             print(f"mlx-spec: loading {target} ...", file=sys.stderr, flush=True)
             _wait_ready(address, process, log)

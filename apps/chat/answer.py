@@ -23,6 +23,10 @@ from .interrupts import CtrlC, Interrupts
 from .terminal import BORDER, DIM, Terminal, origin_name, origin_style
 
 BAR_CELLS = 20  # of a full bar
+# What JSON takes as it is: from the statistics of an answer, and from each of its rounds.
+ROUNDS = "rounds", "speculative_rounds", "draft_length", "acceptance_length"
+DRAFTS = "drafted", "accepted", "drafted_at", "accepted_at", "ahead_hits", "ahead_misses"
+TRACED = "kind", "tokens", "drafted", "accepted", "reason", "seconds", "plain_seconds", "finish_reason"
 
 
 @dataclass(frozen=True)
@@ -204,16 +208,7 @@ def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
         "speculation": {
             "on": statistics.reason.is_on,
             "reason": statistics.reason.value,
-            "rounds": statistics.rounds,
-            "speculative_rounds": statistics.speculative_rounds,
-            "draft_length": statistics.draft_length,
-            "acceptance_length": statistics.acceptance_length,
-            "drafted": statistics.drafted,
-            "accepted": statistics.accepted,
-            "drafted_at": list(statistics.drafted_at),
-            "accepted_at": list(statistics.accepted_at),
-            "ahead_hits": statistics.ahead_hits,
-            "ahead_misses": statistics.ahead_misses,
+            **{name: getattr(statistics, name) for name in ROUNDS + DRAFTS},
         },
         "peak_memory_bytes": outcome.peak_bytes,
     }
@@ -262,16 +257,9 @@ class Trace:
             "turn": self._turn,
             "round": self._round,
             "time": time.time(),
-            "kind": round.kind,
-            "tokens": round.tokens,
-            "spans": self._spans,
+            **{name: vars(round)[name] for name in TRACED},
             "drafter": origin_name(self._drafters, round.drafter),
-            "drafted": round.drafted,
-            "accepted": round.accepted,
-            "reason": round.reason.value,
-            "seconds": round.seconds,
-            "plain_seconds": round.plain_seconds,
-            "finish_reason": round.finish_reason,
+            "spans": self._spans,
         }
         self._spans = []
         try:

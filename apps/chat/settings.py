@@ -32,18 +32,8 @@ class AnswerSettings(Sampling):
             raise InvalidValue(f"think={self.think!r} is not allowed: give on or off")
 
 
-NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_tokens",
-    "think",
-)
+NOT_TYPED = ("logit_bias", "min_tokens", "late_tokens", "grammar")  # what `/set` does not know
+NAMES = tuple(name for name in vars(AnswerSettings()) if name not in NOT_TYPED)
 
 
 def from_options(options: Options) -> AnswerSettings:

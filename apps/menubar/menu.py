@@ -85,6 +85,12 @@ class Selection:
     target: str | None = None
     drafter: str | None = None
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Return the options of `mlx-spec serve`."""
+        given = (("--target", self.target), ("--drafter", self.drafter))
+        return tuple(word for name, value in given if value is not None for word in (name, value))
+
 
 @dataclass(frozen=True)
 class Figures:

@@ -118,12 +118,6 @@ class ServerOptions:
     key: str | None = None
     options: tuple[str, ...] = ()  # of `mlx-spec serve`, without target, drafter and port
 
-    def arguments(self, selection: Selection, port: int) -> tuple[str, ...]:
-        """Return the command line of `mlx-spec serve`."""
-        target = () if selection.target is None else ("--target", selection.target)
-        drafter = () if selection.drafter is None else ("--drafter", selection.drafter)
-        return (*self.options, *target, *drafter, "--port", str(port))
-
 
 class ServerProcess:
     """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
@@ -151,7 +145,7 @@ class ServerProcess:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
             self._show(Phase.FAILED, problem=problem)
         else:
-            self._process = launch(self._wanted.arguments(selection, address.port), self._log)
+            self._process = launch(self._wanted.options, selection, address.port, self._log)
             self._watch(address, own=True)
 
     def stop(self) -> None:
@@ -227,7 +221,7 @@ PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
 NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
 
 
-def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def launch(options: Sequence[str], selection: Selection, port: int, log: Path) -> subprocess.Popen[bytes]:
     """Start `mlx-spec serve`, which writes `log`, and keep the log of the start before.
 
     A Ctrl-C meant for its parent does not reach it.
@@ -236,7 +230,7 @@ def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "mlx_spec", "serve", *arguments],
+            [sys.executable, "-m", "mlx_spec", "serve", *options, *selection.arguments, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
