@@ -33,9 +33,8 @@ from .menubar.menu import Selection
 from .menubar.server_process import Address, candidates, get_json, health, last_words
 from .server.settings import Settings
 
-URL = re.compile(
-    r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?"
-)  # of a server; IPv6 in brackets
+# Of a server; an address of IPv6 is in brackets.
+URL = re.compile(r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?")
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
 NO_KEY = "none"  # agents want some key, the server does not
 SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
@@ -84,7 +83,7 @@ class Endpoint:
     """A server as an agent uses it."""
 
     url: str
-    key: str | None
+    key: str
     model: str
     context: int  # tokens
 
@@ -109,7 +108,7 @@ def _codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         for key, value in values.items()
         for word in ("-c", f"{key}={json.dumps(value, ensure_ascii=False)}")
     ]
-    return {"MLX_SPEC_API_KEY": endpoint.key or NO_KEY}, arguments
+    return {"MLX_SPEC_API_KEY": endpoint.key}, arguments
 
 
 def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
@@ -117,7 +116,7 @@ def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     tiers = [f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS")]
     return {
         "ANTHROPIC_BASE_URL": endpoint.url,
-        "ANTHROPIC_AUTH_TOKEN": endpoint.key or NO_KEY,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.key,
         "ANTHROPIC_API_KEY": "",  # else it asks which of the two to use
         **dict.fromkeys([*roles, *tiers], endpoint.model),
         **dict.fromkeys(["API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"], str(PATIENCE_MS)),
@@ -132,11 +131,7 @@ def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": PROVIDER,
-        "options": {
-            "baseURL": f"{endpoint.url}/v1",
-            "apiKey": endpoint.key or NO_KEY,
-            "timeout": PATIENCE_MS,
-        },
+        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key, "timeout": PATIENCE_MS},
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit, "tool_call": True}},
     }
     model = f"{PROVIDER}/{endpoint.model}"
@@ -147,7 +142,7 @@ def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
 def _qwen(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     variables = {
         "OPENAI_BASE_URL": f"{endpoint.url}/v1",
-        "OPENAI_API_KEY": endpoint.key or NO_KEY,
+        "OPENAI_API_KEY": endpoint.key,
         "OPENAI_MODEL": endpoint.model,
     }
     return variables, ["--auth-type", "openai", "--model", endpoint.model]
@@ -213,7 +208,7 @@ def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
         )
     if row["tools"] is False:
         raise InvalidValue(f"{who} has no tool calls that the server knows, and {options.agent} needs them")
-    key = SHOWN_KEY if options.print and options.api_key else options.api_key
+    key = SHOWN_KEY if options.print and options.api_key else options.api_key or NO_KEY
     return Endpoint(address.url, key, wanted, context)
 
 

@@ -328,18 +328,13 @@ class _Tester:
                 self.found.past_window = True
 
     def _decode(
-        self,
-        parts: SequenceParts,
-        question: Question,
-        sampling: Sampling,
-        count: int,
-        in_company: bool = False,
+        self, parts: SequenceParts, question: Question, sampling: Sampling, count: int, company: bool = False
     ) -> Answer:
         """Return at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
         answer = Answer()
         try:
             running = self._pair.prepare(parts, question.tokens, sampling=sampling, max_tokens=count)
-            for round in self._beside_others(running, count) if in_company else decode(running):
+            for round in self._beside_others(running, count) if company else decode(running):
                 answer.tokens += round.tokens
                 answer.statistics = answer.statistics.plus(round, round.seconds)
                 if not self._left():

@@ -219,9 +219,8 @@ class Commands:
             except KeyboardInterrupt:
                 if self._conversation.choice == choice:
                     raise
-                raise SpecError(
-                    f"{choice.target} is not loaded: the conversation goes on as before"
-                ) from None
+                problem = f"{choice.target} is not loaded: the conversation goes on as before"
+                raise SpecError(problem) from None
         self._terminal.note(self._drafts())
 
     def _drafts(self) -> str:

@@ -144,9 +144,8 @@ def open_input(
 def is_open(text: str) -> bool:
     """Return True if a block of lines was begun and not ended."""
     text = text.strip()
-    return text.startswith(BLOCK_MARK) and not (
-        len(text) >= 2 * len(BLOCK_MARK) and text.endswith(BLOCK_MARK)
-    )
+    is_ended = len(text) >= 2 * len(BLOCK_MARK) and text.endswith(BLOCK_MARK)
+    return text.startswith(BLOCK_MARK) and not is_ended
 
 
 def unquoted(text: str) -> str:

@@ -136,9 +136,7 @@ def test_interrupt_while_a_program_is_imported(capsys, monkeypatch):
 
 
 def test_a_reader_that_leaves_early():
-    code = (
-        "import sys; from mlx_spec.apps.cli import main; input(); sys.exit(main(['roofline', '--chip=M4']))"
-    )
+    code = "import sys; from mlx_spec.apps.cli import main; input(); sys.exit(main(['roofline']))"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-1, text=True) as program:
         program.stdout.close()
         program.stdin.write("now\n")

@@ -63,9 +63,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mlx_spec", "launch", *words], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "mlx_spec", "launch", *words]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_an_agent_takes_the_place_of_the_command(url: str, agents: Path) -> None:
