@@ -141,12 +141,8 @@ class Commands:
         if choice.kv_bits is not None:
             lines.append(f"KV cache: {choice.kv_bits} bits")
         lines.append(f"system prompt: {conversation.system or 'none'}")
-        defaults = values(AnswerSettings())
-        settings = [
-            f"{name} {shown(value)}"
-            for name, value in values(conversation.settings).items()
-            if value != defaults[name]
-        ]
+        now, usual = values(conversation.settings), values(AnswerSettings())
+        settings = [f"{name} {shown(value)}" for name, value in now.items() if value != usual[name]]
         lines.append(f"settings: {', '.join(settings) or 'the usual ones'}")
         lines.append(f"answers: {conversation.schema.name if conversation.schema else 'free'}")
         used = conversation.session.statistics

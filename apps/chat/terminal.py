@@ -12,6 +12,7 @@ import select
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from prompt_toolkit.utils import is_dumb_terminal
@@ -241,12 +242,8 @@ def in_style(text: str, style: str) -> str:
 
 def folded(text: str, columns: int) -> str:
     """Return a message whose lines end between words."""
-    return "\n".join(
-        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        if len(line) > columns
-        else line
-        for line in text.split("\n")
-    )
+    fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
 def rows(text: str, columns: int) -> int | None:

@@ -103,11 +103,7 @@ def free_port() -> int:
 @pytest.fixture
 def stranger(port: int) -> Iterator[int]:
     """A port where another program listens."""
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind((HOST, port))
-        other.listen(1)
-        other.settimeout(0)
+    with socket.create_server((HOST, port)):
         yield port
 
 
@@ -281,10 +277,7 @@ def folder(tmp_path: Path) -> Folder:
 
 def command_line(app: App) -> str:
     process = app._server._process
-    if process is None or process.poll() is not None:
-        return ""
-    command = ["ps", "-ww", "-o", "command=", "-p", str(process.pid)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return "" if process is None or process.poll() is not None else " ".join(process.args)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -329,7 +322,7 @@ def test_clicks(folder, tmp_path):
 @pytest.mark.usefixtures("stand_in")
 def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
     view, agent = Notepad(), macos.agent_file(tmp_path)
-    app = App(parse(["--api-key", "secret"]), folder, view, agent)
+    app = App(parse(["--port", "0", "--api-key", "secret"]), folder, view, agent)
     for message in (Click(Action.LOGIN), Click(Action.STOP), QUIT):
         app.post(message)
     app.run()
