@@ -130,14 +130,14 @@ class Terminal:
         self._size = _size(sys.stdout) if kind == "answer" else None
 
     def _write(self, text: str, style: str = "") -> None:
+        if sys.stdout is None:
+            raise InvalidValue("stdout is closed, so the answer has nowhere to go: leave it open")
         if self.shows_thinking:
             text = text.translate(CONTROLS)
         columns = size.columns if self._moves and (size := _size(sys.stdout)) else 0
         self._put(self._wrapping.add(text, style if self.has_styles else "", columns))
 
     def _put(self, text: str) -> None:
-        if sys.stdout is None:
-            raise InvalidValue("stdout is closed, so the answer has nowhere to go: leave it open")
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -131,6 +131,12 @@ def test_closed_stdin(monkeypatch, capfd):
     assert out == "" and only_line(err).startswith("mlx-spec: stdin is closed")
 
 
+def test_closed_stdout(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert answer(monkeypatch, *TINY, "--prompt=hello", "--max-tokens=9") == 1
+    assert only_line(capfd.readouterr().err).startswith("mlx-spec: stdout is closed")
+
+
 def answer_into(stdout: int, monkeypatch, capfd) -> tuple[int, str]:
     """The exit status of an answer that is written there, and what was said on stderr."""
     with open(stdout, "w") as stream:
