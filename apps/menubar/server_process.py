@@ -218,6 +218,7 @@ class ServerProcess:
 
 # Other statuses, such as "failed", come before the server ends: its end says more.
 PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
+# What a new phase forgets of the server before.
 NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
 
 
