@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(plan: MenuPlan, folder: Folder) -> int:
-    agent = macos.agent_file(Path.home())
+    agent = Path.home() / macos.AGENT
     if plan.installs or plan.removes:
         if plan.installs:
             macos.install_agent(agent, plan.passed, folder.own_log)

@@ -143,7 +143,7 @@ class App:
                     macos.write_agent(self._agent, self._plan.passed, self._folder.own_log)
                 self._update(login=self._agent.exists())
             case Action.OPEN_LOGS:
-                macos.open_file(self._folder.log.parent)
+                macos.spawn("open", str(self._folder.log.parent))
             case Action.COPY_URL if url is not None:
                 self._view.copy(f"{url}/v1")
             case Action.COPY_ENVIRONMENT if url is not None:

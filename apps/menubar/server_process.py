@@ -223,11 +223,8 @@ NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figure
 
 
 def launch(options: Sequence[str], selection: Selection, port: int, log: Path) -> subprocess.Popen[bytes]:
-    """Start `mlx-spec serve`, which writes `log`, and keep the log of the start before.
-
-    A Ctrl-C meant for its parent does not reach it.
-    """
-    if log.exists():
+    """Start `mlx-spec serve` with a new log. A Ctrl-C meant for its parent does not reach it."""
+    if log.exists():  # that of the start before is kept
         log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(

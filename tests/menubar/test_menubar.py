@@ -81,7 +81,7 @@ def calls(folder: Path) -> list[list[str]]:
 
 
 def test_install_and_remove(tmp_path):
-    program, file, log = launchctl(tmp_path, "bootout"), macos.agent_file(tmp_path), tmp_path / "menubar.log"
+    program, file, log = launchctl(tmp_path, "bootout"), tmp_path / macos.AGENT, tmp_path / "menubar.log"
     macos.install_agent(file, ["--target=a"], log, program)  # that nothing is loaded yet is no error
     assert [call[0] for call in calls(tmp_path)] == ["bootout", "bootstrap"]
     domain, path = calls(tmp_path)[1][1:]
@@ -102,14 +102,14 @@ def test_install_and_remove(tmp_path):
 def test_what_launchd_refuses_is_said(tmp_path):
     program = launchctl(tmp_path, "bootstrap")
     with pytest.raises(InvalidValue, match="Bootstrap failed: 5"):
-        macos.install_agent(macos.agent_file(tmp_path), (), tmp_path / "log", program)
+        macos.install_agent(tmp_path / macos.AGENT, (), tmp_path / "log", program)
     with pytest.raises(InvalidValue, match="No such file"):
-        macos.install_agent(macos.agent_file(tmp_path), (), tmp_path / "log", str(tmp_path / "nothing"))
+        macos.install_agent(tmp_path / macos.AGENT, (), tmp_path / "log", str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("given", [("--api-key", "secret"), ("--api-key=secret",)])
 def test_no_key_is_written_to_the_agent(tmp_path, given):
     with pytest.raises(InvalidValue, match="use --api-key-file"):
-        macos.write_agent(macos.agent_file(tmp_path), given, tmp_path / "log")
+        macos.write_agent(tmp_path / macos.AGENT, given, tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
-    macos.write_agent(macos.agent_file(tmp_path), ("--api-key-file", "key"), tmp_path / "log")
+    macos.write_agent(tmp_path / macos.AGENT, ("--api-key-file", "key"), tmp_path / "log")

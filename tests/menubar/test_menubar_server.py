@@ -282,7 +282,7 @@ def command_line(app: App) -> str:
 
 @pytest.mark.usefixtures("stand_in")
 def test_clicks(folder, tmp_path):
-    view, agent = Notepad(), macos.agent_file(tmp_path)
+    view, agent = Notepad(), tmp_path / macos.AGENT
     app = App(parse(["--port", "0", "--parallel", "2"]), folder, view, agent)
     thread = threading.Thread(target=app.run)
     thread.start()
@@ -321,7 +321,7 @@ def test_clicks(folder, tmp_path):
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
-    view, agent = Notepad(), macos.agent_file(tmp_path)
+    view, agent = Notepad(), tmp_path / macos.AGENT
     app = App(parse(["--port", "0", "--api-key", "secret"]), folder, view, agent)
     for message in (Click(Action.LOGIN), Click(Action.STOP), QUIT):
         app.post(message)
@@ -342,7 +342,7 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
 def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
     folder.selection.write_text(kept)
     view = Notepad()
-    app = App(parse(list(given)), folder, view, macos.agent_file(folder.path))
+    app = App(parse(list(given)), folder, view, folder.path / macos.AGENT)
     app.post(QUIT)
     app.run()
     drafters = [item for item in view.items() if item.click and item.click.action is Action.DRAFTER]
