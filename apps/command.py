@@ -118,7 +118,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> obj
 
 def refuse(name: str, problem: str) -> NoReturn:
     """Exit with status 2 and one line on stderr: the problem, and where help is."""
-    text = " ".join(problem.replace("Value error, ", "").split()).removesuffix(".")  # pydantic says that
+    text = " ".join(problem.split()).removesuffix(".")
     print(f"mlx-spec: {text[:1].lower()}{text[1:]} (see {name} --help)", file=sys.stderr)
     raise SystemExit(BAD_OPTION)
 

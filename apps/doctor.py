@@ -201,9 +201,8 @@ def _models() -> Check:
         (broken if model.problem else whole).append(f"{name} ({model.origin})")
     text = ", ".join(whole) or "none"
     if broken:
-        return Check(
-            "models", "note", f"{text}; not to be loaded: {', '.join(broken)}, see `mlx-spec models`"
-        )
+        text = f"{text}; not to be loaded: {', '.join(broken)}, see `mlx-spec models`"
+        return Check("models", "note", text)
     return Check("models", "ok", text)
 
 

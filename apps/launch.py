@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, NoReturn
-from urllib.parse import urlsplit
 
 from typer import Argument
 
@@ -30,9 +30,11 @@ from mlx_spec.hub.files import typed_path
 from .command import MODEL, BadOptions, flag, option, program, show
 from .menubar import server_process
 from .menubar.menu import Selection
-from .menubar.server_process import Address, ServerOptions, candidates, get_json, health, last_words
+from .menubar.server_process import Address, candidates, get_json, health, last_words
 from .server.settings import Settings
 
+# Of a server; an address of IPv6 is in brackets.
+URL = re.compile(r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?")
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
 NO_KEY = "none"  # agents want some key, the server does not
 SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
@@ -71,14 +73,9 @@ class Options:
     @property
     def address(self) -> Address:
         """Return where the server may be. Raises InvalidValue."""
-        try:
-            parts = urlsplit(self.url)
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/", "/v1"):
+        if (found := URL.fullmatch(self.url)) is None:
             raise InvalidValue(f"--url {self.url}: write http://HOST:PORT")
-        return Address(parts.hostname, port)
+        return Address(found[1] or found[2], int(found[3]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Endpoint:
     """A server as an agent uses it."""
 
     url: str
-    key: str | None
+    key: str
     model: str
     context: int  # tokens
 
@@ -111,7 +108,7 @@ def _codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         for key, value in values.items()
         for word in ("-c", f"{key}={json.dumps(value, ensure_ascii=False)}")
     ]
-    return {"MLX_SPEC_API_KEY": endpoint.key or NO_KEY}, arguments
+    return {"MLX_SPEC_API_KEY": endpoint.key}, arguments
 
 
 def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
@@ -119,7 +116,7 @@ def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     tiers = [f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS")]
     return {
         "ANTHROPIC_BASE_URL": endpoint.url,
-        "ANTHROPIC_AUTH_TOKEN": endpoint.key or NO_KEY,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.key,
         "ANTHROPIC_API_KEY": "",  # else it asks which of the two to use
         **dict.fromkeys([*roles, *tiers], endpoint.model),
         **dict.fromkeys(["API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"], str(PATIENCE_MS)),
@@ -134,11 +131,7 @@ def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": PROVIDER,
-        "options": {
-            "baseURL": f"{endpoint.url}/v1",
-            "apiKey": endpoint.key or NO_KEY,
-            "timeout": PATIENCE_MS,
-        },
+        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key, "timeout": PATIENCE_MS},
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit, "tool_call": True}},
     }
     model = f"{PROVIDER}/{endpoint.model}"
@@ -149,7 +142,7 @@ def _opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
 def _qwen(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     variables = {
         "OPENAI_BASE_URL": f"{endpoint.url}/v1",
-        "OPENAI_API_KEY": endpoint.key or NO_KEY,
+        "OPENAI_API_KEY": endpoint.key,
         "OPENAI_MODEL": endpoint.model,
     }
     return variables, ["--auth-type", "openai", "--model", endpoint.model]
@@ -215,7 +208,7 @@ def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
         )
     if row["tools"] is False:
         raise InvalidValue(f"{who} has no tool calls that the server knows, and {options.agent} needs them")
-    key = SHOWN_KEY if options.print and options.api_key else options.api_key
+    key = SHOWN_KEY if options.print and options.api_key else options.api_key or NO_KEY
     return Endpoint(address.url, key, wanted, context)
 
 
@@ -237,12 +230,11 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
             "or let --target REPO start one for this run"
         )
     address = candidates(Address(Settings.host, 0))[0]
-    arguments = ServerOptions(address).arguments(Selection(target, options.drafter), address.port)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process = server_process.launch(arguments, log)
+        process = server_process.launch((), Selection(target, options.drafter), address.port, log)
         try:
             print(f"mlx-spec: loading {target} ...", file=sys.stderr, flush=True)
             _wait_ready(address, process, log)
@@ -257,7 +249,7 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
 
 def _models(address: Address, key: str | None) -> dict[str, dict[str, Any]]:
     """Return what a server says of its models, by their names."""
-    rows = get_json(address, "/v1/models", (200,), key).get("data") or []
+    rows = get_json(address, "/v1/models", key).get("data") or []
     return {row["id"]: row for row in rows}
 
 
@@ -271,7 +263,7 @@ def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: 
     while (status := health(address)) != "ok":
         ended = process.poll() is not None if process is not None else status in (None, "failed", "draining")
         if ended:
-            words = last_words(log, 0) if log is not None else None
+            words = last_words(log) if log is not None else None
             raise NotFound(words or f"the server at {address.url} could not load its model: its log says why")
         time.sleep(POLL_S)
 

@@ -27,7 +27,7 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import gumbel, noise_key
 from mlx_spec.session import Statistics
-from mlx_spec.text import Text
+from mlx_spec.text import Text, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
 from .bench import Question, arm, chat_questions
@@ -177,11 +177,18 @@ class Comparison:
 class Answer:
     """The tokens of one way to decode, until an end or an error."""
 
+    question: Question
+    sampling: Sampling
+    decoder: str = "plain"
     tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     error: str | None = None
-    is_complete: bool = False  # False if the time was up
-    next: mx.array | None = None  # logits [V] after the last token, from its own caches
+    next: mx.array | None = None  # logits [V] after the last token, from its own caches; None if cut short
+
+    @property
+    def history(self) -> list[int]:
+        """Return the tokens of the prompt and of the answer."""
+        return [*self.question.tokens, *self.tokens]
 
 
 @dataclass
@@ -261,7 +268,7 @@ class _Tester:
     def warm_up(self) -> int:
         """Read weights and compile kernels. Return how many tokens an answer may have."""
         for _ in range(2):
-            answer = self._decode(arm(self._pair, 0), self.questions[0], GREEDY, 8)
+            answer = self._decode(Answer(self.questions[0], GREEDY), arm(self._pair, 0), 8)
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
         cost = (len(self.questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
@@ -313,77 +320,66 @@ class _Tester:
         if self._left() <= reading:
             self.found.left_out += 1
             return
-        expected = self._decode(arm(self._pair, 0), question, sampling, count)
+        expected = self._decode(Answer(question, sampling), arm(self._pair, 0), count)
         if expected.error is not None or not expected.tokens:
-            self.found.comparisons.append(self._comparison(question, "plain", sampling, expected, expected))
+            self.found.comparisons.append(self._comparison(expected, expected))
             return
-        truth = [*question.tokens, *expected.tokens]
-        self._measure_noise(question, sampling, expected)
-        for name, parts in self._decoders(truth):
+        self._measure_noise(expected)
+        for name, parts in self._decoders(expected.history):
             if self._left() <= reading and self.found.comparisons:
                 self.found.left_out += 1
                 return
-            found = self._decode(parts, question, sampling, len(expected.tokens), name == COMPANY)
-            self.found.comparisons.append(self._comparison(question, name, sampling, expected, found))
-            if self._window is not None and len(question.tokens) + len(found.tokens) > self._window:
+            found = self._decode(Answer(question, sampling, name), parts, len(expected.tokens))
+            self.found.comparisons.append(self._comparison(expected, found))
+            if self._window is not None and len(found.history) > self._window:
                 self.found.past_window = True
 
-    def _decode(
-        self,
-        parts: SequenceParts,
-        question: Question,
-        sampling: Sampling,
-        count: int,
-        in_company: bool = False,
-    ) -> Answer:
-        """Return at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
-        answer = Answer()
+    def _decode(self, answer: Answer, parts: SequenceParts, count: int) -> Answer:
+        """Add at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
+        prompt, sampling, in_company = answer.history, answer.sampling, answer.decoder == COMPANY
         try:
-            running = self._pair.prepare(parts, question.tokens, sampling=sampling, max_tokens=count)
+            running = self._pair.prepare(parts, prompt, sampling=sampling, max_tokens=count)
             for round in self._beside_others(running, count) if in_company else decode(running):
                 answer.tokens += round.tokens
                 answer.statistics = answer.statistics.plus(round, round.seconds)
                 if not self._left():
                     return answer
-            answer.is_complete = True
-            answer.next = next_logits(parts.target, [*question.tokens, *answer.tokens])
+            answer.next = next_logits(parts.target, answer.history)
         except Exception as error:  # a defect may raise anything
             answer.error = f"{type(error).__name__}: {PATH.sub('(a file)', one_line(error, 120))}"
         return answer
 
-    def _measure_noise(self, question: Question, sampling: Sampling, expected: Answer) -> None:
+    def _measure_noise(self, expected: Answer) -> None:
         """Compare the next logits of correct caches: written row by row, in blocks, and all at once."""
         if expected.next is None:
             return
-        history = [*question.tokens, *expected.tokens]
-        blocks = self._decode(self._scripted(history), question, sampling, len(expected.tokens))
-        others = [next_logits(self._pair.open().target, history)]
+        blocks = Answer(expected.question, expected.sampling)
+        self._decode(blocks, self._scripted(expected.history), len(expected.tokens))
+        others = [next_logits(self._pair.open().target, expected.history)]
         if blocks.tokens == expected.tokens and blocks.next is not None:
             others.append(blocks.next)
         gaps = [logits_gap(expected.next, other) for other in others]
         known = [self.found.noise] if self.found.noise else []
         self.found.noise = max([*gaps, *known], key=lambda gap: gap.roundings)
 
-    def _comparison(
-        self, question: Question, decoder: str, sampling: Sampling, expected: Answer, found: Answer
-    ) -> Comparison:
+    def _comparison(self, expected: Answer, found: Answer) -> Comparison:
         """Compare two answers, token by token until one ends."""
-        both = min(len(expected.tokens), len(found.tokens))
-        at = next((i for i in range(both) if expected.tokens[i] != found.tokens[i]), None)
+        both, at = min(len(expected.tokens), len(found.tokens)), common_prefix(expected.tokens, found.tokens)
         divergence, drift, error = None, None, found.error
         if found.tokens == expected.tokens and expected.next is not None and found.next is not None:
             drift = logits_gap(expected.next, found.next)
-        if at is not None:
+        if at < both:
             tokens = expected.tokens[at], found.tokens[at]
-            gap = token_gap(self._pair, [*question.tokens, *expected.tokens[:at]], tokens, sampling)
+            before = [*found.question.tokens, *found.tokens[:at]]
+            gap = token_gap(self._pair, before, tokens, found.sampling)
             a, b = (self._pair.text.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(at, a, b, gap)
-        elif error is None and found.is_complete and len(found.tokens) < len(expected.tokens):
+        elif found.next is not None and len(found.tokens) < len(expected.tokens):
             error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"
         return Comparison(
-            prompt=question.name,
-            decoder=decoder,
-            seeded=sampling.temperature > 0,
+            prompt=found.question.name,
+            decoder=found.decoder,
+            seeded=found.sampling.temperature > 0,
             tokens=both,
             drafted=found.statistics.drafted,
             accepted=found.statistics.accepted,

@@ -107,9 +107,12 @@ def test_versions_agree(tmp_path):
     assert (said.stdout, said.stderr, said.returncode) == (f"mlx-spec {declared}\n", "", 0)
 
 
-@pytest.mark.parametrize("command", [("mlx_spec", "chat"), ("mlx_spec.chat",)], ids=" ".join)
 @pytest.mark.parametrize(
-    "cause", ["No module named 'mlx'", "libmlx.so: cannot open shared object file:\nNo such file"]
+    ("command", "cause"),
+    [
+        ("mlx_spec chat", "No module named 'mlx'"),
+        ("mlx_spec.chat", "libmlx.so: cannot open shared object file:\nNo such file"),
+    ],
 )
 def test_no_backend_is_one_line(command, cause, tmp_path):
     """An mlx without a backend, as pip leaves it on Linux when no extra was asked for."""
@@ -117,7 +120,8 @@ def test_no_backend_is_one_line(command, cause, tmp_path):
     fake.mkdir(parents=True)
     (fake / "__init__.py").touch()
     (fake / "core.py").write_text(f"raise ImportError({cause!r})")
-    done = run(sys.executable, "-m", *command, "--prompt=hi", cwd=tmp_path, PYTHONPATH=str(fake.parent))
+    words = [*command.split(), "--prompt=hi"]
+    done = run(sys.executable, "-m", *words, cwd=tmp_path, PYTHONPATH=str(fake.parent))
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
     assert line.startswith(f"mlx-spec: no MLX backend ({' '.join(cause.split())}): pip install ")

@@ -5,37 +5,31 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Sequence
 
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.load import follow
 
-from ..command import ERROR, drop, parse, refuse
+from ..command import ERROR, program, refuse
 from .arguments import Options
 from .interrupts import Interrupts
-from .terminal import ReaderLeft, Terminal, checked
+from .terminal import Terminal, checked
 
 STDIN_HINT_S = 2.0  # without a byte on stdin, before we say that we wait for it
 STDIN_POLL_S, STDIN_BYTES = 0.5, 65536  # of one wait, and of one read
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns its exit status. A bad command line raises SystemExit with status 2."""
+def _run(options: Options) -> int:
     with Interrupts() as interrupts:
-        options = parse(Options, "chat", argv)
         terminal = Terminal()
         try:
-            return _run(options, terminal, interrupts)
-        except ReaderLeft:  # it has seen enough
-            drop(sys.stdout)
-            return 0
+            return _talk(options, terminal, interrupts)
         except SpecError as error:
             terminal.error(error)
             return ERROR
 
 
-def _run(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
+def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     require_backend()
     from mlx_spec.model.ranks import join
 
@@ -95,3 +89,6 @@ def _piped_text(terminal: Terminal) -> str | None:
 
 def _has_input(timeout_s: float) -> bool:
     return bool(select.select([sys.stdin], [], [], timeout_s)[0])
+
+
+main = program("chat", Options, _run)

@@ -19,10 +19,14 @@ from mlx_spec.session import Piece, Statistics
 
 from .conversation import Conversation
 from .input import hidden_typing
-from .interrupts import Interrupts
+from .interrupts import CtrlC, Interrupts
 from .terminal import BORDER, DIM, Terminal, origin_name, origin_style
 
 BAR_CELLS = 20  # of a full bar
+# What JSON takes as it is: from the statistics of an answer, and from each of its rounds.
+ROUNDS = "rounds", "speculative_rounds", "draft_length", "acceptance_length"
+DRAFTS = "drafted", "accepted", "drafted_at", "accepted_at", "ahead_hits", "ahead_misses"
+TRACED = "kind", "tokens", "drafted", "accepted", "reason", "seconds", "plain_seconds", "finish_reason"
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,13 @@ class ChatState:
         with (
             keys,
             suppress(KeyboardInterrupt),
-            self.interrupts.raising(),
+            self.interrupts.acting(CtrlC.RAISE),
             closing(self.conversation.stream(message)) as pieces,
         ):
             if self.trace is not None:
                 self.trace.begin(self.conversation.pair.drafter_names)
             for piece in pieces:
-                self.interrupts.begin_rounds()
+                self.interrupts.action = CtrlC.STOP
                 first_seconds = first_seconds or time.perf_counter() - start
                 texts[piece.kind] += piece.text
                 if self.trace is not None:
@@ -80,7 +84,7 @@ class ChatState:
                     self._show(piece)
                 if self.interrupts.pressed:
                     break
-            self.interrupts.settle()
+            self.interrupts.action = CtrlC.NOTE
         if self.shows_answers:
             self.terminal.end(interrupted=self.interrupts.pressed)
         if self.is_interactive and not self.highlight and not self.interrupts.pressed:
@@ -204,16 +208,7 @@ def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
         "speculation": {
             "on": statistics.reason.is_on,
             "reason": statistics.reason.value,
-            "rounds": statistics.rounds,
-            "speculative_rounds": statistics.speculative_rounds,
-            "draft_length": statistics.draft_length,
-            "acceptance_length": statistics.acceptance_length,
-            "drafted": statistics.drafted,
-            "accepted": statistics.accepted,
-            "drafted_at": list(statistics.drafted_at),
-            "accepted_at": list(statistics.accepted_at),
-            "ahead_hits": statistics.ahead_hits,
-            "ahead_misses": statistics.ahead_misses,
+            **{name: getattr(statistics, name) for name in ROUNDS + DRAFTS},
         },
         "peak_memory_bytes": outcome.peak_bytes,
     }
@@ -262,16 +257,9 @@ class Trace:
             "turn": self._turn,
             "round": self._round,
             "time": time.time(),
-            "kind": round.kind,
-            "tokens": round.tokens,
-            "spans": self._spans,
+            **{name: vars(round)[name] for name in TRACED},
             "drafter": origin_name(self._drafters, round.drafter),
-            "drafted": round.drafted,
-            "accepted": round.accepted,
-            "reason": round.reason.value,
-            "seconds": round.seconds,
-            "plain_seconds": round.plain_seconds,
-            "finish_reason": round.finish_reason,
+            "spans": self._spans,
         }
         self._spans = []
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
+
+from prompt_toolkit.completion import PathCompleter, WordCompleter
 
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.files import human_bytes, typed_path
@@ -12,6 +15,7 @@ from . import conversation as files
 from . import models
 from .answer import ChatState, Outcome
 from .input import CommandCompleter
+from .interrupts import CtrlC
 from .settings import NAMES, AnswerSettings, changed, shown, values
 from .terminal import legend
 
@@ -60,17 +64,16 @@ class Commands:
 
     def completer(self) -> CommandCompleter:
         """Return what the Tab key completes."""
-        return CommandCompleter(
-            sorted(self.table),
-            {
-                "model": models.names,
-                "draft": lambda: ("auto", "lookup", "off", *map(str, range(1, 17))),
-                "set": lambda: NAMES,
-                "highlight": lambda: ("on", "off"),
-                "system": lambda: ("off",),
-            },
-            files=("save", "load", "json"),
-        )
+        one_of, file = partial(WordCompleter, sentence=True), PathCompleter(expanduser=True)
+        arguments = {
+            "model": one_of(models.names),
+            "draft": one_of(["auto", "lookup", "off", *map(str, range(1, 17))]),
+            "set": one_of(list(NAMES)),
+            "highlight": one_of(["on", "off"]),
+            "system": one_of(["off"]),
+            **dict.fromkeys(("save", "load", "json"), file),
+        }
+        return CommandCompleter(one_of([f"/{name}" for name in sorted(self.table)]), arguments)
 
     def _help(self, _: str) -> None:
         for name, command in self.table.items():
@@ -104,7 +107,7 @@ class Commands:
             if not self._confirms("Download? [y/N] "):
                 self._terminal.note("nothing was downloaded")
                 return
-            with self._chat.interrupts.noting():  # Ctrl-C is for the program that downloads
+            with self._chat.interrupts.acting(CtrlC.NOTE):  # Ctrl-C is for the program that downloads
                 is_complete = models.download(name)
             if not is_complete:
                 raise SpecError(f"{name} is not here: the conversation goes on as before")
@@ -138,12 +141,8 @@ class Commands:
         if choice.kv_bits is not None:
             lines.append(f"KV cache: {choice.kv_bits} bits")
         lines.append(f"system prompt: {conversation.system or 'none'}")
-        defaults = values(AnswerSettings())
-        settings = [
-            f"{name} {shown(value)}"
-            for name, value in values(conversation.settings).items()
-            if value != defaults[name]
-        ]
+        now, usual = values(conversation.settings), values(AnswerSettings())
+        settings = [f"{name} {shown(value)}" for name, value in now.items() if value != usual[name]]
         lines.append(f"settings: {', '.join(settings) or 'the usual ones'}")
         lines.append(f"answers: {conversation.schema.name if conversation.schema else 'free'}")
         used = conversation.session.statistics
@@ -167,8 +166,8 @@ class Commands:
         self._conversation.load(saved)
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")
-        if saved.target != self._conversation.choice.target:
-            self._terminal.note(f"it was held with {saved.target}: /model {saved.target} changes to that")
+        if (target := saved.get("target")) != self._conversation.choice.target:
+            self._terminal.note(f"it was held with {target}: /model {target} changes to that")
 
     def _retry(self, _: str) -> None:
         session = self._conversation.session
@@ -208,7 +207,7 @@ class Commands:
             self._terminal.note("no highlighting")
 
     def _switch(self, choice: models.PairChoice, note: str = "") -> None:
-        with self._chat.interrupts.loading():
+        with self._chat.interrupts.acting(CtrlC.LOAD):
             try:
                 if note:
                     self._terminal.note(note)
@@ -216,9 +215,8 @@ class Commands:
             except KeyboardInterrupt:
                 if self._conversation.choice == choice:
                     raise
-                raise SpecError(
-                    f"{choice.target} is not loaded: the conversation goes on as before"
-                ) from None
+                problem = f"{choice.target} is not loaded: the conversation goes on as before"
+                raise SpecError(problem) from None
         self._terminal.note(self._drafts())
 
     def _drafts(self) -> str:
@@ -237,7 +235,7 @@ class Commands:
         try:
             return self._terminal.ask(question).strip().lower() in ("y", "yes")
         except (EOFError, KeyboardInterrupt):
-            self._terminal.newline()
+            self._terminal.note("")
             return False
 
 

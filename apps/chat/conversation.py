@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Conversation:
         grammar = None if self.schema is None else self.schema.grammar.thinking(settings.think)
         return self.session.stream(
             message,
-            sampling=replace(settings.sampling, grammar=grammar),
+            sampling=replace(settings, grammar=grammar),
             max_tokens=settings.max_tokens,
             thinking=settings.think,
         )
@@ -91,22 +91,25 @@ class Conversation:
         if (schema := self.schema) is not None:
             self.require_schema(schema.name, schema.source)
 
-    def load(self, saved: SavedConversation) -> None:
-        """Go on from a saved conversation with the present model. Raises InvalidValue and changes nothing."""
-        settings = from_values(saved.settings)
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `read` returns, with the present model. Raises InvalidValue and changes nothing."""
+        settings = from_values(saved["settings"])
         if settings.think and not self.pair.text.thinks:
             settings = replace(settings, think=False)
-        session = self.pair.session(saved.system)
-        known = ("role", "content", "reasoning_content")
-        session.resume(
-            [{key: turn[key] for key in known if isinstance(turn.get(key), str)} for turn in saved.messages]
-        )
-        self.session, self.system, self.settings = session, saved.system, settings
+        session = self.pair.session(saved["system"])
+        known, turns = ("role", "content", "reasoning_content"), saved["messages"]
+        session.resume([{key: turn[key] for key in known if type(turn.get(key)) is str} for turn in turns])
+        self.session, self.system, self.settings = session, saved["system"], settings
 
-    def save(self) -> SavedConversation:
-        """Return what `load` takes."""
-        target, drafter = self.choice.target, self.choice.drafter
-        return SavedConversation(target, drafter, self.system, self.turns, values(self.settings))
+    def save(self) -> dict[str, Any]:
+        """Return what `write` takes."""
+        return {
+            "target": self.choice.target,
+            "drafter": self.choice.drafter,
+            "system": self.system,
+            "messages": self.turns,
+            "settings": values(self.settings),
+        }
 
     def _redraft(self, choice: PairChoice) -> bool:
         """Change the draft length, and keep what was read. Return False if the choice needs other weights."""
@@ -152,17 +155,6 @@ class Conversation:
 # --- on the disk
 
 
-@dataclass(frozen=True)
-class SavedConversation:
-    """A conversation in a file, and the models that it was held with."""
-
-    target: str
-    drafter: str | None
-    system: str | None
-    messages: Sequence[Mapping[str, Any]]  # of user and assistant
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
 def file_named(name: str) -> Path:
     """Return the file that a typed name means. Raises InvalidValue."""
     if not name:
@@ -171,22 +163,22 @@ def file_named(name: str) -> Path:
     return path if path.suffix else path.with_name(path.name + SUFFIX)
 
 
-def write(file: Path, saved: SavedConversation) -> None:
+def write(file: Path, saved: Mapping[str, Any]) -> None:
     """Write a conversation, also over another one. Raises InvalidValue for any other file."""
     if file.exists():
         try:
             read(file)
         except SpecError as error:
             raise InvalidValue(f"{file} is no conversation of ours: take another name") from error
-    content = {"format": FORMAT, "version": VERSION, **asdict(saved)}
+    content = {"format": FORMAT, "version": VERSION, **saved}
     try:
         write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
 
 
-def read(file: Path) -> SavedConversation:
-    """Return what any release wrote; unknown fields are ignored. Raises NotFound and BadCheckpoint."""
+def read(file: Path) -> dict[str, Any]:
+    """Return what any release wrote. Raises NotFound and BadCheckpoint."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -205,14 +197,11 @@ def read(file: Path) -> SavedConversation:
     messages = content.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise BadCheckpoint(f"{file} holds no list of messages: it was changed since /save wrote it")
-    system, settings, drafter = content.get("system"), content.get("settings"), content.get("drafter")
-    return SavedConversation(
-        str(content.get("target")),
-        drafter if isinstance(drafter, str) else None,
-        system if isinstance(system, str) else None,
-        messages,
-        settings if isinstance(settings, dict) else {},
-    )
+    system, settings = content.get("system"), content.get("settings")
+    return content | {
+        "system": system if isinstance(system, str) else None,
+        "settings": settings if isinstance(settings, dict) else {},
+    }
 
 
 def _is_message(message: object) -> bool:

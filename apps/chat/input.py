@@ -27,7 +27,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
-from .interrupts import Interrupts
+from .interrupts import CtrlC, Interrupts
 from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
@@ -39,12 +39,12 @@ LOCAL_MODES = 3  # index in what tcgetattr returns
 def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
     """Return a message, read line by line, as Python's own input() does. Raises as `LineEditor.read`."""
     try:
-        with interrupts.raising():
+        with interrupts.acting(CtrlC.RAISE):
             text = terminal.ask(PROMPT)
             while is_open(text):
                 text += "\n" + terminal.ask(CONTINUATION)
     except (EOFError, KeyboardInterrupt):
-        terminal.newline()
+        terminal.note("")  # leave the line of the prompt
         raise
     return text
 
@@ -118,41 +118,34 @@ class LineEditor:
 class CommandCompleter(Completer):
     """Completes a line that begins with a command."""
 
-    commands: Sequence[str]
-    arguments: Mapping[str, Callable[[], Sequence[str]]]  # the words that a command takes, by its name
-    files: Sequence[str]  # the commands that take a file
+    commands: Completer
+    arguments: Mapping[str, Completer]  # by the name of the command
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         """Return what may stand at the end of the text before the cursor."""
         line = document.text_before_cursor
-        command, space, argument = line.removeprefix("/").partition(" ")
-        typed = argument.lstrip()
-        if not line.startswith("/") or "\n" in line:
+        command, space, argument = line.partition(" ")
+        completer = self.arguments.get(command[1:]) if space else self.commands
+        if completer is None or not line.startswith("/") or "\n" in line:
             return []
-        if not space:
-            return _starting(line, [f"/{name}" for name in self.commands])
-        if command in self.files:
-            return _starting(typed, _paths(typed))
-        if command in self.arguments and " " not in argument.strip():
-            return _starting(typed, self.arguments[command]())
-        return []
+        return completer.get_completions(Document(argument.lstrip() if space else line), complete_event)
 
 
 def open_input(
     terminal: Terminal, interrupts: Interrupts, completer: Completer, *, history: bool
 ) -> Callable[[], str]:
     """Return what reads a message: a line editor, or plain input if the terminal cannot move its cursor."""
-    if not (sys.stdin and sys.stdin.isatty() and terminal.has_screen) or is_dumb_terminal():
+    is_seen = terminal.shows_thinking or terminal.is_watched
+    if not (sys.stdin and sys.stdin.isatty() and is_seen) or is_dumb_terminal():
         return partial(read_plain, terminal, interrupts)
-    return LineEditor(interrupts, completer, _open_history(terminal) if history else None).read
+    return LineEditor(interrupts, completer, open_history(terminal) if history else None).read
 
 
 def is_open(text: str) -> bool:
     """Return True if a block of lines was begun and not ended."""
     text = text.strip()
-    return text.startswith(BLOCK_MARK) and not (
-        len(text) >= 2 * len(BLOCK_MARK) and text.endswith(BLOCK_MARK)
-    )
+    is_ended = len(text) >= 2 * len(BLOCK_MARK) and text.endswith(BLOCK_MARK)
+    return text.startswith(BLOCK_MARK) and not is_ended
 
 
 def unquoted(text: str) -> str:
@@ -209,22 +202,8 @@ class _BestEffortHistory(FileHistory):
             return []
 
 
-def _starting(typed: str, words: Iterable[str]) -> list[Completion]:
-    return [Completion(word, start_position=-len(typed)) for word in words if word.startswith(typed)]
-
-
-def _paths(typed: str) -> list[str]:
-    """Return the paths that begin with `typed`, folders with a slash behind; hidden ones only if asked."""
-    head, slash, tail = typed.rpartition("/")
-    try:
-        found = sorted(path for path in Path(head + slash).expanduser().iterdir())
-    except (OSError, RuntimeError, ValueError):  # no such home, a NUL
-        return []
-    visible = [path for path in found if tail.startswith(".") or not path.name.startswith(".")]
-    return [f"{head}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in visible]
-
-
-def _open_history(terminal: Terminal) -> Path | None:
+def open_history(terminal: Terminal) -> Path | None:
+    """Return the file of what was typed, which only its owner reads; None if it cannot be written."""
     file = user_state_path("mlx_spec") / "chat_history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -127,9 +127,7 @@ def describe_download(missing: Sequence[str]) -> list[str]:
     size, total = sum(plan.missing for plan in plans), sum(plan.total for plan in plans)
     folder = cache_folder()
     hub.check_space(" and ".join(plan.name for plan in plans), size, folder)
-    lines = [
-        f"{plan.name}: {human_bytes(plan.missing)} of {human_bytes(plan.total)} to fetch" for plan in plans
-    ]
+    lines = [f"{p.name}: {human_bytes(p.missing)} of {human_bytes(p.total)} to fetch" for p in plans]
     return [*lines, f"{human_bytes(hub.free_bytes(folder))} are free on the disk; memory: {fit(total)}"]
 
 

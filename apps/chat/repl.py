@@ -17,10 +17,10 @@ from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
 from .input import open_input, unquoted
-from .interrupts import Interrupts
+from .interrupts import CtrlC, Interrupts
 from .models import choose, open_pair
 from .settings import from_options
-from .terminal import OutputClosed, Terminal
+from .terminal import Terminal
 
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /usr/bin is a message
 GREETING = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
@@ -69,13 +69,13 @@ def _converse(chat: ChatState, *, history: bool) -> None:
     commands = Commands(chat)
     read = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
     chat.terminal.note(GREETING)
-    with chat.interrupts.noting():
+    with chat.interrupts.acting(CtrlC.NOTE):
         while True:
             try:
                 _take_line(chat, commands, read)
             except EOFError:
                 return
-            except (OutputClosed, NoModelLeft):
+            except NoModelLeft:
                 raise
             except SpecError as error:  # it does not end the conversation
                 chat.terminal.error(error)
@@ -90,11 +90,10 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
         return
     if command := COMMAND.fullmatch(text.strip()):
         try:
-            with chat.interrupts.raising():
+            with chat.interrupts.acting(CtrlC.RAISE):
                 commands.run(command[1], command[2] or "")
         except KeyboardInterrupt:  # it waited for a file or the network
-            chat.terminal.newline()
-            chat.terminal.note("interrupted")
+            chat.terminal.note("", "interrupted")
     elif message := unquoted(text):
         chat.answer_and_report(message)
 

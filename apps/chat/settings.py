@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
@@ -16,26 +16,24 @@ DEFAULT_WORDS = ("off", "none", "default")  # as values of `/set`
 
 
 @dataclass(frozen=True)
-class AnswerSettings:
+class AnswerSettings(Sampling):
     """The settings of all answers to come. The grammar is not among them."""
 
-    sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = MAX_TOKENS
     think: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise InvalidValue(
+                f"max_tokens={self.max_tokens!r} is not allowed: give an integer of at least 1"
+            )
+        if type(self.think) is not bool:
+            raise InvalidValue(f"think={self.think!r} is not allowed: give on or off")
 
-NOT_SAMPLING = ("max_tokens", "think")
-NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    *NOT_SAMPLING,
-)
+
+NOT_TYPED = ("logit_bias", "min_tokens", "late_tokens", "grammar")  # what `/set` does not know
+NAMES = tuple(name for name in vars(AnswerSettings()) if name not in NOT_TYPED)
 
 
 def from_options(options: Options) -> AnswerSettings:
@@ -47,21 +45,20 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
     """Return the settings with one value as typed; "off" is the default. Raises InvalidValue."""
     if name not in NAMES:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
-    if text in DEFAULT_WORDS and name != "think":
-        return _replace(settings, {name: values(AnswerSettings())[name]})
-    return _replace(settings, {name: _typed(name, text)})
+    is_default = text in DEFAULT_WORDS and name != "think"
+    value: Any = vars(AnswerSettings())[name] if is_default else _typed(name, text)
+    return replace(settings, **{name: value})
 
 
 def values(settings: AnswerSettings) -> dict[str, Any]:
     """Return all values by name."""
-    return {name: vars(settings if name in NOT_SAMPLING else settings.sampling)[name] for name in NAMES}
+    return {name: vars(settings)[name] for name in NAMES}
 
 
 def from_values(given: Mapping[str, Any]) -> AnswerSettings:
     """Return the settings with these values, the others at their defaults. Raises InvalidValue."""
-    known = {name: value for name, value in given.items() if name in NAMES}
     try:
-        return _replace(AnswerSettings(), known)
+        return AnswerSettings(**{name: value for name, value in given.items() if name in NAMES})
     except TypeError as error:
         raise InvalidValue(f"the settings cannot be used: {error}") from error
 
@@ -82,14 +79,3 @@ def _typed(name: str, text: str) -> bool | int | float:
             return kind(text)
     wanted = "on or off" if name == "think" else "a number"
     raise InvalidValue(f"{name}: {text!r} is not allowed: give {wanted}")
-
-
-def _replace(settings: AnswerSettings, new: Mapping[str, Any]) -> AnswerSettings:
-    sampling = {name: value for name, value in new.items() if name not in NOT_SAMPLING}
-    others = {name: value for name, value in new.items() if name in NOT_SAMPLING}
-    result = replace(settings, sampling=replace(settings.sampling, **sampling), **others)
-    if type(result.max_tokens) is not int or result.max_tokens < 1:
-        raise InvalidValue(f"max_tokens={result.max_tokens!r} is not allowed: give an integer of at least 1")
-    if type(result.think) is not bool:
-        raise InvalidValue(f"think={result.think!r} is not allowed: give on or off")
-    return result

@@ -12,11 +12,13 @@ import select
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
+from prompt_toolkit.utils import is_dumb_terminal
 from rich.cells import cell_len, chop_cells
 
-from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.errors import InvalidValue
 
 from ..command import CONTROLS, drop
 
@@ -38,14 +40,6 @@ WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
 UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
 
-class OutputClosed(SpecError):
-    """Stdout takes no more text."""
-
-
-class ReaderLeft(OutputClosed):
-    """The reader of a pipe, such as `head`, has seen enough."""
-
-
 class Terminal:
     """Both output streams, and what is known about the current line on stdout."""
 
@@ -57,21 +51,14 @@ class Terminal:
         self.shows_thinking = _is_terminal(sys.stdout)  # a pipe gets the answer only
         self.is_watched = _is_terminal(sys.stderr)
         self.has_styles = _has_styles(sys.stdout)
-        self._moves = self.shows_thinking and not _is_dumb()
+        self._moves = self.shows_thinking and not is_dumb_terminal()
         self._dims_notes = _has_styles(sys.stderr)
         self._kind = ""  # of the last piece of this answer
-        self._shown = ""  # all text of that kind
-        self._wrapping = Wrapping()
+        self._wrapping = Wrapping()  # of all text of that kind
         self._size: os.terminal_size | None = None  # when that text began
-        self._fresh_line = True
-
-    @property
-    def has_screen(self) -> bool:
-        """Return True if the user sees one of the streams."""
-        return self.shows_thinking or self.is_watched
 
     def piece(self, text: str, kind: str, style: str = "") -> None:
-        """Show a piece of an answer at once, in an SGR style if there are styles. Raises OutputClosed."""
+        """Show a piece of an answer at once, in an SGR style if there are styles. Raises OSError."""
         if not text or (kind == "thinking" and not self.shows_thinking):
             return
         if kind != self._kind:
@@ -79,15 +66,15 @@ class Terminal:
         self._write(text, ";".join(code for code in (DIM if kind == "thinking" else "", style) if code))
 
     def end(self, *, interrupted: bool = False) -> None:
-        """End the answer and its line; after Ctrl-C the line holds "^C". Raises OutputClosed."""
-        if not self._fresh_line:
+        """End the answer and its line; after Ctrl-C the line holds "^C". Raises OSError."""
+        if self._wrapping.line:
             self._write("\n")
         elif interrupted and self.is_watched:
-            self.newline()
+            self.note("")
         self._kind = ""
 
     def render(self) -> None:
-        """Replace the last part of an ended answer by its rendered Markdown. Raises OutputClosed.
+        """Replace the last part of an ended answer by its rendered Markdown. Raises OSError.
 
         Does nothing if there is no Markdown, or if the text may have left the screen or changed its shape.
         """
@@ -99,7 +86,7 @@ class Terminal:
         height = rows(self._wrapping.shown.removesuffix("\n"), size.columns)
         if height is None or height >= size.lines:
             return
-        if (text := rendered(self._shown, size.columns)) is not None:
+        if (text := rendered(self._wrapping.text, size.columns)) is not None:
             self._put(f"\x1b[{height}A\x1b[J{text}")
 
     def note(self, *lines: str) -> None:
@@ -112,10 +99,8 @@ class Terminal:
         _print_error("".join(in_style(text, style if self._dims_notes else "") for text, style in parts))
 
     def error(self, error: Exception) -> None:
-        """Show an error in one line. Gives up on a stdout that is closed."""
-        if isinstance(error, OutputClosed):
-            drop(sys.stdout)
-        elif not self._fresh_line:
+        """Show an error in one line."""
+        if self._wrapping.line:
             self.end()
         _print_error(self._folded(f"mlx-spec: {' '.join(str(error).split())}"))
 
@@ -130,45 +115,31 @@ class Terminal:
         except UnicodeDecodeError as error:
             raise InvalidValue("this line is not UTF-8 text: type it again") from error
 
-    def newline(self) -> None:
-        """Leave the line of the prompt."""
-        _print_error("")
-
     def _folded(self, text: str) -> str:
         size = _size(sys.stderr) if self.is_watched else None
         return text if size is None or size.columns < 1 else folded(text, size.columns)
 
     def _start(self, kind: str) -> None:
-        if not self._fresh_line:
+        if self._wrapping.line:
             self._write("\n")
         if kind == "thinking" and not self.has_styles:
             self._write("(thinking)\n")
         elif self._kind == "thinking":
             self._write("\n" if self.has_styles else "(answer)\n")
-        self._kind, self._shown = kind, ""
-        self._wrapping = Wrapping()
+        self._kind, self._wrapping = kind, Wrapping()
         self._size = _size(sys.stdout) if kind == "answer" else None
 
     def _write(self, text: str, style: str = "") -> None:
+        if sys.stdout is None:
+            raise InvalidValue("stdout is closed, so the answer has nowhere to go: leave it open")
         if self.shows_thinking:
             text = text.translate(CONTROLS)
-        if not text:
-            return
         columns = size.columns if self._moves and (size := _size(sys.stdout)) else 0
         self._put(self._wrapping.add(text, style if self.has_styles else "", columns))
-        self._shown += text
-        self._fresh_line = text.endswith("\n")
 
     def _put(self, text: str) -> None:
-        if sys.stdout is None:
-            raise OutputClosed("stdout is closed, so the answer has nowhere to go: leave it open")
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError as error:
-            raise ReaderLeft(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
-        except OSError as error:
-            raise OutputClosed(f"cannot write to stdout ({error.strerror}): the answer stops here") from error
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 # --- colours
@@ -220,24 +191,26 @@ class Wrapping:
     """
 
     def __init__(self) -> None:
-        self.shown = ""  # the text with the line breaks that were added
-        self._line = ""  # without them
+        self.text = ""
+        self.shown = ""  # with the line breaks that were added
+        self.line = ""  # the last line of the text
         self._column = 0
         self._word: list[tuple[str, str]] = []  # its pieces and their styles
         self._in_code = False
 
     def add(self, text: str, style: str, columns: int) -> str:
         """Return what to write for more text; 0 columns: their number is not known."""
+        self.text += text
         return "".join(self._part(part, style, columns) for part in WORDS.findall(text))
 
     def _part(self, part: str, style: str, columns: int) -> str:
         if part == "\n":
-            self._in_code ^= self._line.lstrip().startswith(FENCES)
+            self._in_code ^= self.line.lstrip().startswith(FENCES)
             self.shown += part
-            self._line, self._column, self._word = "", 0, []
+            self.line, self._column, self._word = "", 0, []
             return part
-        self._line += part
-        if not columns or self._in_code or UNSURE_WIDTH.search(self._line):
+        self.line += part
+        if not columns or self._in_code or UNSURE_WIDTH.search(self.line):
             self.shown += part
             return in_style(part, style)
         if part[0] == " ":
@@ -269,12 +242,8 @@ def in_style(text: str, style: str) -> str:
 
 def folded(text: str, columns: int) -> str:
     """Return a message whose lines end between words."""
-    return "\n".join(
-        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        if len(line) > columns
-        else line
-        for line in text.split("\n")
-    )
+    fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
 def rows(text: str, columns: int) -> int | None:
@@ -301,12 +270,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _has_styles(stream: TextIO | None) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and not _is_dumb()
-
-
-def _is_dumb() -> bool:
-    """Return True if the terminal can only append text."""
-    return os.environ.get("TERM") == "dumb"
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and not is_dumb_terminal()
 
 
 def _size(stream: TextIO | None) -> os.terminal_size | None:

@@ -34,24 +34,12 @@ INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
 
 def parse(arguments: Sequence[str] | None) -> MenuPlan:
     """Return the options of a command line. Raises SystemExit with status 2 if one is wrong."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    passed = tuple(word for word in words if word not in (INSTALL, REMOVE))
-    choice, rest = command.parse(
+    return command.parse(
         options,
         "menubar",
-        words,
+        arguments,
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         options_metavar="[OPTIONS] [OPTIONS of mlx-spec serve]",
-    )
-    settings = parse_server(passed)
-    is_named = any(word.split("=")[0] == "--model" for word in rest)
-    return MenuPlan(
-        ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
-        choice,
-        fixed=is_named and choice.target is None,
-        passed=passed,
-        installs=INSTALL in words,
-        removes=REMOVE in words,
     )
 
 
@@ -62,14 +50,25 @@ def options(
     target: Annotated[str | None, Option(hidden=True)] = None,
     drafter: Annotated[str | None, Option(hidden=True)] = None,
     port: Annotated[str | None, Option(hidden=True)] = None,
-) -> tuple[Selection, tuple[str, ...]]:
+) -> MenuPlan:
     """Keep the local endpoint running, with a menu that shows its state.
 
     Options of `mlx-spec serve` are passed on.
     """
     if install_login_item and remove_login_item:
         raise BadOptions(f"{INSTALL} and {REMOVE}: give one of them")
-    return Selection(target, drafter), tuple(context.args)
+    selection, rest = Selection(target, drafter), tuple(context.args)
+    passed = (*rest, *selection.arguments, *(() if port is None else ("--port", port)))
+    settings = parse_server(passed)
+    is_named = any(word.split("=")[0] == "--model" for word in rest)
+    return MenuPlan(
+        ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
+        selection,
+        fixed=is_named and target is None,
+        passed=passed,
+        installs=install_login_item,
+        removes=remove_login_item,
+    )
 
 
 # --- the program
@@ -85,8 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(plan: MenuPlan, folder: Folder) -> int:
-    folder.make()
-    agent = macos.agent_file(Path.home())
+    agent = Path.home() / macos.AGENT
     if plan.installs or plan.removes:
         if plan.installs:
             macos.install_agent(agent, plan.passed, folder.own_log)
@@ -100,7 +98,6 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
         except InvalidValue:
             print("mlx-spec: the menu runs already", file=sys.stderr)
             return 0
-        folder.rotate_log()
         return _show(plan, folder, agent)
 
 

@@ -19,7 +19,7 @@ from mlx_spec.hub.catalog import LOOKUP, NONE
 from mlx_spec.hub.files import read_pair, write_atomically
 
 from . import macos
-from .menu import Action, Click, ListedModel, Menu, Phase, Selection, State, environment_example, menu
+from .menu import Action, Click, Menu, Phase, Selection, State, environment_example, menu
 from .server_process import ServerOptions, ServerProcess
 
 if TYPE_CHECKING:
@@ -45,23 +45,16 @@ class Folder:
     """The files of the menu, all in one folder."""
 
     def __init__(self, path: Path) -> None:
+        """Make the folder. Raises InvalidValue if that is impossible."""
         self.path = path
         self.log = path / "logs" / "server.log"
         self.own_log = path / "logs" / "menubar.log"  # of a menu that was started at login
         self.selection = path / "choice.json"  # the pair selected last
-
-    def make(self) -> None:
-        """Make the folders and keep the log of the last start. Raises InvalidValue if that is impossible."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)
+            path.chmod(0o700)
         except OSError as error:
-            raise InvalidValue(f"{self.path} cannot be used: {error.strerror}; make it writable") from error
-
-    def rotate_log(self) -> None:
-        """Move the server's log aside, so that the files of two starts are kept."""
-        if self.log.exists():
-            self.log.replace(self.log.with_suffix(".1.log"))
+            raise InvalidValue(f"{path} cannot be used: {error.strerror}; make it writable") from error
 
 
 class App:
@@ -70,7 +63,7 @@ class App:
     def __init__(self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path) -> None:
         """Take `agent` as the file that starts the menu at login."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
-        self._inbox: queue.Queue[Click | tuple[ListedModel, ...]] = queue.Queue()
+        self._inbox: queue.Queue[Click | dict[str, int]] = queue.Queue()
         self._server = ServerProcess(plan.server, folder.log, self._update)
         selection = plan.selection
         if not plan.fixed and selection == Selection():
@@ -79,8 +72,8 @@ class App:
         self._shown: Menu | None = None
         self.failed = False
 
-    def post(self, message: Click | tuple[ListedModel, ...]) -> None:
-        """Handle a click or a list of models; may be called from any thread."""
+    def post(self, message: Click | dict[str, int]) -> None:
+        """Handle a click, or the sizes of the models on this disk; may be called from any thread."""
         self._inbox.put(message)
 
     def run(self) -> None:
@@ -144,9 +137,13 @@ class App:
             case Action.TARGET | Action.DRAFTER:
                 self._select(click)
             case Action.LOGIN:
-                self._switch_login()
+                if self._agent.exists():
+                    self._agent.unlink()
+                else:
+                    macos.write_agent(self._agent, self._plan.passed, self._folder.own_log)
+                self._update(login=self._agent.exists())
             case Action.OPEN_LOGS:
-                macos.open_file(self._folder.log.parent)
+                macos.spawn("open", str(self._folder.log.parent))
             case Action.COPY_URL if url is not None:
                 self._view.copy(f"{url}/v1")
             case Action.COPY_ENVIRONMENT if url is not None:
@@ -174,13 +171,6 @@ class App:
         if self._state.phase is not Phase.STOPPED:
             self._restart()
 
-    def _switch_login(self) -> None:
-        if self._agent.exists():
-            self._agent.unlink()
-        else:
-            macos.write_agent(self._agent, self._plan.passed, self._folder.own_log)
-        self._update(login=self._agent.exists())
-
     def _list_models(self) -> None:
         """List models in a process of its own: reading checkpoints needs much that a menu does not."""
         done = subprocess.run(
@@ -193,14 +183,13 @@ class App:
         self.post(listed_models(done.stdout))
 
 
-def listed_models(listing: str) -> tuple[ListedModel, ...]:
-    """Return the targets in the output of `mlx-spec models --json`; none if it is something else."""
+def listed_models(listing: str) -> dict[str, int]:
+    """Return the targets in the output of `mlx-spec models --json` and their bytes; none if it is none."""
     try:
-        rows = json.loads(listing)
-        return tuple(
-            ListedModel(row["name"], row["size"])
-            for row in rows
+        return {
+            row["name"]: row["size"]
+            for row in json.loads(listing)
             if row["problem"] is None and row["found"] is not None and not row["found"].get("kind")
-        )
+        }
     except (ValueError, TypeError, KeyError):
-        return ()
+        return {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from mlx_spec.errors import NotFound
 
-from .menu import Click, Entry, Item, Menu, Submenu
+from .menu import Click, Item, Menu
 
 try:
     import AppKit
@@ -23,8 +23,6 @@ POLICY = AppKit.NSApplicationActivationPolicyAccessory
 STALE = (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}")
 CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visible
 HIDDEN = "macOS hides the menu-bar item: allow it in System Settings under Menu Bar, or make room in the bar"
-
-Shape: TypeAlias = tuple[Any, ...]
 
 
 class Clicks(AppKit.NSObject):
@@ -43,7 +41,7 @@ class CocoaView:
         self._on_click: Callable[[Click], None] | None = None
         self._clicks = Clicks.alloc().init()
         self._clicks.view = self
-        self._shape: Shape | None = None
+        self._shape: list[Any] = []  # of the menu that is drawn: kinds of entries, and submenus
         self._natives: list[Any] = []  # NSMenuItem of each Item, in order
         self._item_clicks: list[Click | None] = []
 
@@ -90,29 +88,30 @@ class CocoaView:
 
     def _draw(self, menu: Menu) -> None:
         """Change the items in place if the structure is the same: an open menu then stays open."""
-        self._item.button().setTitle_(menu.title)
-        items = list(_items(menu.entries))
+        self._item.button().setTitle_(menu.label)
+        entries = list(_walk(menu))
+        items = [entry for entry in entries if isinstance(entry, Item)]
         self._item_clicks = [item.click for item in items]
-        shape = _shape(menu.entries)
+        shape = [(e.label, len(e.entries)) if isinstance(e, Menu) else type(e) for e in entries]
         if shape != self._shape:
             self._shape, self._natives = shape, []
             self._menu.removeAllItems()
-            self._build(self._menu, menu.entries)
+            self._build(self._menu, menu)
         for native, item in zip(self._natives, items, strict=True):
             native.setTitle_(item.label)
             native.setEnabled_(item.click is not None)
             on = AppKit.NSControlStateValueOn if item.checked else AppKit.NSControlStateValueOff
             native.setState_(on)
 
-    def _build(self, into: Any, entries: Sequence[Entry]) -> None:
-        for entry in entries:
+    def _build(self, into: Any, menu: Menu) -> None:
+        for entry in menu.entries:
             if entry is None:
                 into.addItem_(AppKit.NSMenuItem.separatorItem())
-            elif isinstance(entry, Submenu):
+            elif isinstance(entry, Menu):
                 holder, inner = _new_item(entry.label, None), _new_menu()
                 holder.setSubmenu_(inner)
                 into.addItem_(holder)
-                self._build(inner, entry.entries)
+                self._build(inner, entry)
             else:
                 native = _new_item(entry.label, "chosen:")
                 native.setTarget_(self._clicks)
@@ -150,20 +149,12 @@ def _new_item(label: str, action: str | None) -> Any:
     return AppKit.NSMenuItem.alloc().initWithTitle_action_keyEquivalent_(label, action, "")
 
 
-def _items(entries: Sequence[Entry]) -> Iterator[Item]:
-    for entry in entries:
-        if isinstance(entry, Item):
-            yield entry
-        elif isinstance(entry, Submenu):
-            yield from _items(entry.entries)
-
-
-def _shape(entries: Sequence[Entry]) -> Shape:
-    """Return the structure of a menu, equal for menus that differ only in texts and marks of items."""
-    return tuple(
-        (entry.label, _shape(entry.entries)) if isinstance(entry, Submenu) else type(entry)
-        for entry in entries
-    )
+def _walk(menu: Menu) -> Iterator[Item | Menu | None]:
+    """Yield the entries in order, those of a submenu after it."""
+    for entry in menu.entries:
+        yield entry
+        if isinstance(entry, Menu):
+            yield from _walk(entry)
 
 
 def _copy(text: str) -> None:

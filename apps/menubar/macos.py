@@ -1,4 +1,4 @@
-"""macOS: open a file, notify, and start the menu at login with a LaunchAgent."""
+"""macOS: run its programs, notify, and start the menu at login with a LaunchAgent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mlx_spec.hub.files import write_atomically
 
 HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
 LABEL = "mlx-spec.menubar"
+AGENT = Path("Library", "LaunchAgents", f"{LABEL}.plist")  # where launchd looks for it, in a home
 DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
 RESTART_INTERVAL_S = 10  # between two starts by launchd: it refuses shorter ones
 # The text is an argument, so nothing in it is taken for AppleScript.
@@ -23,15 +24,10 @@ SHOW = 'display notification (item 1 of argv) with title "mlx-spec"'
 NOTIFY = ("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run")
 
 
-def open_file(path: Path) -> None:
-    """Show a file or folder in Finder."""
-    _spawn(("open", str(path)))
-
-
 def notify(text: str) -> None:
     """Say something about the menu on stderr and as a notification."""
     print(f"mlx-spec: {text}", file=sys.stderr, flush=True)
-    _spawn((*NOTIFY, text))
+    spawn(*NOTIFY, text)
 
 
 def framework_problem() -> str | None:
@@ -47,13 +43,10 @@ def framework_problem() -> str | None:
     )
 
 
-def agent_file(home: Path) -> Path:
-    """Return where launchd looks for the agent."""
-    return home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
-
-
-def agent(passed: Sequence[str], log: Path) -> bytes:
-    """Return the property list: launchd starts the menu at login and again after a crash, not after Quit."""
+def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
+    """Let launchd start the menu at login and again after a crash, not after Quit. Raises InvalidValue."""
+    if "--api-key" in [word.split("=")[0] for word in passed]:
+        raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     content = {
         "Label": LABEL,
         "ProgramArguments": [sys.executable, "-m", "mlx_spec.menubar", *passed],
@@ -66,16 +59,9 @@ def agent(passed: Sequence[str], log: Path) -> bytes:
         "StandardOutPath": str(log),
         "StandardErrorPath": str(log),
     }
-    return plistlib.dumps(content)
-
-
-def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
-    """Start the menu from the next login on. Raises InvalidValue."""
-    if "--api-key" in [word.split("=")[0] for word in passed]:
-        raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, agent(passed, log).decode())
+        write_atomically(file, plistlib.dumps(content).decode())
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written: {error.strerror}") from error
 
@@ -108,7 +94,8 @@ def _launchctl(*command: str) -> str | None:
     return " ".join(done.stderr.split()) or f"status {done.returncode}"
 
 
-def _spawn(command: tuple[str, ...]) -> None:
+def spawn(*command: str) -> None:
+    """Run a program of macOS, and do not wait for it."""
     quiet = subprocess.DEVNULL
     try:
         subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import textwrap
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE
 from mlx_spec.hub.files import human_bytes
@@ -13,17 +13,6 @@ from mlx_spec.hub.files import human_bytes
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
 DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
-# The server's reasons for plain decoding, as `mlx_spec.types.Reason` words them, and what the menu says.
-OFF = {
-    "disabled by user": "it is switched off",
-    "no drafter": "the model has no drafter",
-    "verification costs more than it gains": "checking drafts costs more here than it gains",
-    "too few draft tokens accepted": "too few draft tokens are accepted",
-    "speculation has lost time so far": "it has lost time so far",
-    "plain beside other requests: this recurrent target takes no padding": (
-        "several requests run on a recurrent model"
-    ),
-}
 
 
 # --- a menu
@@ -63,22 +52,11 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Submenu:
-    """A menu that opens from a line of text."""
+class Menu:
+    """A menu that opens from a text: beside the icon in the bar, or a line of another menu."""
 
     label: str
-    entries: tuple[Item, ...]
-
-
-Entry: TypeAlias = Item | Submenu | None  # None for a line between groups
-
-
-@dataclass(frozen=True)
-class Menu:
-    """A whole menu, and the text beside its icon while it is closed."""
-
-    title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[Item | Menu | None, ...]  # None for a line between groups
 
 
 # --- what is known
@@ -107,13 +85,11 @@ class Selection:
     target: str | None = None
     drafter: str | None = None
 
-
-@dataclass(frozen=True)
-class ListedModel:
-    """A model on this disk."""
-
-    name: str
-    bytes: int
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Return the options of `mlx-spec serve`."""
+        given = (("--target", self.target), ("--drafter", self.drafter))
+        return tuple(word for name, value in given if value is not None for word in (name, value))
 
 
 @dataclass(frozen=True)
@@ -124,7 +100,7 @@ class Figures:
     gain: float | None = None  # as a multiple of plain decoding
     tokens_per_round: float | None = None  # of rounds that drafted
     memory_bytes: int | None = None  # held by MLX
-    reason: str | None = None  # why speculation is on or off, in the server's words
+    off_reason: str | None = None  # why speculation is off, in the server's words
 
 
 @dataclass(frozen=True)
@@ -137,7 +113,7 @@ class State:
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
     selection: Selection = Selection()
     fixed: bool = False  # the command line names the models, so there is nothing to select
-    models: tuple[ListedModel, ...] = ()
+    models: Mapping[str, int] = field(default_factory=dict)  # those on this disk, and their bytes
     figures: Figures = Figures()
     problem: str | None = None
     retry_s: float = 0.0  # until a crashed server is started again
@@ -152,16 +128,18 @@ def menu(state: State) -> Menu:
     """Return the menu of a state."""
     speed = state.figures.tokens_per_second
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
-    groups = (_status(state), _server(state), _selections(state), _endpoint(state), _program(state))
-    entries: list[Entry] = [entry for group in groups for entry in (None, *group)]
+    program = _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
+    groups = (_status(state), _server(state), _selections(state), _endpoint(state), program)
+    entries = [entry for group in groups for entry in (None, *group)]
     return Menu(title, tuple(entries[1:]))
 
 
 def _status(state: State) -> tuple[Item, ...]:
     lines = [headline(state), *_wrapped(state.problem)]
     if state.phase is Phase.RUNNING:
-        lines += filter(None, [figures_line(state.figures), off_line(state.figures)])
-    return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)])
+        lines.append(figures_line(state.figures))
+        lines += [f"Speculation is off: {why}"] if (why := state.figures.off_reason) else []
+    return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)] if line)
 
 
 def headline(state: State) -> str:
@@ -191,12 +169,6 @@ def figures_line(figures: Figures) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def off_line(figures: Figures) -> str:
-    """Return why there is no speculation; "" if there is, or if nothing is known."""
-    why = OFF.get(figures.reason or "")
-    return f"Speculation is off: {why}" if why else ""
-
-
 def environment_example(url: str, *, key: bool) -> str:
     """Return shell lines that point OpenAI's and Anthropic's clients at a server. They never hold the key."""
     secret = "YOUR-KEY" if key else "none"
@@ -216,7 +188,7 @@ def _server(state: State) -> tuple[Item, ...]:
     )
 
 
-def _selections(state: State) -> tuple[Submenu, ...]:
+def _selections(state: State) -> tuple[Menu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
     served = state.selection.target or (None if state.fixed else DEMO)
     drafter = state.selection.drafter
@@ -231,12 +203,12 @@ def _selections(state: State) -> tuple[Submenu, ...]:
         _item(label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter)
         for way, label in ways
     )
-    return Submenu("Model", targets), Submenu("Draft", drafters)
+    return Menu("Model", targets), Menu("Draft", drafters)
 
 
 def _targets(state: State) -> list[tuple[str, str]]:
     """Return names and labels of the demo, the models on the disk and the selected one."""
-    labels = {DEMO: DEMO} | {m.name: f"{m.name} ({human_bytes(m.bytes)})" for m in state.models}
+    labels = {DEMO: DEMO} | {name: f"{name} ({human_bytes(size)})" for name, size in state.models.items()}
     if state.selection.target is not None:
         labels.setdefault(state.selection.target, state.selection.target)
     return [(name, _shortened(label)) for name, label in labels.items()]
@@ -250,10 +222,6 @@ def _endpoint(state: State) -> tuple[Item, ...]:
         _item("Open chat page", Action.OPEN_PAGE, allowed=state.phase is Phase.RUNNING),
         _item("Open logs", Action.OPEN_LOGS),
     )
-
-
-def _program(state: State) -> tuple[Item, ...]:
-    return _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
 
 
 def _item(

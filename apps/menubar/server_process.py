@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..server.settings import CANNOT_LISTEN
-from .menu import Figures, Phase, Selection
+from .menu import Figures, Phase, Selection, State
 
 SERVICE = "mlx_spec"  # the name by which /health tells our servers from others
 HTTP_TIMEOUT_S = 2.0  # a server that takes longer counts as silent
@@ -52,7 +53,7 @@ class Address:
 
 def health(address: Address) -> str | None:
     """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers."""
-    found = get_json(address, "/health", (200, 503))
+    found = get_json(address, "/health")
     status = found.get("status")
     return status if found.get("service") == SERVICE and isinstance(status, str) else None
 
@@ -60,33 +61,29 @@ def health(address: Address) -> str | None:
 def details(address: Address, key: str | None) -> dict[str, Any]:
     """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
     changes: dict[str, Any] = {}
-    if rows := get_json(address, "/v1/models", (200,), key).get("data"):
+    if rows := get_json(address, "/v1/models", key).get("data"):
         models = sorted(rows, key=lambda row: not row["loaded"])
         changes["names"] = tuple(row["id"] for row in models if row["id"] == row["model"])  # without aliases
-    if found := get_json(address, "/metrics.json", (200,), key):
+    if found := get_json(address, "/metrics.json", key):
         last = found.get("last") or {}
         changes["figures"] = Figures(
             last.get("predicted_per_second"),
             last.get("gain"),
             last.get("acceptance_length"),
             found.get("memory_bytes"),
-            last.get("reason"),
+            last.get("reason") if last.get("speculation") == "off" else None,
         )
     return changes
 
 
-def get_json(
-    address: Address, path: str, statuses: tuple[int, ...], key: str | None = None
-) -> dict[str, Any]:
+def get_json(address: Address, path: str, key: str | None = None) -> dict[str, Any]:
     """Return the JSON object at a path; an empty one if the server does not answer as ours do."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # http.client uses no proxy.
     connection = http.client.HTTPConnection(address.connect_host, address.port, timeout=HTTP_TIMEOUT_S)
     try:
         connection.request("GET", path, headers=headers)
-        response = connection.getresponse()
-        content = response.read(MAX_RESPONSE_BYTES)
-        found = json.loads(content) if response.status in statuses else {}
+        found = json.loads(connection.getresponse().read(MAX_RESPONSE_BYTES))
     except (OSError, http.client.HTTPException, ValueError):
         return {}
     finally:
@@ -96,14 +93,9 @@ def get_json(
 
 def is_free(address: Address) -> bool:
     """Return True if a server could listen there now."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        kind, _, _, _, place = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(place)
-            probe.listen(1)
+        socket.create_server((address.host, address.port), family=family).close()
     except OSError:
         return False
     return True
@@ -112,8 +104,7 @@ def is_free(address: Address) -> bool:
 def candidates(address: Address) -> list[Address]:
     """Return where to try to listen, in order. For port 0, one that is free."""
     if address.port == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             return [Address(address.host, probe.getsockname()[1])]
     end = min(address.port + PORTS_TRIED, LAST_PORT + 1)
     return [Address(address.host, port) for port in range(address.port, end)]
@@ -127,12 +118,6 @@ class ServerOptions:
     key: str | None = None
     options: tuple[str, ...] = ()  # of `mlx-spec serve`, without target, drafter and port
 
-    def arguments(self, selection: Selection, port: int) -> tuple[str, ...]:
-        """Return the command line of `mlx-spec serve`."""
-        target = () if selection.target is None else ("--target", selection.target)
-        drafter = () if selection.drafter is None else ("--drafter", selection.drafter)
-        return (*self.options, *target, *drafter, "--port", str(port))
-
 
 class ServerProcess:
     """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
@@ -145,7 +130,6 @@ class ServerProcess:
         self._ready_at: float | None = None  # time of the first "ok"
         self._crashes = 0
         self._retry_at: float | None = None
-        self._log_start = 0  # bytes of the log before this start
 
     def start(self, selection: Selection) -> None:
         """Watch a server of ours that is at the wanted port already, or start one."""
@@ -156,14 +140,13 @@ class ServerProcess:
         if wanted.port != 0 and health(wanted) is not None:
             self._watch(wanted, own=False)
             return
-        addresses = candidates(wanted)
-        fallback = addresses[0] if wanted.port == 0 else None  # if it is taken meanwhile, the server says so
-        address = next(filter(is_free, addresses), fallback)
+        address = next(filter(is_free, candidates(wanted)), None)
         if address is None:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
-            self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
+            self._show(Phase.FAILED, problem=problem)
         else:
-            self._launch(address)
+            self._process = launch(self._wanted.options, selection, address.port, self._log)
+            self._watch(address, own=True)
 
     def stop(self) -> None:
         """End the server, unless it is somebody else's. Returns when it has ended."""
@@ -172,7 +155,7 @@ class ServerProcess:
             self._update(phase=Phase.STOPPING, problem=None)
             end(self._process)
         self._process = self._address = None
-        self._update(**STOPPED)
+        self._show(Phase.STOPPED)
 
     def tick(self) -> None:
         """Look after the server; to be called every second or so."""
@@ -186,45 +169,43 @@ class ServerProcess:
         elif self._address is not None:
             self._poll(self._address)
 
-    def _launch(self, address: Address) -> None:
-        arguments = self._wanted.arguments(self._selection, address.port)
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
-        self._process = launch(arguments, self._log)
-        self._watch(address, own=True)
-
     def _watch(self, address: Address, *, own: bool) -> None:
         self._address = address
-        self._update(**{**STOPPED, "phase": Phase.STARTING, "url": address.url, "own": own})
+        self._show(Phase.STARTING, url=address.url, own=own)
 
     def _retry(self, cause: str) -> None:
         """Start it again, later each time."""
         delay = min(FIRST_RETRY_S * 2**self._crashes, LONGEST_RETRY_S)
         self._crashes += 1
         self._retry_at = time.monotonic() + delay
-        self._update(**{**STOPPED, "phase": Phase.CRASHED, "problem": cause, "retry_s": delay})
+        self._show(Phase.CRASHED, problem=cause, retry_s=delay)
 
     def _ended(self, process: subprocess.Popen[bytes]) -> None:
         """Start it again, or give up if another start would only repeat a refusal."""
         address, ready_at, status = self._address, self._ready_at, process.returncode
         self._process = self._address = None
-        words = last_words(self._log, self._log_start)
+        words = last_words(self._log)
         # Since the port was found free, somebody may have taken it, and may have left it again.
         no_port = words if words and CANNOT_LISTEN in words else None
         taken = no_port is not None or (address is not None and not is_free(address))
         if ready_at is None and status in REFUSALS and not taken:
             problem = words or f"the server ended with status {status}: the log may say why"
-            self._update(**{**STOPPED, "phase": Phase.FAILED, "problem": problem})
+            self._show(Phase.FAILED, problem=problem)
             return
         if ready_at is not None and time.monotonic() - ready_at >= STABLE_S:
             self._crashes = 0
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         self._retry(no_port or f"the server {ending}")
 
+    def _show(self, phase: Phase, **changes: Any) -> None:
+        """Report a phase, and nothing of a server that ran before."""
+        self._update(phase=phase, **NOTHING | changes)
+
     def _poll(self, address: Address) -> None:
         status = health(address)
         if status is None and self._process is None:
             self._address = None
-            self._update(**STOPPED)
+            self._show(Phase.STOPPED)
         elif status is None:
             if self._ready_at is not None:
                 self._update(phase=Phase.SILENT)
@@ -237,23 +218,17 @@ class ServerProcess:
 
 # Other statuses, such as "failed", come before the server ends: its end says more.
 PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
-# Nothing runs, and nothing is left of what did.
-STOPPED: dict[str, Any] = {
-    "phase": Phase.STOPPED,
-    "url": None,
-    "own": True,
-    "names": (),
-    "figures": Figures(),
-    "problem": None,
-    "retry_s": 0.0,
-}
+# What a new phase forgets of the server before.
+NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
 
 
-def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start `mlx-spec serve`, which appends to `log`. A Ctrl-C meant for its parent does not reach it."""
+def launch(options: Sequence[str], selection: Selection, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start `mlx-spec serve` with a new log. A Ctrl-C meant for its parent does not reach it."""
+    if log.exists():  # that of the start before is kept
+        log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "mlx_spec", "serve", *arguments],
+            [sys.executable, "-m", "mlx_spec", "serve", *options, *selection.arguments, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -263,21 +238,18 @@ def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ask a process to end, and kill it if it does not."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(SHUTDOWN_S)
-        return
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_TIMEOUT_S)
+    for ask, seconds in ((process.terminate, SHUTDOWN_S), (process.kill, KILL_TIMEOUT_S)):
+        ask()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
 
 
-def last_words(log: Path, start: int) -> str | None:
-    """Return the last line for the user that the server wrote from byte `start` of the log on."""
+def last_words(log: Path) -> str | None:
+    """Return the last line for the user in the log of a server."""
     try:
         with log.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(min(start, size), size - LOG_TAIL_BYTES))
+            stream.seek(max(stream.seek(0, os.SEEK_END) - LOG_TAIL_BYTES, 0))
             lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return None

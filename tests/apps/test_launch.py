@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,9 +63,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mlx_spec", "launch", *words], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "mlx_spec", "launch", *words]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_an_agent_takes_the_place_of_the_command(url: str, agents: Path) -> None:
@@ -110,11 +110,7 @@ def test_opencode(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables, words = printed(capsys, "qwen", "--url", f"{url}/v1", "--api-key", KEY)
-    assert variables == {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": "YOUR-KEY",
-        "OPENAI_MODEL": "long",
-    }
+    assert variables == {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "YOUR-KEY", "OPENAI_MODEL": "long"}
     assert words == ["qwen", "--auth-type", "openai", "--model", "long"]
 
 
@@ -143,7 +139,9 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: An
     assert "npm install -g @qwen-code/qwen-code" in capsys.readouterr().err
 
 
-def test_a_server_lives_as_long_as_the_agent(agents: Path, tmp_path: Path) -> None:
+def test_a_server_lives_as_long_as_the_agent(
+    agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = Path(shutil.copytree(demo.TARGET, tmp_path / "big"))
     edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
     words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
@@ -154,5 +152,6 @@ def test_a_server_lives_as_long_as_the_agent(agents: Path, tmp_path: Path) -> No
     with pytest.raises(URLError):
         urlopen(f"{record['environment']['ANTHROPIC_BASE_URL']}/health")
     (target / "model.safetensors").unlink()
-    done = run("claude", *words)
-    assert done.returncode == 1 and "holds no weights" in done.stderr.splitlines()[-1]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert launch.main(["claude", *words]) == 1
+    assert "holds no weights" in capsys.readouterr().err.splitlines()[-1]

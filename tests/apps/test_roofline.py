@@ -132,9 +132,8 @@ def test_program_measures_this_device(capsys, monkeypatch):
 def test_planning_needs_no_mlx():
     code = "import sys; sys.modules['mlx'] = None; from mlx_spec.apps.roofline import main; sys.exit(main())"
     for given in (["--chip=M4"], []):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120
-        )
+        command = [sys.executable, "-c", code, *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and "M4 (10)" in done.stdout
         assert given or "nothing was measured: no MLX backend" in only_line(done.stderr)
 
@@ -143,10 +142,7 @@ def test_planning_needs_no_mlx():
 def test_program_plans_for_another_chip(spelling, capsys):
     assert main(["--target=17.3GB", "--drafter=0.94gb", f"--chip={spelling}", "--chip=M1 Max"]) == 0
     out = capsys.readouterr().out
-    assert [line.split("  ")[0] for line in out.splitlines()[-3:]] == [
-        "M1 Max (32)",
-        "M4 Max (40)",
-        "M4 Max (32)",
-    ]
+    chips = [line.split("  ")[0] for line in out.splitlines()[-3:]]
+    assert chips == ["M1 Max (32)", "M4 Max (40)", "M4 Max (32)"]
     assert "31.6" in out  # 546 / 17.3
     assert "17.3GB, drafts by 0.94gb" in out and "measured" not in out

@@ -21,35 +21,25 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
-def test_costs_are_measured_shown_and_saved(cache, capsys, monkeypatch):
+def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Table, "dearer", lambda *_: False)  # a busy machine gives dear ones
-    assert main(["--context", "64"]) == 0
+    exported = tmp_path / "mine.json"
+    assert main(["--context", "64", "--export", str(exported)]) == 0
     (file,) = cache.iterdir()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("measured on ") and lines[0].endswith(f"; saved in {file}")
     context = int(re.fullmatch(r"plain decoding at (\d+) tokens of context: \S+ ms a token", lines[2])[1])
     assert context in range(64, 68)  # the measurement generates a few tokens
-    assert [line[:11] for line in lines[4:]] == [
-        "rows of a p",
-        "verify, ms ",
-        "in plain to",
-        *["draft with "] * 2,
-    ]
-    policies = mlx_spec.load("demo").policies
-    assert policies.costs.table().context == json.loads(file.read_text())["table"]["context"] == context
-
-
-def test_costs_go_to_a_file_and_back(cache, tmp_path, capsys):
-    file = tmp_path / "mine.json"
-    assert main(["--json", "--context", "64", "--export", str(file)]) == 0
-    measured = json.loads(capsys.readouterr().out)["seconds"]
-    (saved,) = cache.iterdir()
-    saved.unlink()
-    assert main(["--json", "--import", str(file)]) == 0
+    heads = ["rows of a p", "verify, ms ", "in plain to", "draft with ", "draft with "]
+    assert [line[:11] for line in lines[4:]] == heads
+    measured = json.loads(file.read_text())
+    assert mlx_spec.load("demo").policies.costs.table().context == measured["table"]["context"] == context
+    file.unlink()
+    assert main(["--json", "--import", str(exported)]) == 0
     again = json.loads(capsys.readouterr().out)["seconds"]
-    assert again["verify"] == pytest.approx(measured["verify"])
-    assert {**again, "verify": None} == {**measured, "verify": None}
-    assert json.loads(saved.read_text())["key"] == json.loads(file.read_text())["key"]
+    assert again["verify"] == pytest.approx(measured["table"]["verify"])
+    assert {**again, "verify": None} == {**measured["table"], "verify": None}
+    assert json.loads(file.read_text())["key"] == measured["key"]
 
 
 @pytest.mark.parametrize(

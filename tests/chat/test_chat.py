@@ -1,4 +1,4 @@
-"""The chat program as its user meets it: real processes, pipes and terminals, on a real pair."""
+"""The chat program as its user meets it: one answer, its errors, and what it writes for programs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from screen import COMMAND, GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen, run
+from screen import COMMAND, GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen
 from waiting import wait_until
 
 from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import ChatState
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.conversation import Conversation
-from mlx_spec.apps.chat.interrupts import Interrupts
+from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.models import choose, open_pair
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
@@ -49,7 +49,10 @@ def answer(monkeypatch, *arguments: str, stdin: bytes = b"") -> int:
 
 
 def test_one_answer_to_a_prompt():
-    done = run("demo", "-p", "What does os.path.join do?", "--max-tokens=12")
+    """As a process, and one without a stdin, which it does not need."""
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh"]  # subprocess itself cannot close it
+    command = [*shell, *COMMAND, "demo", "-p", "What does os.path.join do?", "--max-tokens=12"]
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(b"\n") and done.stdout.strip()
     assert re.fullmatch(STATUS + ".*", only_line(done.stderr))
@@ -120,43 +123,39 @@ def test_bad_prompt_is_one_line(arguments, stdin, said, monkeypatch, capfd):
     assert out == "" and line.startswith("mlx-spec: ") and said in line
 
 
-@pytest.mark.parametrize("given", [[], ["-p", "hello", "--max-tokens=4"]])
-def test_closed_stdin(given):
-    """With a prompt it is not needed; without one there is nobody to talk to."""
-    shell = ["sh", "-c", 'exec "$@" <&-', "sh"]  # subprocess itself cannot close it
-    done = subprocess.run([*shell, *COMMAND, *TINY, *given], capture_output=True, timeout=LIMIT)
-    line = only_line(done.stderr.decode())
-    if given:
-        assert done.returncode == 0 and done.stdout and re.fullmatch(STATUS + ".*", line)
-    else:
-        assert (done.returncode, done.stdout) == (1, b"")
-        assert line.startswith("mlx-spec: stdin is closed")
+def test_closed_stdin(monkeypatch, capfd):
+    """Without a prompt there is nobody to talk to."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(TINY) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and only_line(err).startswith("mlx-spec: stdin is closed")
 
 
-def answer_into(stdout: int | io.FileIO) -> tuple[int, str]:
-    """The exit status of an answer that is written there, and what it said on stderr."""
-    command = [*COMMAND, *PAIR, "--prompt=hello", "--max-tokens=9"]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=LIMIT
-    )
-    return done.returncode, done.stderr
+def test_closed_stdout(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert answer(monkeypatch, *TINY, "--prompt=hello", "--max-tokens=9") == 1
+    assert only_line(capfd.readouterr().err).startswith("mlx-spec: stdout is closed")
 
 
-def test_reader_that_goes_away():
+def answer_into(stdout: int, monkeypatch, capfd) -> tuple[int, str]:
+    """The exit status of an answer that is written there, and what was said on stderr."""
+    with open(stdout, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        status = answer(monkeypatch, *TINY, "--prompt=hello", "--max-tokens=9")
+    return status, capfd.readouterr().err
+
+
+def test_reader_that_goes_away(monkeypatch, capfd):
     """A closed pipe, as of `| head -1`, ends the program in silence."""
     read, write = os.pipe()
     os.close(read)
-    assert answer_into(write) == (0, "")
-    os.close(write)
+    assert answer_into(write, monkeypatch, capfd) == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_stdout_that_takes_nothing():
-    with open("/dev/full", "wb", buffering=0) as full:
-        status, said = answer_into(full)
-    assert status == 1 and only_line(said).startswith(
-        "mlx-spec: cannot write to stdout (No space left on device)"
-    )
+def test_stdout_that_takes_nothing(monkeypatch, capfd):
+    status, said = answer_into(os.open("/dev/full", os.O_WRONLY), monkeypatch, capfd)
+    assert status == 1 and only_line(said).startswith("mlx-spec: stdout: No space left on device: ")
 
 
 # --- what is written for programs
@@ -170,7 +169,7 @@ def test_result_as_json(monkeypatch, capfd):
     out, err = capfd.readouterr()
     found = json.loads(only_line(out))
     assert (err, found["text"], found["thoughts"]) == ("", text, None)
-    assert found["drafter"] == "lookup" and found["target"] == PAIR[0].removeprefix("--target=")
+    assert found["drafter"] == "lookup" and found["target"] == "demo"
     usage, timings, speculation = found["usage"], found["timings"], found["speculation"]
     assert 0 < usage["completion_tokens"] <= 12 and usage["prompt_tokens"] > 4 and not usage["reused_tokens"]
     assert 0 < timings["prompt_seconds"] <= timings["first_token_seconds"] < LIMIT
@@ -208,18 +207,22 @@ def test_trace_that_cannot_be_written(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("json_wanted", [False, True])
-def test_interrupt_of_one_answer(endless, json_wanted, tmp_path):
+def test_interrupt_of_one_answer(endless, json_wanted, tmp_path, monkeypatch, capfd):
     file = tmp_path / "rounds.jsonl"
+    file.touch()
+
+    def press() -> None:
+        wait_until(lambda: file.stat().st_size)
+        os.kill(os.getpid(), signal.SIGINT)
+
     extra = [f"--trace={file}", *(["--json"] if json_wanted else [])]
-    command = [*COMMAND, *endless, "--max-tokens=1000000", "--prompt=hello", *extra]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
-        wait_until(lambda: file.exists() and file.stat().st_size)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130
+    presses = threading.Thread(target=press)
+    presses.start()
+    assert answer(monkeypatch, *endless, "--max-tokens=1000000", "--prompt=hello", *extra) == 130
+    presses.join()
+    out, err = capfd.readouterr()
     if json_wanted:
-        assert err == b"" and json.loads(only_line(out))["finish_reason"] == "interrupted"
+        assert err == "" and json.loads(only_line(out))["finish_reason"] == "interrupted"
     else:
         assert re.fullmatch(STATUS + " · interrupted", only_line(err))
 
@@ -238,8 +241,8 @@ class PressedSoon(Interrupts):
     timer: threading.Timer | None = None
 
     @contextmanager
-    def raising(self) -> Iterator[None]:
-        with super().raising():
+    def acting(self, action: CtrlC) -> Iterator[None]:
+        with super().acting(action):
             if self.timer is not None:
                 self.timer.start()
             yield

@@ -7,15 +7,18 @@ import pty
 import re
 import select
 import signal
+import stat
 import struct
 import sys
 import termios
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prompt_toolkit.application import Application
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import DummyOutput
@@ -23,16 +26,16 @@ from screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.answer import details, status_line
-from mlx_spec.apps.chat.conversation import Conversation, SavedConversation
-from mlx_spec.apps.chat.input import CommandCompleter, LineEditor
-from mlx_spec.apps.chat.interrupts import Interrupts
+from mlx_spec.apps.chat.commands import Commands
+from mlx_spec.apps.chat.conversation import Conversation
+from mlx_spec.apps.chat.input import LineEditor, open_history
+from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import PairChoice, open_pair, with_drafts
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
 from mlx_spec.apps.chat.terminal import Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.pair import Pair
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
@@ -138,9 +141,9 @@ def test_file_of_the_first_release(tmp_path):
     )
     (tmp_path / "old.json").write_text(text)
     found = files.read(tmp_path / "old.json")
-    assert (found.target, found.drafter, found.system, len(found.messages)) == ("demo", None, "Be brief.", 2)
-    settings = from_values(found.settings)
-    assert (settings.sampling.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
+    assert (found["target"], found["system"], len(found["messages"])) == ("demo", "Be brief.", 2)
+    settings = from_values(found["settings"])
+    assert (settings.temperature, settings.max_tokens, settings.think) == (0.5, 9, False)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_files_that_are_no_conversation(text, said, tmp_path):
         files.read(file)
     if '"mlx_spec conversation"' not in text:
         with pytest.raises(InvalidValue, match="take another name"):
-            files.write(file, SavedConversation("demo", None, None, []))
+            files.write(file, {})
         assert file.read_text() == text
 
 
@@ -168,7 +171,7 @@ def test_names_of_files(tmp_path):
     with pytest.raises(NotFound, match="there is no file"):
         files.read(tmp_path / "none.json")
     with pytest.raises(InvalidValue, match="cannot be written"):
-        files.write(tmp_path / "none" / "talk.json", SavedConversation("demo", None, None, []))
+        files.write(tmp_path / "none" / "talk.json", {})
 
 
 def test_loading_is_all_or_nothing(model):
@@ -177,9 +180,9 @@ def test_loading_is_all_or_nothing(model):
     wrong = ({"temperature": -1}, {"temperature": "warm"}, {"max_tokens": 0}, {"think": "on"})
     for turns, settings in ((TURNS[::-1], {}), (TURNS[:1], {}), *((TURNS, each) for each in wrong)):
         with pytest.raises(InvalidValue):
-            talk.load(SavedConversation("demo", None, None, turns, settings))
+            talk.load({"system": None, "messages": turns, "settings": settings})
         assert (talk.turns, talk.system, talk.settings.max_tokens) == (TURNS, "Be brief.", 5)
-    talk.load(SavedConversation("demo", None, None, [], {}))
+    talk.load({"system": None, "messages": [], "settings": {}})
     assert (talk.turns, talk.system, talk.settings) == ([], None, AnswerSettings())
 
 
@@ -199,15 +202,6 @@ def test_drafts_without_loading_again(model):
         talk.session.undo()
     assert len(texts) == 1 and (reasons["off"], reasons["2"]) == ("disabled by user", "fixed by user")
     assert model.policies is own
-
-
-def test_other_drafters_need_other_weights(model):
-    own, talk = model.policies, Conversation(model, CHOICE, AnswerSettings(), None)
-    assert not talk._redraft(with_drafts(CHOICE, "lookup"))
-    model.policies = FixedPolicy(2)
-    fixed = Conversation(model, replace(CHOICE, num_draft_tokens=2), AnswerSettings(), None)
-    assert not fixed._redraft(CHOICE)
-    model.policies = own
 
 
 # --- Markdown
@@ -271,22 +265,71 @@ def test_lines_end_between_words(pieces, shown):
     assert "".join(wrapping.add(piece, "", 10) for piece in pieces) == shown
 
 
-# --- Ctrl-C
+# --- the editor and Ctrl-C
+
+
+@pytest.fixture
+def keyboard(monkeypatch) -> Iterator[PipeInput]:
+    """What editors read keys from."""
+    with create_pipe_input() as typed:
+        monkeypatch.setattr("mlx_spec.apps.chat.input.create_input", lambda _: typed)
+        monkeypatch.setattr("mlx_spec.apps.chat.input._output", DummyOutput)
+        yield typed
+
+
+def open_editor(interrupts: Interrupts, history: Path | None = None) -> LineEditor:
+    commands = Commands(SimpleNamespace(terminal=None, conversation=None))
+    return LineEditor(interrupts, commands.completer(), history)
+
+
+def read(keyboard: PipeInput, keys: str, history: Path | None = None) -> str:
+    """The message of a new editor; the keys are typed when it waits for them."""
+    interrupts = Interrupts()
+    interrupts.clear = lambda: keyboard.send_text(f"{keys}\r")
+    return open_editor(interrupts, history).read()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("\x1b[200~And this?\n# a second line\x1b[201~", "And this?\n# a second line"),  # pasted
+        ('"""one\rtwo\x1b\rthree"""', '"""one\ntwo\nthree"""'),
+        ("/hi\t", "/highlight"),
+        ("/set temp\t", "/set temperature"),
+        ("/model gemma-4-26b-a4b-8\t", "/model gemma-4-26b-a4b-8bit"),
+        ("/load conv\t", "/load conversation-of-monday.json"),
+        ("not /hi\t", "not /hi"),
+    ],
+)
+def test_lines_and_completion(keyboard, keys, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conversation-of-monday.json").touch()
+    assert read(keyboard, keys) == message
+
+
+def test_history(keyboard, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for keys in ("/show again", "\x1b[A"):
+        file = open_history(Terminal())
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert read(keyboard, keys, file) == "/show again"
+        file.chmod(0o644)
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    assert open_history(Terminal()) is None
+    assert "what you type is not kept" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("key", [Keys.SIGINT, Keys.ControlC])
-def test_ctrl_c_as_the_editor_ends_stops_the_answer(monkeypatch, key):
-    with create_pipe_input() as typed, Interrupts() as interrupts, interrupts.noting():
-        monkeypatch.setattr("mlx_spec.apps.chat.input.create_input", lambda _: typed)
-        monkeypatch.setattr("mlx_spec.apps.chat.input._output", DummyOutput)
-        editor = LineEditor(interrupts, CommandCompleter((), {}, ()), None)
+def test_ctrl_c_as_the_editor_ends_stops_the_answer(keyboard, key):
+    with Interrupts() as interrupts, interrupts.acting(CtrlC.NOTE):
+        editor = open_editor(interrupts)
         waiting = editor._session.app.key_processor
 
         def type_or_press(app: Application[str]) -> None:
             if app.is_done:  # it has its message and reads no more keys
                 waiting.feed(KeyPress(key))
             elif not app.current_buffer.text:
-                typed.send_text("hello\r")
+                keyboard.send_text("hello\r")
 
         editor._session.app.before_render += type_or_press
         assert editor.read() == "hello" and interrupts.pressed
@@ -294,17 +337,17 @@ def test_ctrl_c_as_the_editor_ends_stops_the_answer(monkeypatch, key):
 
 def test_interrupts_of_an_answer(capfd):
     with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt), interrupts.raising():  # while the prompt is read
+        with pytest.raises(KeyboardInterrupt), interrupts.acting(CtrlC.RAISE):  # while the prompt is read
             signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), interrupts.raising():  # it was pressed before
+        with pytest.raises(KeyboardInterrupt), interrupts.acting(CtrlC.RAISE):  # it was pressed before
             pass
         interrupts.clear()
-        with pytest.raises(SystemExit) as left, interrupts.raising():
-            interrupts.begin_rounds()
+        with pytest.raises(SystemExit) as left, interrupts.acting(CtrlC.RAISE):
+            interrupts.action = CtrlC.STOP
             signal.raise_signal(signal.SIGINT)
             assert interrupts.pressed
-            interrupts.settle()
+            interrupts.action = CtrlC.NOTE
             signal.raise_signal(signal.SIGINT)
-            interrupts.begin_rounds()
+            interrupts.action = CtrlC.STOP
             signal.raise_signal(signal.SIGINT)
     assert left.value.code == 130 and capfd.readouterr().err == "mlx-spec: interrupted\n"

@@ -1,4 +1,4 @@
-"""A conversation on a terminal: every command, Ctrl-C, history, completion, and what is kept of it."""
+"""A conversation: every command and what is kept of it, in this process; keys and Ctrl-C on a terminal."""
 
 from __future__ import annotations
 
@@ -9,328 +9,151 @@ import shutil
 import signal
 import stat
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hub_stand_in import serving
-from screen import GOLDEN, HAS_DEMO, PAIR, READY, STATUS, TINY, Screen, at_home
+from screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from waiting import wait_until
 
-HISTORY = Path("xdg_state_home") / "mlx_spec" / "chat_history"
+from mlx_spec.apps.chat import repl
+from mlx_spec.apps.chat.arguments import Options
+from mlx_spec.apps.chat.interrupts import Interrupts
+from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.apps.command import parse
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "code": {"enum": ["abc"]}},
     "required": ["ok", "code"],
     "additionalProperties": False,
 }
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a terminal of its own")
+JOIN, SPLIT = "What does os.path.join do?", "And os.path.split?"
+
+# Lines of a conversation -> what is said before the first and after each one. An answer is its first line.
+Converse = Callable[..., list[str]]
 
 
-def opened_for_a_reader(pipe: Path) -> int:
-    """A pipe, as soon as somebody reads from it; it must stay open."""
-    opened: list[int] = []
+@pytest.fixture
+def converse(monkeypatch, capfd, tmp_path) -> Converse:
+    """Converse in this process; what is kept is kept in the folder of the test."""
+    for name, value in at_home(tmp_path).items():
+        monkeypatch.setenv(name, value)
 
-    def opens() -> bool:
-        with suppress(OSError):  # nobody does
-            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        return bool(opened)
+    def converse(options: list[str], *lines: str) -> list[str]:
+        said, typed = [], iter(lines)
 
-    wait_until(opens)
-    return opened[0]
+        def read() -> str:
+            said.append("".join(capfd.readouterr()))
+            for line in typed:
+                return line
+            raise EOFError
 
+        monkeypatch.setattr(repl, "open_input", lambda *_, **__: read)
+        with Interrupts() as interrupts:
+            assert repl.run(parse(Options, "chat", options), None, Terminal(), interrupts) == 0
+        return said
 
-def answer_in(text: str) -> str:
-    """The answer above the status line, in what came after a message."""
-    found = re.search(r"\n(?P<answer>[^\n]*\S[^\n]*)\n(?=" + STATUS + ")", text)
-    assert found, text
-    return found["answer"]
-
-
-def test_conversation(tmp_path):
-    with Screen(*PAIR, "--max-tokens=12", home=tmp_path) as screen:
-        if HAS_DEMO:
-            screen.wait_for("demo.*--target REPO_OR_FOLDER")
-        screen.wait_for(READY)
-        said = screen.say("What does os.path.join do?")
-        assert answer_in(said)
-        screen.type("\x1b[200~And os.path.split?\n# a second line\x1b[201~")  # as a terminal pastes
-        screen.wait_for("# a second line")
-        screen.type("\r")
-        screen.wait_for(STATUS + r", \d+ of \d+ prompt tokens reused")
-        screen.wait_for(READY)
-        screen.type('"""one\rtwo\x1b\rthree"""')
-        screen.wait_for('three"""')
-        assert READY not in screen.text.rpartition("one")[2]  # it is still being typed
-        screen.say("")
-        assert "turns: 3, " in screen.say("/show")
-        screen.say(f"/save {tmp_path / 'talk'}")
-        screen.type("\x04")
-        assert screen.leave() == 0
-        assert "Traceback" not in screen.text
-        assert screen.text.count(" tokens/s · ") + screen.text.count(" x plain · ") == 3
-    turns = json.loads((tmp_path / "talk.json").read_text())["messages"][::2]
-    assert [turn["content"] for turn in turns[1:]] == [
-        "And os.path.split?\n# a second line",
-        "one\ntwo\nthree",
-    ]
+    return converse
 
 
-def test_every_command(tmp_path):
+def answer_in(said: str) -> str:
+    """The answer above the status line."""
+    answer, status, *_ = said.split("\n")
+    assert answer.strip() and re.match(STATUS, status), said
+    return answer
+
+
+def test_every_command_refuses_in_one_line(converse, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    refusals = {
+        "/stats": "there is no answer yet",
+        "/retry": "no message to answer again",
+        "/undo": "nothing to undo",
+        "/dance": "there is no command /dance: /help lists them",
+        "/set heat 3": "there is no setting heat: there are temperature",
+        "/set top_p 7": "top_p=7 is not allowed",
+        "/set max_tokens many": "'many' is not allowed",
+        "/draft 99": "give auto, off, lookup or 1 to 16",
+        "/save": "give the name of a file",
+        f"/load {tmp_path / 'none'}": "there is no file",
+        f"/load {schema}": "is no conversation of ours",
+        f"/save {schema}": "take another name",
+        f"/json {tmp_path}": "give a file with a JSON schema",
+        "/highlight maybe": "give on or off",
+        "/highlight on": "there are no colours here",
+        "/model nothing-like-that": "is no known model",
+    }
+    _, *said = converse(TINY, *refusals)
+    for problem, line in zip(refusals.values(), said, strict=True):
+        assert re.fullmatch(f"mlx-spec: .*{re.escape(problem)}.*\n", line)
+
+
+def test_every_command(converse, tmp_path):
     schema, talk = tmp_path / "schema.json", tmp_path / "talk.json"
     schema.write_text(json.dumps(SCHEMA))
-    with Screen(*PAIR, "--max-tokens=24", home=tmp_path, PATH="/nowhere") as screen:
-        screen.wait_for(READY)
-        names = set(re.findall(r"\n/(\w+)", screen.say("/help")))
-        wanted = "help exit clear system model draft set show stats save load retry undo json"
-        assert names == {*wanted.split(), "highlight"}
-        for command, problem in (
-            ("/stats", "there is no answer yet"),
-            ("/retry", "no message to answer again"),
-            ("/undo", "nothing to undo"),
-            ("/dance", "there is no command /dance: /help lists them"),
-            ("/set heat 3", "there is no setting heat: there are temperature"),
-            ("/set top_p 7", "top_p=7 is not allowed"),
-            ("/set max_tokens many", "'many' is not allowed"),
-            ("/draft 99", "give auto, off, lookup or 1 to 16"),
-            ("/save", "give the name of a file"),
-            (f"/load {tmp_path / 'none'}", "there is no file"),
-            (f"/load {schema}", "is no conversation of ours"),
-            (f"/save {schema}", "take another name"),
-            (f"/json {tmp_path}", "give a file with a JSON schema"),
-            ("/highlight maybe", "give on or off"),
-            ("/model nothing-like-that", "is no known model"),
-        ):
-            assert re.search(f"mlx-spec: .*{re.escape(problem)}", screen.say(command)), screen.text[-500:]
-
-        assert "draft" in screen.say("/draft off")
-        first = answer_in(screen.say("What does os.path.join do?"))
-        assert "speculation off: disabled by user" in screen.say("/stats")
-        assert "drafts: by" in screen.say("/draft 3")
-        assert answer_in(screen.say("/retry")) == first
-        assert "accepted by position:" in screen.say("/stats")
-        assert "drafts: by lookup" in screen.say("/draft lookup")
-        assert answer_in(screen.say("/retry")) == first
-        assert "as many tokens as pay" in screen.say("/draft auto")
-        told = screen.say("/stats")
-        assert re.search(r"first token after \d+\.\d\d s\n(.*\n)*.*gain: .*\n.*\npeak memory: \d", told)
-
-        assert "1 turn saved" in screen.say(f"/save {talk}")
-        assert "0 turns left" in screen.say("/undo")
-        assert "1 turn loaded" in screen.say(f"/load {talk}")
-        assert "turns: 1, " in screen.say("/show")
-        assert "the conversation is forgotten" in screen.say("/clear")
-        assert "turns: 0, " in screen.say("/show")
-
-        assert "temperature 0.5" in screen.say("/set temperature 0.5")
-        assert "settings: temperature 0.5, max_tokens 24" in screen.say("/show")
-        assert re.search(r"temperature +0\.5\n(.*\n)*seed +off\n", screen.say("/set"))
-        assert "temperature 0.0" in screen.say("/set temperature off")
-        assert "new system prompt, new conversation" in screen.say("/system Answer in verse.")
-        assert "system prompt: Answer in verse." in screen.say("/system")
-        assert "no system prompt" in screen.say("/system off")
-        assert re.search(r"on this disk:\n\* .*fits, about(.*\n)*.*gemma-4-e2b", screen.say("/model"))
-
-        assert f"answers match {schema}" in screen.say(f"/json {schema}")
-        assert json.loads(answer_in(screen.say("What does zip do?"))).keys() == {"ok", "code"}
-        assert "answers are free" in screen.say("/json off")
-        screen.type("/exit\r")
-        assert screen.leave() == 0
-        assert "Traceback" not in screen.text
+    lines = {
+        "/help": r"/help .*\n(.*\n)*/highlight ",
+        "/draft off": "drafts: off",
+        JOIN: "speculation off: disabled by user",
+        "/draft 3": "drafts: by .*, 3 tokens a round",
+        "/retry": "fixed by user",
+        "/stats": "accepted by position:",
+        "/draft lookup": "drafts: by lookup",
+        "/retry ": STATUS,
+        "/draft auto": "as many tokens as pay",
+        "/stats ": r"first token after \d+\.\d\d s\n(.*\n)*.*gain: .*\n.*\npeak memory: \d",
+        f"/save {talk}": "1 turn saved",
+        "/undo": "0 turns left",
+        f"/load {talk}": "1 turn loaded",
+        "/show": "turns: 1, ",
+        "/clear": "the conversation is forgotten",
+        "/set temperature 0.5": "temperature 0.5",
+        "/show ": "settings: temperature 0.5, max_tokens 24\n(.*\n)*turns: 0, ",
+        "/set": r"temperature +0\.5\n(.*\n)*seed +off\n",
+        "/set temperature off": "temperature 0.0",
+        "/system Answer in verse.": "new system prompt, new conversation",
+        "/system": "system prompt: Answer in verse.",
+        "/system off": "no system prompt",
+        "/model": r"on this disk:\n\* .*fits, about(.*\n)*.*gemma-4-e2b",
+        f"/json {schema}": f"answers match {schema}",
+        "What does zip do?": r'\A\{.*"ok".*\}\n',
+        "/json off": "answers are free",
+    }
+    _, *answers = converse([*PAIR, "--max-tokens=24"], *lines)
+    said = dict(zip(lines, answers, strict=True))
+    for line, pattern in lines.items():
+        assert re.search(pattern, said[line]), (line, said[line])
+    names = set(re.findall(r"^/(\w+)", said["/help"], re.MULTILINE))
+    wanted = "help exit clear system model draft set show stats save load retry undo json highlight"
+    assert names == set(wanted.split())
+    assert answer_in(said[JOIN]) == answer_in(said["/retry"]) == answer_in(said["/retry "])
+    assert json.loads(answer_in(said["What does zip do?"])).keys() == {"ok", "code"}
 
 
-def test_completion(tmp_path):
-    (tmp_path / "conversation-of-monday.json").touch()
-    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
-        screen.wait_for(READY)
-        for typed, completed in (
-            ("/hi\t", "/highlight"),
-            ("/set temp\t", "/set temperature"),
-            ("/model gemma-4-26b-a4b-8\t", "/model gemma-4-26b-a4b-8bit"),
-            (f"/load {tmp_path}/conv\t", f"/load {tmp_path}/conversation-of-monday.json"),
-        ):
-            screen.type(typed)
-            seen = re.escape(completed)
-            screen.wait_for(seen.removesuffix("json")[-12:])
-            screen.type("\x03")
-            screen.wait_for(READY)
-            assert completed in screen.text, screen.text[-300:]
-        screen.type("\x04")
-        assert screen.leave() == 0
-
-
-def test_history(tmp_path):
-    file = tmp_path / HISTORY
-    for arguments, typed in ((["--no-history"], "/show secret"), ([], "/show again")):
-        with Screen(*TINY, *arguments, home=tmp_path) as screen:
-            screen.wait_for(READY)
-            screen.say(typed)
-            screen.type("\x04")
-            assert screen.leave() == 0
-            assert file.exists() is ("--no-history" not in arguments)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert "secret" not in file.read_text() and "/show again" in file.read_text()
-    file.chmod(0o644)
-    with Screen(*TINY, home=tmp_path) as screen:
-        screen.wait_for(READY)
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        screen.type("\x1b[A")
-        screen.wait_for("/show again")
-        screen.type("\r")
-        screen.wait_for("turns: 0, ")
-
-
-def test_saved_conversation_goes_on_the_same(tmp_path):
-    """Saved, left, loaded in another process: the next answer is the one that would have come."""
-    options = [*PAIR, "--max-tokens=32"]
-    with Screen(*options, home=tmp_path) as screen:
-        screen.wait_for(READY)
-        first = answer_in(screen.say("What does os.path.join do?"))
-        screen.say(f"/save {tmp_path / 'talk'}")
-        expected = answer_in(screen.say("And os.path.split?"))
-    file = tmp_path / "talk.json"
+def test_saved_conversation_goes_on_the_same(converse, tmp_path):
+    """Saved and loaded with another pair: the next answer is the one that would have come."""
+    file, options = tmp_path / "talk.json", [*PAIR, "--max-tokens=32"]
+    _, first, _, expected = converse(options, JOIN, f"/save {tmp_path / 'talk'}", SPLIT)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.glob(".*.tmp")] == []
-    with Screen(*options, home=tmp_path) as screen:
-        screen.wait_for(READY)
-        screen.say(f"/load {file}")
-        assert answer_in(screen.say("And os.path.split?")) == expected
-        screen.say("/undo")
-        screen.say("/undo")
-        assert answer_in(screen.say("What does os.path.join do?")) == first
+    _, _, again, _, _, anew = converse(options, f"/load {file}", SPLIT, "/undo", "/undo", JOIN)
+    assert answer_in(again) == answer_in(expected) and answer_in(anew) == answer_in(first)
 
 
-def test_interrupts(endless, tmp_path):
-    trace = tmp_path / "rounds.jsonl"
-    with Screen(*endless, "--max-tokens=1000000", f"--trace={trace}", home=tmp_path) as screen:
-        screen.wait_for(READY)
-        screen.type("half a line\x03")  # in one write: it comes between a character and the next wait
-        screen.wait_for(READY)
-        waits = [_wait_after_interrupt(screen, trace, 1, " · interrupted")]
-        waits.append(_wait_after_interrupt(screen, trace, 2, ", .* reused · interrupted"))
-        assert "turns: 2, " in screen.say("/show")
-        for turn in range(3, 12):
-            if min(waits) <= 0.1:  # seconds; other programs may have taken some of them
-                break
-            screen.say("/undo")
-            waits.append(_wait_after_interrupt(screen, trace, turn, ", .* · interrupted"))
-        assert min(waits) <= 0.1, waits
-        for message in ("more", "x" * 1023):  # the editor reads 1024 characters at a time
-            screen.type(f"{message}\r\x03")  # behind the message, before the answer
-            screen.wait_for("interrupted")
-            screen.wait_for(READY)
-        screen.process.send_signal(signal.SIGINT)  # not as a key
-        screen.wait_for(READY)
-        assert "Traceback" not in screen.text
-
-
-def test_interrupts_of_commands(tmp_path):
-    """Nobody ever writes into that pipe, and Ctrl-C ends the wait for what it holds."""
-    pipe = tmp_path / "pipe.json"
-    os.mkfifo(pipe)
-    with Screen(*TINY, "--max-tokens=4", home=tmp_path) as screen:
-        screen.wait_for(READY)
-        screen.say("hello")
-        for command in ("load", "save", "json"):
-            screen.type(f"/{command} {pipe}\r")
-            writer = opened_for_a_reader(pipe)
-            screen.type("\x03")
-            screen.wait_for("interrupted")
-            screen.wait_for(READY)
-            os.close(writer)
-            screen.type(f"/{command} {pipe}\r\x03")  # before it waits
-            screen.wait_for("interrupted")
-            screen.wait_for(READY)
-        assert "turns: 1, " in screen.say("/show")
-        assert "Traceback" not in screen.text
-
-
-def _wait_after_interrupt(screen: Screen, trace: Path, turn: int, status: str) -> float:
-    """Seconds from the end of the last round to the prompt."""
-    screen.type("hello\r")
-    wait_until(lambda: f'"turn": {turn}' in trace.read_text())
-    screen.type("\x03")
-    screen.wait_for(STATUS + status)
-    screen.wait_for(READY)
-    ended: float = json.loads(trace.read_text().splitlines()[-1])["time"]
-    return time.time() - ended
-
-
-def test_keys_while_an_answer_streams(endless, tmp_path):
-    """They are not seen within it, and wait in the next line. Afterwards the terminal is as it was."""
-    trace = tmp_path / "rounds.jsonl"
-    with Screen(*endless, "--max-tokens=1000000", f"--trace={trace}", home=tmp_path) as screen:
-        screen.wait_for(READY)
-        screen.say("/set max_tokens 200")
-        screen.type("hello\r")
-        wait_until(lambda: '"turn": 1' in trace.read_text())
-        screen.process.send_signal(signal.SIGSTOP)  # so that it is typed in the middle
-        screen.type("/show\r")
-        screen.process.send_signal(signal.SIGCONT)
-        screen.wait_for(STATUS + ".* · cut at")
-        assert "/show" not in screen.text.rpartition("hello")[2].partition(" · cut at")[0]
-        screen.wait_for("/show")
-        time.sleep(0.1)
-        assert "turns: 1, " not in screen.text, "nothing is sent that was typed unseen"
-        assert "turns: 1, " in screen.say("")
-        screen.say("/set max_tokens 1000000")
-        screen.type("hello\r")
-        wait_until(lambda: '"turn": 2' in trace.read_text())
-        assert not screen.echoes
-        screen.process.send_signal(signal.SIGSTOP)  # as after Ctrl-Z; the shell wants to see its keys
-        screen.echoes = True
-        screen.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: not screen.echoes)
-        screen.type("one\rtwo\r\x03")
-        screen.wait_for("interrupted")
-        screen.wait_for(READY)
-        screen.wait_for("… two")
-        screen.type("\r")
-        wait_until(lambda: '"turn": 3' in trace.read_text())
-        screen.type("\x03")
-        screen.wait_for("interrupted")
-        screen.wait_for(READY)
-        screen.say(f"/save {tmp_path / 'talk'}")
-        messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
-        assert messages[-2]["content"] == "one\ntwo"
-        screen.type("hello\r")
-        wait_until(lambda: '"turn": 4' in trace.read_text())
-        screen.type("\x04\x03")  # Ctrl-D leaves once the answer has ended
-        assert screen.leave() == 0 and screen.echoes
-        assert "Traceback" not in screen.text
-
-
-def test_highlight(tmp_path):
-    with Screen(*PAIR, "--max-tokens=24", "--num-draft-tokens=3", home=tmp_path) as screen:
-        screen.wait_for(READY)
-        plain = answer_in(screen.say("What does os.path.join do?"))
-        assert "drafted at position 1 2 3 4 5+" in screen.say("/highlight on")
-        start = len(screen.raw)
-        shown = answer_in(screen.say("/retry"))
-        coloured = screen.raw[start:]
-        assert shown.replace("│", "") == plain and "│" in shown
-        assert "\x1b[38;5;34m" in coloured or not HAS_DEMO  # drafted at position 1
-        assert "\x1b[2m│" in coloured
-        assert "no highlighting" in screen.say("/highlight off")
-        assert answer_in(screen.say("/retry")) == plain
-
-
-def test_without_the_editor(tmp_path):
-    """On a terminal that cannot move its cursor, lines are read as Python reads them."""
-    with Screen(*TINY, "--max-tokens=4", home=tmp_path, TERM="dumb") as screen:
-        screen.wait_for("Ctrl-D leaves(.|\n)*> ")
-        screen.type('"""one\n')
-        screen.wait_for("… ")
-        screen.type('two"""\n')
-        screen.wait_for(STATUS)
-        screen.wait_for("> ")
-        screen.type("\x03")
-        screen.wait_for("> ")
-        screen.type("/show\n")
-        screen.wait_for("turns: 1, ")
-        screen.type("/exit\n")
-        assert screen.leave() == 0
-        assert "Traceback" not in screen.text and "\x1b" not in screen.raw
+def test_highlight(converse, monkeypatch):
+    monkeypatch.setattr("mlx_spec.apps.chat.terminal._has_styles", lambda _: True)
+    options = [*PAIR, "--max-tokens=24", "--num-draft-tokens=3"]
+    _, *said = converse(options, JOIN, "/highlight on", "/retry", "/highlight off", "/retry", "/draft auto")
+    texts = [re.sub(r"\x1b\[[\d;]*m", "", one) for one in said]
+    plain, shown, again = (answer_in(texts[i]) for i in (0, 2, 4))
+    assert "drafted at position 1 2 3 4 5+" in texts[1] and "no highlighting" in texts[3]
+    assert shown.replace("│", "") == plain == again and "\x1b[2m│" in said[2]
+    assert "\x1b[38;5;34m" in said[2]  # drafted at position 1
+    assert "as many tokens as pay" in texts[5]
 
 
 # --- models
@@ -345,28 +168,16 @@ def _converted(home: Path, name: str) -> Path:
     return place
 
 
-def test_first_run_takes_the_pair_used_last(tmp_path):
-    with Screen("--max-tokens=4", home=tmp_path) as screen:
-        if HAS_DEMO:
-            screen.wait_for("a small demo model .* for a real one: /model")
-            screen.wait_for(READY)
-        place, other = _converted(tmp_path, "mine"), _converted(tmp_path, "other")
-        os.utime(place / "target" / "config.json", (4e9, 4e9))
-        if HAS_DEMO:
-            screen.say("hello")
-            assert f"loading {place}" in screen.say("/model mine")
-            assert "turns: 1, " in screen.say("/show")
-            listed = screen.say("/model")
-            assert re.search(rf"\*  {place} .*fits", listed) and f"   {other} " in listed
-    remembered = Path(at_home(tmp_path)["XDG_CACHE_HOME"]) / "mlx_spec" / "last_chat.json"
-    remembered.unlink(missing_ok=True)
-    with Screen(home=tmp_path) as screen:
-        screen.wait_for(f"loading {re.escape(str(place))}, the pair used last")  # the files say so
-        screen.wait_for(READY)
-        screen.say(f"/model {other}")
-    with Screen(home=tmp_path) as screen:
-        screen.wait_for(f"loading {re.escape(str(other))}, the pair used last")  # so it was remembered
-        screen.wait_for(READY)
+def test_first_run_takes_the_pair_used_last(converse, tmp_path):
+    assert re.search("a small demo model .* for a real one: /model", converse([])[0])
+    place, other = _converted(tmp_path, "mine"), _converted(tmp_path, "other")
+    os.utime(place / "target" / "config.json", (4e9, 4e9))
+    lines = "hello", "/model mine", "/show", "/model", "/model other"
+    greeting, _, switched, shown, listed, _ = converse(["--max-tokens=4"], *lines)
+    assert f"loading {place}, the pair used last" in greeting  # the files say so
+    assert "drafts: by" in switched and "turns: 1, " in shown
+    assert re.search(rf"\*  {place} .*fits", listed) and f"   {other} " in listed
+    assert f"loading {other}, the pair used last" in converse([])[0]  # so it was remembered
 
 
 def _never_read(checkpoint: Path) -> None:
@@ -374,6 +185,19 @@ def _never_read(checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     weights.unlink()
     os.mkfifo(weights)
+
+
+def opened_for_a_reader(pipe: Path) -> int:
+    """A pipe, as soon as somebody reads from it; it must stay open."""
+    opened: list[int] = []
+
+    def opens() -> bool:
+        with suppress(OSError):  # nobody does
+            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    wait_until(opens)
+    return opened[0]
 
 
 def test_model_that_cannot_be_loaded(tmp_path):
@@ -411,9 +235,7 @@ def test_model_is_downloaded(tmp_path):
     """Size, free disk and memory first; fetched after a yes, and Ctrl-C only pauses that."""
     target, drafter = "mlx-community/gemma-4-e2b-it-4bit", "google/gemma-4-E2B-it-assistant"
     with serving({target: GOLDEN / "target", drafter: GOLDEN / "assistant"}) as hub:
-        variables = {
-            name: value for name, value in hub.variables(tmp_path).items() if name not in ("HOME", "PATH")
-        }
+        variables = {name: value for name, value in hub.variables(tmp_path).items() if name.startswith("HF_")}
         with Screen(*TINY, "--max-tokens=4", home=tmp_path, **variables) as screen:
             screen.wait_for(READY)
             screen.say("hello")
@@ -435,9 +257,6 @@ def test_model_is_downloaded(tmp_path):
             screen.wait_for(f"loading {target}")
             screen.wait_for(READY)
             assert f"model: {target}" in screen.say("/show") and "turns: 1, " in screen.text
-        with Screen(home=tmp_path, **variables) as screen:
-            screen.wait_for(f"loading {target}, the pair used last")
-            screen.wait_for(READY)
 
 
 def _ask_for(screen: Screen, name: str, reply: str) -> None:
@@ -446,3 +265,134 @@ def _ask_for(screen: Screen, name: str, reply: str) -> None:
     screen.wait_for("are free on the disk; memory: fits, about")
     screen.wait_for(r"Download\? \[y/N\] ")
     screen.type(f"{reply}\n")
+
+
+# --- keys and Ctrl-C, on terminals of their own
+
+
+def test_without_the_editor(tmp_path):
+    """On a terminal that cannot move its cursor, lines are read as Python reads them."""
+    with Screen(*TINY, "--max-tokens=4", home=tmp_path, TERM="dumb") as screen:
+        screen.wait_for("Ctrl-D leaves(.|\n)*> ")
+        screen.type('"""one\n')
+        screen.wait_for("… ")
+        screen.type('two"""\n')
+        screen.wait_for(STATUS)
+        screen.wait_for("> ")
+        screen.type("\x03")
+        screen.wait_for("> ")
+        screen.type("/show\n")
+        screen.wait_for("turns: 1, ")
+        screen.type("/exit\n")
+        assert screen.leave() == 0
+        assert "Traceback" not in screen.text and "\x1b" not in screen.raw
+
+
+class Talk:
+    """A conversation with a model that never ends, and the trace of its rounds."""
+
+    def __init__(self, screen: Screen, trace: Path) -> None:
+        self.screen, self.trace = screen, trace
+
+    def turn(self) -> str:
+        """The number of the last answer."""
+        return (["", *re.findall(r'"turn": (\d+), ', self.trace.read_text())])[-1]
+
+    def begin(self, message: str = "hello") -> None:
+        """Send a message, and wait for the first round of its answer."""
+        before = self.turn()
+        self.screen.type(f"{message}\r")
+        wait_until(lambda: self.turn() != before)
+
+    def interrupt(self, status: str = "interrupted") -> None:
+        self.screen.type("\x03")
+        self.screen.wait_for(status)
+        self.screen.wait_for(READY)
+
+
+@pytest.fixture(scope="module")
+def talk(endless, tmp_path_factory) -> Iterator[Talk]:
+    """One process for the tests below. It keeps what is typed, and leaves the terminal as it was."""
+    home = tmp_path_factory.mktemp("home")
+    trace = home / "rounds.jsonl"
+    with Screen(*endless, "--max-tokens=1000000", f"--trace={trace}", home=home) as screen:
+        screen.wait_for(READY)
+        talk = Talk(screen, trace)
+        yield talk
+        talk.begin()
+        screen.type("\x04\x03")  # Ctrl-D leaves once the answer has ended
+        assert screen.leave() == 0 and screen.echoes
+        assert "Traceback" not in screen.text
+    history = home / "xdg_state_home" / "mlx_spec" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600 and "+hello" in history.read_text()
+
+
+def test_interrupts(talk):
+    def seconds_to_the_prompt(status: str) -> float:
+        """Seconds from the end of the last round to the prompt."""
+        talk.begin()
+        talk.interrupt(STATUS + status)
+        ended: float = json.loads(talk.trace.read_text().splitlines()[-1])["time"]
+        return time.time() - ended
+
+    screen = talk.screen
+    screen.type("half a line\x03")  # in one write: it comes between a character and the next wait
+    screen.wait_for(READY)
+    waits = [seconds_to_the_prompt(" · interrupted"), seconds_to_the_prompt(", .* reused · interrupted")]
+    assert "turns: 2, " in screen.say("/show")
+    while min(waits) > 0.1 and len(waits) < 10:  # seconds; other programs may have taken some of them
+        screen.say("/undo")
+        waits.append(seconds_to_the_prompt(", .* · interrupted"))
+    assert min(waits) <= 0.1, waits
+    for message in ("more", "x" * 1023):  # the editor reads 1024 characters at a time
+        screen.type(f"{message}\r\x03")  # behind the message, before the answer
+        screen.wait_for("interrupted")
+        screen.wait_for(READY)
+    screen.process.send_signal(signal.SIGINT)  # not as a key
+    screen.wait_for(READY)
+
+
+def test_interrupts_of_commands(talk, tmp_path):
+    """Nobody ever writes into that pipe, and Ctrl-C ends the wait for what it holds."""
+    screen, pipe = talk.screen, tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for command in ("load", "save", "json"):
+        screen.type(f"/{command} {pipe}\r")
+        writer = opened_for_a_reader(pipe)
+        talk.interrupt()
+        os.close(writer)
+        screen.type(f"/{command} {pipe}\r")
+        talk.interrupt()  # before it waits
+    assert "turns: " in screen.say("/show")
+
+
+def test_keys_while_an_answer_streams(talk, tmp_path):
+    """They are not seen within it, and wait in the next line."""
+    screen = talk.screen
+    screen.say("/clear")
+    screen.say("/set max_tokens 80")
+    talk.begin()
+    screen.process.send_signal(signal.SIGSTOP)  # so that it is typed in the middle
+    screen.type("/show\r")
+    screen.process.send_signal(signal.SIGCONT)
+    screen.wait_for(STATUS + ".* · cut at")
+    assert "/show" not in screen.text.rpartition("hello")[2].partition(" · cut at")[0]
+    screen.wait_for("/show")
+    time.sleep(0.1)
+    assert "turns: 1, " not in screen.text, "nothing is sent that was typed unseen"
+    assert "turns: 1, " in screen.say("")
+    screen.say("/set max_tokens 1000000")
+    talk.begin()
+    assert not screen.echoes
+    screen.process.send_signal(signal.SIGSTOP)  # as after Ctrl-Z; the shell wants to see its keys
+    screen.echoes = True
+    screen.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: not screen.echoes)
+    screen.type("one\rtwo\r")
+    talk.interrupt()
+    screen.wait_for("… two")
+    talk.begin("")
+    talk.interrupt()
+    screen.say(f"/save {tmp_path / 'talk'}")
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert messages[-2]["content"] == "one\ntwo"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import plistlib
 import subprocess
 import sys
@@ -19,21 +18,6 @@ from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import locked
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-
-
 # --- without MLX
 
 PROGRAM = """
@@ -47,22 +31,21 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
 
 
 def test_the_process_of_the_menu_never_loads_mlx():
-    done = run("-c", PROGRAM)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     heavy = {"mlx", "mlx_lm", "numpy", "transformers", "fastapi", "uvicorn", "huggingface_hub"}
     assert "mlx_spec" in done.stdout.split() and not heavy & set(done.stdout.split())
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="there it would be shown")
-def test_elsewhere_it_says_where_it_works():
-    done = run("-m", "mlx_spec.menubar", "--install-login-item")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("mlx-spec: the menu bar is for macOS") and done.stderr.count("\n") == 1
+def test_elsewhere_it_says_where_it_works(capsys):
+    assert menubar.main(["--install-login-item"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mlx-spec: the menu bar is for macOS") and err.count("\n") == 1
 
 
 def test_a_second_menu_leaves_at_once(tmp_path, capsys):
     folder = Folder(tmp_path)
-    folder.make()
     with locked(folder.path):
         assert menubar._run(parse([]), folder) == 0
     assert capsys.readouterr().err == "mlx-spec: the menu runs already\n"
@@ -76,22 +59,10 @@ def test_options_of_the_server_are_passed_on():
     plan = parse(given)
     assert plan.selection == Selection("owner/a", "lookup") and not plan.fixed
     assert plan.server == ServerOptions(Address("127.0.0.1", 9000), None, ("--kv-bits", "4", "--idle", "60"))
-    assert plan.passed == tuple(given)
-    assert plan.server.arguments(plan.selection, 9001) == (
-        "--kv-bits", "4", "--idle", "60", "--target", "owner/a", "--drafter", "lookup", "--port", "9001",
-    )  # fmt: skip
+    assert parse(list(plan.passed)) == plan
 
 
 # --- login and the hazards of macOS
-
-
-def test_the_agent_starts_it_at_login_and_after_crashes_only(tmp_path):
-    content = plistlib.loads(macos.agent(("--target", "owner/a"), tmp_path / "menubar.log"))
-    assert content["ProgramArguments"] == [sys.executable, "-m", "mlx_spec.menubar", "--target", "owner/a"]
-    assert content["RunAtLoad"] is True and content["KeepAlive"] == {"SuccessfulExit": False}
-    assert content["ThrottleInterval"] == 10 and content["LimitLoadToSessionType"] == "Aqua"
-    assert content["StandardOutPath"] == content["StandardErrorPath"] == str(tmp_path / "menubar.log")
-    assert Path(content["WorkingDirectory"]).is_absolute()
 
 
 def launchctl(folder: Path, refuses: str = "") -> str:
@@ -110,13 +81,19 @@ def calls(folder: Path) -> list[list[str]]:
 
 
 def test_install_and_remove(tmp_path):
-    program, file = launchctl(tmp_path, "bootout"), macos.agent_file(tmp_path)
-    macos.install_agent(file, (), tmp_path / "log", program)  # that nothing is loaded yet is no error
+    program, file, log = launchctl(tmp_path, "bootout"), tmp_path / macos.AGENT, tmp_path / "menubar.log"
+    macos.install_agent(file, ["--target=a"], log, program)  # that nothing is loaded yet is no error
     assert [call[0] for call in calls(tmp_path)] == ["bootout", "bootstrap"]
     domain, path = calls(tmp_path)[1][1:]
     assert domain.startswith("gui/") and path == str(file)
-    assert plistlib.loads(file.read_bytes())["Label"] == macos.LABEL == file.stem
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    content = plistlib.loads(file.read_bytes())
+    assert content["Label"] == macos.LABEL == file.stem
+    assert content["ProgramArguments"] == [sys.executable, "-m", "mlx_spec.menubar", "--target=a"]
+    assert content["RunAtLoad"] is True and content["KeepAlive"] == {"SuccessfulExit": False}
+    assert content["ThrottleInterval"] == 10 and content["LimitLoadToSessionType"] == "Aqua"
+    assert content["StandardOutPath"] == content["StandardErrorPath"] == str(log)
+    assert Path(content["WorkingDirectory"]).is_absolute()
     assert macos.remove_agent(file, program) and not file.exists()
     assert calls(tmp_path)[-1] == ["bootout", f"{domain}/{macos.LABEL}"]
     assert not macos.remove_agent(file, program)
@@ -125,14 +102,14 @@ def test_install_and_remove(tmp_path):
 def test_what_launchd_refuses_is_said(tmp_path):
     program = launchctl(tmp_path, "bootstrap")
     with pytest.raises(InvalidValue, match="Bootstrap failed: 5"):
-        macos.install_agent(macos.agent_file(tmp_path), (), tmp_path / "log", program)
+        macos.install_agent(tmp_path / macos.AGENT, (), tmp_path / "log", program)
     with pytest.raises(InvalidValue, match="No such file"):
-        macos.install_agent(macos.agent_file(tmp_path), (), tmp_path / "log", str(tmp_path / "nothing"))
+        macos.install_agent(tmp_path / macos.AGENT, (), tmp_path / "log", str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("given", [("--api-key", "secret"), ("--api-key=secret",)])
 def test_no_key_is_written_to_the_agent(tmp_path, given):
     with pytest.raises(InvalidValue, match="use --api-key-file"):
-        macos.write_agent(macos.agent_file(tmp_path), given, tmp_path / "log")
+        macos.write_agent(tmp_path / macos.AGENT, given, tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
-    macos.write_agent(macos.agent_file(tmp_path), ("--api-key-file", "key"), tmp_path / "log")
+    macos.write_agent(tmp_path / macos.AGENT, ("--api-key-file", "key"), tmp_path / "log")

@@ -7,12 +7,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, Submenu, menu
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, menu
 
 LIMIT = 10  # seconds
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
@@ -30,9 +31,8 @@ ALLOWED = {
     "NSEvent": EVENT,
     "NSPasteboard": "generalPasteboard clearContents setString_forType_",
 }
-# What selectors return where that is not the receiver, and what is the same object each time.
+# What selectors return where that is of another kind than the receiver.
 MAKES = {"statusItemWithLength_": "NSStatusItem", "button": "NSStatusBarButton", "window": "NSWindow"}
-SHARED = "sharedApplication systemStatusBar standardUserDefaults generalPasteboard button window".split()
 VISIBLE = 2
 CONSTANTS = {
     "NSApplicationActivationPolicyAccessory": 1,
@@ -68,7 +68,7 @@ class Screen:
 
 
 class Native:
-    """An object, or a class, of AppKit."""
+    """An object, or a class, of AppKit. There is one of each kind, but for those that are allocated."""
 
     def __init__(self, kind: str, screen: Screen) -> None:
         self.kind, self.screen = kind, screen
@@ -77,9 +77,9 @@ class Native:
 
     def __getattr__(self, selector: str) -> Callable[..., Any]:
         assert selector in ALLOWED[self.kind].split(), f"{self.kind} must not be sent {selector}"
-        return lambda *arguments: self._send(selector, arguments)
+        return partial(self._send, selector)
 
-    def _send(self, selector: str, arguments: tuple[Any, ...]) -> Any:
+    def _send(self, selector: str, *arguments: Any) -> Any:
         assert len(arguments) == selector.count("_"), f"{selector} with {len(arguments)} arguments"
         assert threading.get_ident() == self.screen.main_thread, f"{selector} off the main thread"
         self.screen.calls.append((self.kind, selector, arguments))
@@ -98,17 +98,15 @@ class Native:
                 self.children.append(arguments[0])
             case "removeAllItems":
                 self.children.clear()
+            case "alloc" | "separatorItem":
+                return Native(self.kind, self.screen)
+            case "init":
+                return self
             case "initWithTitle_action_keyEquivalent_":
-                self.values |= {"setTitle_": arguments[0], "action": arguments[1]}
-        return self._result(selector)
-
-    def _result(self, selector: str) -> Native | None:
-        if selector.startswith(("set", "add", "remove", "stop", "post", "clear")):
-            return None
+                self.values["setTitle_"] = arguments[0]
+                return self
         kind = MAKES.get(selector, self.kind)
-        if selector in SHARED:
-            return self.screen.shared.setdefault(kind, Native(kind, self.screen))
-        return self if selector.startswith("init") else Native(kind, self.screen)
+        return self.screen.shared.setdefault(kind, Native(kind, self.screen))
 
 
 class NSObject:
@@ -175,7 +173,7 @@ def top(screen: Screen) -> Native:
 
 
 DRAFTERS = (Item("auto", Click(Action.DRAFTER), True), Item("off", Click(Action.DRAFTER, "none"), False))
-SMALL = Menu("61", (Item("61 tok/s"), None, Item("Stop", Click(Action.STOP)), Submenu("Draft", DRAFTERS)))
+SMALL = Menu("61", (Item("61 tok/s"), None, Item("Stop", Click(Action.STOP)), Menu("Draft", DRAFTERS)))
 
 
 def test_every_phase_is_drawn_with_the_allowed_selectors(screen):

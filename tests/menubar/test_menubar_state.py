@@ -6,28 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_spec.apps.menubar.menu import (
-    OFF,
-    Action,
-    Entry,
-    Figures,
-    Item,
-    ListedModel,
-    Phase,
-    State,
-    environment_example,
-    menu,
-    off_line,
-)
-from mlx_spec.types import Reason
+from mlx_spec.apps.menubar.menu import Action, Figures, Item, Menu, Phase, State, environment_example, menu
 
 URL = "http://127.0.0.1:8080"
-FAST = Figures(61.3, 1.87, 3.14, 6_240_000_000, "speculation pays")
-SLOW = Figures(20.1, memory_bytes=31_000_000, reason="too few draft tokens accepted")
+FAST = Figures(61.3, 1.87, 3.14, 6_240_000_000)
+SLOW = Figures(20.1, memory_bytes=31_000_000, off_reason="too few draft tokens accepted")
 UP = State(Phase.RUNNING, URL, names=("demo",))
 
 
-def drawn(entry: Entry) -> list[str]:
+def drawn(entry: Item | Menu | None) -> list[str]:
     """Lines of an entry: `(…)` cannot be clicked, `•` is marked, `◦` could be."""
     if entry is None:
         return ["---"]
@@ -47,9 +34,8 @@ def group(state: State, number: int) -> list[str]:
 
 
 def test_a_whole_menu():
-    models = (ListedModel("owner/big-4bit", 4_300_000_000),)
-    state = replace(UP, figures=FAST, models=models, login=False)
-    assert menu(state).title == "61"
+    state = replace(UP, figures=FAST, models={"owner/big-4bit": 4_300_000_000})
+    assert menu(state).label == "61"
     assert lines(state) == [
         "(demo at 127.0.0.1:8080)",
         "(61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB)",
@@ -79,7 +65,7 @@ def test_a_whole_menu():
 STOPPED = ["Start", "(Stop)", "(Restart)"]
 ALIVE = ["(Start)", "Stop", "Restart"]
 NEITHER = ["(Start)", "(Stop)", "(Restart)"]
-OFF_LINE = "(Speculation is off: too few draft tokens are accepted)"
+OFF_LINE = "(Speculation is off: too few draft tokens accepted)"
 STATES = {
     "new": (State(), ["(Stopped)"], STOPPED),
     "starting": (State(Phase.STARTING, URL), ["(Starting at 127.0.0.1:8080…)"], ALIVE),
@@ -117,13 +103,6 @@ def test_snapshot(name):
 
 def test_every_phase_has_a_snapshot():
     assert {state.phase for state, _, _ in STATES.values()} == set(Phase)
-
-
-def test_off_is_explained_for_exactly_the_servers_reasons():
-    assert set(OFF) == {reason.value for reason in Reason if not reason.is_on}
-    for reason in Reason:
-        line = off_line(Figures(reason=reason.value))
-        assert line.startswith("Speculation is off: ") is not reason.is_on
 
 
 def test_the_environment_example_never_holds_the_key():

@@ -21,19 +21,12 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "e2b"
 UNWANTED = ("NO_COLOR", "INPUTRC", "COLUMNS", "LINES")  # pytest-xdist sets COLUMNS
 TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
-DEMO = ROOT / "mlx_spec" / "demo"
-HAS_DEMO = all((DEMO / part / "model.safetensors").is_file() for part in ("target", "drafter"))
-PAIR = ["--target=demo"] if HAS_DEMO else TINY
+PAIR = ["--target=demo"]
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
 STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · (.* · )?\d+ tokens?"
 READY = "¶"  # in the text of a screen: the editor waits for a message
 EDITING = "\x1b[?2004h"  # it asks for pasted text to be marked
 CODES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)|\x1b(\[[0-9;?]*|\][^\x07]*)?$|[\r\b]")
-
-
-def run(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, timeout=LIMIT, **source)
 
 
 def at_home(folder: Path) -> dict[str, str]:
