@@ -71,12 +71,19 @@ def test_a_compressed_body_is_refused_by_name():
     assert len(stub.requests) == 1
 
 
+def test_a_byte_order_mark_before_the_body_is_passed_over():
+    content = json.dumps(BODIES[CHAT]).encode("utf-8-sig")
+    assert fresh()[1].client.post(CHAT, content=content).status_code == 200
+
+
 def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
     stub, endpoint = fresh()
     for path in ("/v1/nothing", "/docs", "/openapi.json"):  # docs would load scripts from elsewhere
         assert error_of(endpoint.client.get(path), 404)["code"] == "unknown_url"
     response = endpoint.client.get(CHAT)
     assert error_of(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
+    allowed = endpoint.client.put(f"{RESPONSES}/x").headers["allow"]
+    assert set(allowed.split(", ")) == {"DELETE", "GET", "HEAD"}
     for path in (CHAT, TEXT, RESPONSES):
         error = endpoint.refused(path, 404, **BODIES[path] | {"model": "gpt-9" * 20_000})
         assert (error["param"], error["code"]) == ("model", "model_not_found")
