@@ -87,7 +87,7 @@ class ResponseStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one: a file is removed after it was written
+        self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one, so that files go after they came
         self._stored: dict[str, StoredResponse] = {}  # the oldest first
         self._sizes: dict[str, int] = {}  # bytes of each as JSON
         self._gone: dict[str, str] = {}  # ids, and what became of them
