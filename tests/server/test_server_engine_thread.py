@@ -28,6 +28,7 @@ from served import (
 from test_session import make_pair
 from waiting import wait_until
 
+from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.generation import BatchRow
@@ -168,18 +169,14 @@ def test_a_prompt_is_read_once_for_all_its_choices(
         return prefill(target, tokens)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
-    request = chat("Tell me once " + LONG, n=6, sampling=Sampling(temperature=1.0, seed=1), max_tokens=20)
-    usage = closed(answer(engine, request)).usage
-    assert sum(read) <= usage.prompt_tokens + 6 * 2
-    assert closed(answer(engine, request)).timings.statistics.batch_size > 2
+    found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
+    assert sum(read) <= found.usage.prompt_tokens + 6 * 2
+    assert found.timings.statistics.batch_size > 2
 
 
-def test_choices_begin_together(plain: EngineThread) -> None:
+def test_choices_and_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
-
-
-def test_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
     streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
     sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
@@ -188,24 +185,21 @@ def test_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
     with working(replace(DEMO, limits=Limits(running=2))) as engine:
-        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=30))
+        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16))
         many.until(RoundDone)
         closed(begin(engine, chat(QUESTION, max_tokens=5)).all())
         assert sum(isinstance(e, ChoiceEnded) for e in (*many.seen, *tuple(many.events.queue))) < 4
         assert sum(isinstance(e, ChoiceEnded) for e in many.all()) == 6
 
 
-def test_what_does_not_fit_the_memory_waits() -> None:
-    settings = replace(DEMO, memory_bytes=13_200_000)
-    with working(settings) as engine:
-        prompts = [raw((5 + i,) * 1500, max_tokens=40, sampling=ENDLESS) for i in range(2)]
+def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MAX_RESERVED_TOKENS", 300)
+    with working(replace(DEMO, memory_bytes=models.memory_need(DEMO.models[0]).total)) as engine:
+        prompts = [raw((5 + i,) * 200, sampling=ENDLESS) for i in range(2)]
         streams = [begin(engine, prompt) for prompt in prompts]
         streams[0].until(RoundDone)
-        assert engine.status().running == 2
-        assert not streams[1].events.qsize()
-        for stream in streams:
-            timings = closed(stream.all()).timings
-            assert timings.statistics.batch_size == 1
+        assert engine.status().running == 2 and not streams[1].events.qsize()
+        assert [closed(stream.all()).timings.statistics.batch_size for stream in streams] == [1, 1]
 
 
 # --- turns
@@ -327,15 +321,18 @@ def test_not_ready_while_the_first_model_loads() -> None:
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        (raw((1,) * 4096), "prompt", "prompt is too long: 4096 tokens > 4096 maximum, the context"),
-        (raw((1, 9999)), "prompt", "the prompt holds token 9999"),
+        (raw("x", (1,) * 4096, n=2), "prompt", "prompt is too long: 4096 tokens > 4096 maximum, the context"),
+        (raw("x", (1, 9999), n=2), "prompt", "the prompt holds token 9999"),
+        (raw("x", (), n=2), "prompt", "empty"),
         (chat(QUESTION, stop=("",)), None, "stop"),
         (chat(QUESTION, format=OutputFormat("regex", "[")), "response_format", "regular expression"),
     ],
 )
 def test_what_cannot_be_answered(engine: EngineThread, given: Any, param: str | None, message: str) -> None:
-    found = failure(answer(engine, given))
-    assert (found.status, found.param) == (400, param) and message in found.message
+    """Where one prompt cannot be, nothing is generated for the others."""
+    events = answer(engine, given)
+    found = failure(events)
+    assert (found.status, found.param, len(events)) == (400, param, 1) and message in found.message
     assert found.code == ("context_length_exceeded" if "context" in message else "invalid_value")
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
@@ -354,9 +351,9 @@ def test_an_error_fails_one_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=50))
+    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=40))
     other.until(RoundDone)
-    request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}), max_tokens=60)
+    request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         read = BatchRow.read
 

@@ -17,7 +17,6 @@ from served import (
     chat,
     closed,
     failure,
-    raw,
     text_of,
     wait_until_idle,
     working,
@@ -27,7 +26,7 @@ from waiting import wait_until
 from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.request import ChoiceEnded, OutputFormat, PromptRead, RoundDone, TextDelta
+from mlx_spec.apps.server.request import OutputFormat, RoundDone
 from mlx_spec.apps.server.settings import Limits
 from mlx_spec.grammar import Grammar, GrammarKind
 
@@ -69,9 +68,6 @@ def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(engine: EngineT
     assert slow.events.empty()
 
 
-# --- grammars that come again
-
-
 def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
     compile = models.compile_grammar
@@ -81,27 +77,12 @@ def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.Mo
         return compile(kind, source, *rest, **more)
 
     monkeypatch.setattr(models, "compile_grammar", counted)
-    requests = [
-        chat(QUESTION, format=OutputFormat("regex", source)) for source in ("[a-f]{4}", "[g-k]{4}") * 2
-    ]
+    requests = [chat(QUESTION, format=OutputFormat("regex", one)) for one in ("[a-f]{4}", "[g-k]{4}") * 2]
     texts = [text_of(answer(engine, request)) for request in requests]
     assert sources == ["[a-f]{4}", "[g-k]{4}"]
     assert texts[:2] == texts[2:] and texts[0] != texts[1]
     closed(answer(engine, chat(QUESTION, thinking=True, format=OutputFormat("regex", "[a-f]{4}"))))
     assert len(sources) == 2
-
-
-# --- prompts
-
-
-@pytest.mark.parametrize("wrong", [(5,) * 4096, (1, 9999), ()])
-def test_nothing_is_generated_where_one_prompt_cannot_be(
-    engine: EngineThread, wrong: tuple[int, ...]
-) -> None:
-    events = answer(engine, raw("zip returns", wrong, n=2))
-    assert failure(events).status == 400 and len(events) == 1
-    kinds = [type(event) for event in answer(engine, raw("zip returns", "map"))]
-    assert {PromptRead, TextDelta, RoundDone, ChoiceEnded} <= set(kinds)
 
 
 def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:

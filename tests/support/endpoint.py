@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import httpx2
 import uvicorn
 from starlette.testclient import TestClient
+from waiting import LIMIT
 
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.engine_thread import Status
+from mlx_spec.apps.server.engine_thread import EngineThread, Status
 from mlx_spec.apps.server.errors import Failure, unknown_model
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.request import (
@@ -259,6 +261,16 @@ def listening(engine: Any, settings: Settings) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def serving(settings: Settings) -> Iterator[httpx2.Client]:
+    """A client of a server whose engine answers."""
+    engine = EngineThread(settings)
+    with listening(engine, settings) as url:
+        assert engine.wait_loaded()
+        with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
+            yield client
 
 
 @dataclass(frozen=True)
