@@ -83,8 +83,7 @@ REQUESTS = {
     "prompts": raw("What does", "os.path.join: Join", (2, 5, 9), n=2),
     "echo": raw("os.path.join: Join", echo=True),
     "echo with logprobs": raw("os.path.join: Join two or more", echo=True, top_logprobs=1, max_tokens=0),
-    "min_tokens": chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=32)),
-    "ignore_eos": chat(QUESTION, max_tokens=40, ignore_eos=True),
+    "min_tokens": chat(QUESTION, max_tokens=36, sampling=Sampling(min_tokens=32)),
     "penalties": chat(QUESTION, sampling=Sampling(presence_penalty=1.0, logit_bias={5: 2.0})),
     "prediction": chat(QUESTION, prediction="os.path.join: Join three or more pathname components"),
     "regex": chat(QUESTION, format=OutputFormat("regex", "[a-z]{3,9}: [0-9]+")),
@@ -119,10 +118,10 @@ def test_an_answer(engine: EngineThread) -> None:
 def test_ends_of_an_answer(engine: EngineThread) -> None:
     plain = answer(engine, chat(QUESTION, max_tokens=None, top_logprobs=0))
     text = text_of(plain)
-    for given, least in (({"sampling": Sampling(min_tokens=32)}, 33), ({"ignore_eos": True}, 40)):
-        events = answer(engine, chat(QUESTION, max_tokens=40, **given))
+    for given, least in (({"sampling": Sampling(min_tokens=28)}, 29), ({"ignore_eos": True}, 32)):
+        events = answer(engine, chat(QUESTION, max_tokens=32, **given))
         assert text_of(events).startswith(text) and closed(events).usage.completion_tokens >= least
-    ended = answer(engine, chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=5)))
+    ended = answer(engine, chat(QUESTION, max_tokens=32, sampling=Sampling(min_tokens=5)))
     assert text_of(ended) == text
     tokens = [one for event in plain if isinstance(event, TextDelta) for one in event.logprobs]
     stop, before = tokens[6], b"".join(one.written for one in tokens[:6]).decode()
