@@ -64,7 +64,8 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
         try:
             yield
         finally:
-            await _close(engine)
+            if not await run_in_threadpool(engine.close, CLOSE_TIMEOUT_S):
+                LOG.warning("the engine is still busy: leaving it")
 
     app = FastAPI(
         title="mlx_spec",
@@ -84,7 +85,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     _add_read_routes(app, engine, metrics)
     ollama.add_routes(app, engine, counted, settings)
     stored_responses.add_routes(app, store)
-    app.include_router(page.router())
+    page.add_routes(app)
     add_error_handlers(app)
     app.add_middleware(LastResort)
     app.add_middleware(Guards, settings=settings)
@@ -134,15 +135,6 @@ def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> No
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
     facts = {key: value for key, value in vars(card).items() if key not in ("name", "aliases")}
     return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
-
-
-async def _close(engine: EngineThread) -> None:
-    """Close the engine, but do not wait for a model that is being loaded."""
-    closing = threading.Thread(target=engine.close, name="mlx_spec closing", daemon=True)
-    closing.start()
-    await run_in_threadpool(closing.join, CLOSE_TIMEOUT_S)
-    if closing.is_alive():
-        LOG.warning("the engine is still busy: leaving it")
 
 
 # --- the process

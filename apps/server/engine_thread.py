@@ -144,15 +144,16 @@ class EngineThread:
         except Exception as error:
             raise to_failure(error) from error
 
-    def close(self) -> None:
-        """End all: requests without an answer fail with 503. Returns when the thread is done."""
+    def close(self, timeout: float | None = None) -> bool:
+        """End all: requests without an answer fail with 503. Return True if the thread is done in time."""
         with self._changed:
             self._closing = True
             if self._state != "closed":
                 self._state = "draining"
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _check_open(self) -> None:
         if self._closing:

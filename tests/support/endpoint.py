@@ -175,8 +175,8 @@ class Stub:
     def start(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    def close(self, timeout: float) -> bool:
+        return True
 
 
 # --- in the process of the test
