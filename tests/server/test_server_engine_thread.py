@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ from mlx_spec.apps.server.request import (
     ToolUse,
 )
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
@@ -173,7 +175,10 @@ def test_a_prompt_is_read_once_for_all_its_choices(
     assert found.timings.statistics.batch_size > 2
 
 
-def test_choices_and_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
+def test_choices_and_requests_that_come_at_once_begin_together(
+    plain: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_spec.batch.scheduler.MAX_HOLD_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
@@ -254,6 +259,71 @@ def test_cancelled_within_a_round(engine: EngineThread, plain: EngineThread, rou
     assert not any(isinstance(e, Failed) for e in tuple(stream.events.queue))
     again = replace(request, max_tokens=20)  # the same conversation afterwards
     assert body(answer(engine, again)) == body(answer(plain, again))
+
+
+# --- preparing
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[EngineThread]:
+    """An engine that gives a second to a grammar."""
+    with working(replace(DEMO, limits=Limits(running=2, grammar_seconds=1.0))) as engine:
+        yield engine
+
+
+PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
+SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody_else(hasty: EngineThread) -> None:
+    closed(answer(hasty, chat(QUESTION, format=OutputFormat("regex", "a"))))  # starts the sandbox
+    running = begin(hasty, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
+    running.until(RoundDone)
+    slow = begin(hasty, chat(QUESTION, format=SLOW))
+    while not running.events.empty():
+        running.next()
+    rounds = 0
+    while slow.events.empty():
+        running.until(RoundDone)
+        rounds += 1
+    running.job.cancel()
+    assert rounds > 3, "one may end before the engine is asked to compile, and one behind it"
+    assert "takes more than 1 s to compile" in failure(slow.all()).message
+    wait_until_idle(hasty)
+
+
+def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(hasty: EngineThread) -> None:
+    slow = begin(hasty, chat(QUESTION, format=SLOW))
+    wait_until(lambda: hasty.status().running)
+    slow.job.cancel()
+    wait_until_idle(hasty)
+    closed(answer(hasty, chat(QUESTION, max_tokens=2)))
+    assert slow.events.empty()
+
+
+def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    compile = models.compile_grammar
+
+    def counted(kind: GrammarKind, source: str, *rest: Any, **more: Any) -> Grammar:
+        sources.append(source)
+        return compile(kind, source, *rest, **more)
+
+    monkeypatch.setattr(models, "compile_grammar", counted)
+    requests = [chat(QUESTION, format=OutputFormat("regex", one)) for one in ("[a-f]{4}", "[g-k]{4}") * 2]
+    texts = [text_of(answer(engine, request)) for request in requests]
+    assert sources == ["[a-f]{4}", "[g-k]{4}"]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+    closed(answer(engine, chat(QUESTION, thinking=True, format=OutputFormat("regex", "[a-f]{4}"))))
+    assert len(sources) == 2
+
+
+def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
+    request = chat("What is a list?", "A type.", "And a tuple?", max_tokens=2)
+    assert engine.count_tokens(request) == closed(answer(engine, request)).usage.prompt_tokens
+    with pytest.raises(Failure, match="no model") as caught:
+        engine.count_tokens(replace(request, model="other"))
+    assert caught.value.status == 404
 
 
 # --- admission

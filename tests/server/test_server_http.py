@@ -164,13 +164,14 @@ def test_our_own_bug_is_500_and_tells_nothing(stub, monkeypatch, caplog):
 
 
 def test_health_says_who_we_are(stub):
-    found = stubbed(stub).client.get("/health")
+    client = stubbed(stub).client
+    found = client.get("/health")
     assert found.status_code == 200
     expected = {"status": "ok", "service": "mlx_spec", "version": __version__, "waiting": 0, "running": 0}
     assert found.json() == expected
     for state in ("loading", "draining", "failed"):
         stub.state = Status(state)
-        found = stubbed(stub).client.get("/health")
+        found = client.get("/health")
         assert (found.status_code, found.json()["status"]) == (503, state)
 
 

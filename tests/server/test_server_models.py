@@ -79,10 +79,10 @@ def test_the_model_used_longest_ago_makes_room() -> None:
 
 def test_unloading_gives_the_memory_back() -> None:
     with working(settings(ONE, TWO, room=1.2)) as engine:
-        closed(answer(engine, chat(QUESTION, model="one", max_tokens=30)))
+        closed(answer(engine, chat(QUESTION, model="one", max_tokens=9)))
         before = mx.get_active_memory()
         for name in ("two", "one"):
-            closed(answer(engine, chat(QUESTION, model=name, max_tokens=30)))
+            closed(answer(engine, chat(QUESTION, model=name, max_tokens=9)))
             assert loaded(engine) == [name]
             assert mx.get_active_memory() < before + 0.05 * NEED.weights
 
