@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import mlx.core as mx
 
@@ -22,6 +21,7 @@ from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import LOG, queue_full, to_failure, unavailable
 from .generation import Job, Send, prompt_tokens
+from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import Loader, ModelCard, Models, load_served
 from .request import Failed, GenerationRequest
 from .settings import Settings
@@ -31,36 +31,6 @@ IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
 PREPARING = 4  # requests that are prepared at a time
 MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
 DURATION_WEIGHT = 0.2  # of the latest request in the average duration
-
-State = Literal["loading", "ready", "failed", "draining", "closed"]
-
-
-@dataclass(frozen=True)
-class ModelStatus:
-    """A model that is loaded."""
-
-    name: str
-    weights: int  # bytes
-    caches: int  # bytes of its cached sequences
-    batch: tuple[int, ...]  # sequences in each pass of a round
-    alone: str | None  # why sequences do not share passes; None if they do
-    expires_at: float  # seconds since 1970, if it is not used again; infinite: never
-
-
-@dataclass(frozen=True)
-class Status:
-    """The state of a server, for health checks and metrics."""
-
-    state: State  # failed: the first model could not be loaded
-    waiting: int = 0  # requests
-    running: int = 0
-    loading: str | None = None  # a model
-    models: tuple[ModelStatus, ...] = ()  # those that are loaded
-    active: int = 0  # bytes that MLX holds
-    peak: int = 0
-    cached: int = 0
-    budget: int = 0  # bytes for weights and caches
-    problem: str | None = None  # why it failed
 
 
 class EngineThread:
@@ -88,6 +58,7 @@ class EngineThread:
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read = 0.0  # time.monotonic()
         self._status = Status("loading")
+        self.metrics = Metrics(self.status)
 
     def start(self) -> None:
         """Begin; the first model is loaded on the engine thread."""
@@ -111,7 +82,7 @@ class EngineThread:
             waiting = len(self._waiting) - self._free_slots()  # some of them begin at once
             if waiting >= self._limits.waiting:
                 raise queue_full(waiting, self._retry_after(waiting))
-            job = Job(request, send, self._wake)
+            job = Job(request, send, self._wake, JobCounter(self.metrics, request.model))
             self._waiting.append(job)
             self._changed.notify_all()
         return job

@@ -33,6 +33,7 @@ from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
 from .errors import LOG, invalid, unsupported
+from .metrics import JobCounter
 from .models import CompileGrammar, LoadedModel
 from .prefix_cache import Snapshot
 from .request import (
@@ -247,7 +248,9 @@ class Job:
     Each choice is a row of the model's batch; a prompt is read once for all of them.
     """
 
-    def __init__(self, request: GenerationRequest, send: Send, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, request: GenerationRequest, send: Send, wake: Callable[[], None], counter: JobCounter
+    ) -> None:
         self.request = request
         self.submitted = time.perf_counter()
         self.began = 0.0  # time.perf_counter(), once it has left the queue
@@ -256,6 +259,7 @@ class Job:
         self.rows: list[BatchRow] = []  # those that run
         self._send = send
         self._wake = wake
+        self._counter = counter
         self._preparing: Future[PreparedRequest] | None = None  # None once it is prepared, too
         self._prepared: PreparedRequest
         self._sources: Sequence[str] = ()  # names of the drafters, by the index that rounds hold
@@ -269,6 +273,7 @@ class Job:
 
     def cancel(self) -> None:
         """End the job within a round or a step of its prompt. No event follows. May be called again."""
+        self._counter.cancel()
         if not self.cancelled:
             self.cancelled = True
             self._wake()
@@ -278,6 +283,7 @@ class Job:
         if self.cancelled:
             return
         try:
+            self._counter.count(event)
             self._send(event)
         except Exception:
             LOG.exception("an event could not be handed over")

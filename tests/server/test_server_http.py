@@ -35,8 +35,8 @@ from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import main
-from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
+from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.request import Failed
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 

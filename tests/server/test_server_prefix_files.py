@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import Queue
 
 import mlx.core as mx
 import pytest
@@ -24,9 +23,7 @@ from test_session import KINDS, MODELS, alone, make_pair
 
 from mlx_spec import engine
 from mlx_spec.apps.server import prefix_cache
-from mlx_spec.apps.server.metrics import CountedEngine, Metrics
 from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixFiles, model_key
-from mlx_spec.apps.server.request import Event, Finished
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
@@ -311,16 +308,10 @@ def test_a_restart_reads_a_prompt_once(
     answers, cached = [], []
     for _ in range(2):
         with working(settings) as served:
-            metrics = Metrics(served.status)
-            queue: Queue[Event] = Queue()
-            CountedEngine(served, metrics).submit(raw_request(prompt), queue.put)
-            events = []
-            while not (events and isinstance(events[-1], Finished)):
-                events.append(queue.get(timeout=60))
+            events = answer(served, raw_request(prompt))
             answers.append(body(events))
             cached.append(closed(events).usage.cached_tokens)
-            counted = metrics.registry.get_sample_value("mlx_spec_cached_tokens_total", {"model": "demo"})
-            assert counted == cached[-1]
+            assert served.metrics.json()["models"]["demo"]["cached_tokens_total"] == cached[-1]
     length = closed(events).usage.prompt_tokens
     assert cached == [0, length - 2] and answers[0] == answers[1]
     monkeypatch.setattr(SequenceDrafter, "nbytes", 8)

@@ -16,8 +16,9 @@ from starlette.testclient import TestClient
 from waiting import LIMIT
 
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.engine_thread import EngineThread, Status
+from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure, unknown_model
+from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.request import (
     ChoiceEnded,
@@ -127,9 +128,11 @@ def said(*texts: str, reason: Any = "stop", stop: str | None = None) -> tuple[Ev
 
 @dataclass
 class StubJob:
+    counter: JobCounter
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
+        self.counter.cancel()
         self.cancelled.set()
 
 
@@ -140,6 +143,7 @@ class Stub:
         self.events, self.pause = events, pause
         self.refusal: Failure | None = None
         self.state = Status("ready")
+        self.metrics = Metrics(self.status)
         self.requests: list[GenerationRequest] = []
         self.jobs: list[StubJob] = []
 
@@ -152,7 +156,7 @@ class Stub:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
-        self.jobs.append(StubJob())
+        self.jobs.append(StubJob(JobCounter(self.metrics, request.model)))
         threading.Thread(target=self._play, args=(send, self.jobs[-1], self.events), daemon=True).start()
         return self.jobs[-1]
 
@@ -161,6 +165,7 @@ class Stub:
             if job.cancelled.wait(event if isinstance(event, float) else self.pause):
                 return
             if not isinstance(event, float):
+                job.counter.count(event)
                 send(event)
 
     def count_tokens(self, request: GenerationRequest) -> int:
