@@ -82,20 +82,22 @@ def generate(
     return rounds
 
 
-def tokens_of(rounds: list[Round]) -> list[int]:
-    return [token for round in rounds for token in round.tokens]
-
-
 def facts(rounds: list[Round]) -> list[tuple[object, ...]]:
     return [(r.tokens, r.drafted, r.accepted, r.kind) for r in rounds]
 
 
-def stored(pair: Pair, folder: Path, prompt: Sequence[int] = PROMPT) -> CachedSequence:
-    """A sequence that answered a prompt, for three rounds, and was written."""
-    sequence, found = CachedSequence(pair.open()), files(pair, folder)
-    generate(pair, sequence, prompt, most=3)
+def write(found: PrefixFiles, pair: Pair, prompt: Sequence[int], rounds: int = 1) -> CachedSequence:
+    """Answer a prompt, offer it and wait until it is written."""
+    sequence = CachedSequence(pair.open())
+    generate(pair, sequence, prompt, most=rounds)
     found.offer(sequence)
     found.close([])
+    return sequence
+
+
+def stored(pair: Pair, folder: Path) -> CachedSequence:
+    """A sequence that was written into a folder, and nothing else."""
+    sequence = write(files(pair, folder), pair, PROMPT, 3)
     assert len(list(folder.iterdir())) == 1
     return sequence
 
@@ -132,7 +134,8 @@ def test_a_restored_sequence_goes_on_as_the_one_in_memory(
     left, right = kept.state().arrays, restored.state().arrays
     same = [name for name in left if name in right and left[name].shape == right[name].shape]
     assert len(same) > 1 and all(mx.array_equal(left[name], right[name]) for name in same)
-    assert kind != "full" or tokens_of(found) == alone(pair, kind, prompt, 8, Sampling())
+    tokens = [token for round in found for token in round.tokens]
+    assert kind != "full" or tokens == alone(pair, kind, prompt, 8, Sampling())
 
 
 # --- files
@@ -197,15 +200,6 @@ def test_only_the_owner_can_read(plain: Pair, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidValue, match="cannot be used"):
         CacheFolder(tmp_path / "file", GB)
-
-
-def write(found: PrefixFiles, pair: Pair, prompt: Sequence[int]) -> CachedSequence:
-    """Answer a prompt, offer it and wait until it is written."""
-    sequence = CachedSequence(pair.open())
-    generate(pair, sequence, prompt, 1)
-    found.offer(sequence)
-    found.close([])
-    return sequence
 
 
 def test_small_chats_and_small_growth_are_not_written(plain: Pair, tmp_path: Path) -> None:
