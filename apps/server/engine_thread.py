@@ -49,7 +49,7 @@ class EngineThread:
         self._running: list[Job] = []
         self._state: State = "loading"
         self._closing = False
-        self._blocked = False  # the first job in the queue needs the memory of a model that is in use
+        self._blocked: Job | None = None  # it needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
         self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
@@ -177,8 +177,8 @@ class EngineThread:
     def _wait_for_work(self) -> bool:
         """Return False if the server closes."""
         with self._changed:
-            can_begin = self._free_slots() > 0 and self._pending() > 0 and not self._blocked
-            if not self._closing and not can_begin and not any(job.is_ready for job in self._running):
+            is_busy = self._next() is not None or any(job.is_ready for job in self._running)
+            if not self._closing and not is_busy:
                 self._changed.wait(IDLE_INTERVAL_S)
             return not self._closing
 
@@ -200,21 +200,25 @@ class EngineThread:
 
     def _admit(self) -> None:
         """Let waiting jobs begin, in the order in which they came."""
-        self._blocked = False
-        while self._free_slots():
-            with self._changed:
-                job = next((job for job in self._waiting if not job.cancelled), None)
-            if job is None or not self._begin(job):
-                return
+        while (job := self._next()) is not None:
+            self._begin(job)
 
-    def _begin(self, job: Job) -> bool:
-        """Begin a job or fail it. Return False if it has to wait until a model can be unloaded."""
+    def _next(self) -> Job | None:
+        """Return the first job in the queue; None if it cannot begin now."""
+        if not self._free_slots():
+            return None
+        with self._changed:
+            job = next((job for job in self._waiting if not job.cancelled), None)
+        return None if job is self._blocked else job
+
+    def _begin(self, job: Job) -> None:
+        """Begin a job or fail it, unless it has to wait until a model can be unloaded."""
         job.began = time.perf_counter()
         try:
             model = self._models.ready(self._models.resolve(job.request.model), self._busy())
             if model is None:
-                self._blocked = True
-                return False
+                self._blocked = job
+                return
             self._problem = None
             kept = job.request.keep_alive
             model.idle_seconds = self._settings.idle_seconds if kept is None else kept
@@ -223,13 +227,12 @@ class EngineThread:
         except Exception as error:
             self._leave_queue(job)
             job.send(Failed(to_failure(error)))
-            return True
+            return
         with self._changed:  # the job is never seen as neither waiting nor running
             self._leave_queue(job)
             self._running.append(job)
             if self._state == "failed":
                 self._state = "ready"
-        return True
 
     def _leave_queue(self, job: Job) -> None:
         with self._changed:
@@ -297,6 +300,7 @@ class EngineThread:
             LOG.exception("a request did not end well")
         with self._changed:
             self._running.remove(job)
+        self._blocked = None
         seconds = time.perf_counter() - job.began
         self._average_seconds += DURATION_WEIGHT * (seconds - self._average_seconds)
         self._memory_read = 0.0
