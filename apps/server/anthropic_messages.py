@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec.sampling import Sampling
 
 from . import parameters, parsing
+from .engine_thread import EngineThread
 from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
-from .metrics import CountedEngine
 from .parsing import ContentPart, Fields, FunctionField
 from .request import (
     Chat,
@@ -111,7 +111,7 @@ class MessagesBody(parameters.SharedFields, PromptBody):
 # --- from the body to a request
 
 
-async def count_tokens(http_request: Request, *, engine: CountedEngine, settings: Settings) -> Response:
+async def count_tokens(http_request: Request, *, engine: EngineThread, settings: Settings) -> Response:
     """Count the tokens of a prompt without answering it."""
     body = await parsing.read_body(http_request, PromptBody)
     request = GenerationRequest(engine.resolve(body.model or None), _parse_chat(body), Sampling())

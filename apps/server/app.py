@@ -32,7 +32,7 @@ from . import anthropic_messages, ollama, openai_chat, openai_completions, opena
 from .engine_thread import EngineThread
 from .errors import LOG, unknown_model
 from .http import LastResort, add_error_handlers, answer
-from .metrics import CountedEngine, Metrics, RequestCounter
+from .metrics import RequestCounter
 from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Guards
 from .settings import CANNOT_LISTEN, Settings
@@ -64,7 +64,8 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
         try:
             yield
         finally:
-            await _close(engine)
+            if not await run_in_threadpool(engine.close, CLOSE_TIMEOUT_S):
+                LOG.warning("the engine is still busy: leaving it")
 
     app = FastAPI(
         title="mlx_spec",
@@ -73,27 +74,26 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
         redirect_slashes=False,
         openapi_url=None,  # its pages would load scripts from elsewhere
     )
-    metrics = Metrics(engine.status)
-    counted = CountedEngine(engine, metrics)
     store = stored_responses.ResponseStore(settings.store)
     for path, api in {**APIS, "/v1/responses": openai_responses.make_api(store)}.items():
-        endpoint = partial(answer, engine=counted, settings=settings, api=api)
+        endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(path, endpoint, methods=["POST"])
-    count_tokens = partial(anthropic_messages.count_tokens, engine=counted, settings=settings)
+    count_tokens = partial(anthropic_messages.count_tokens, engine=engine, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
-    _add_read_routes(app, engine, metrics)
-    ollama.add_routes(app, engine, counted, settings)
+    _add_read_routes(app, engine)
+    ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
-    app.include_router(page.router())
+    page.add_routes(app)
     add_error_handlers(app)
     app.add_middleware(LastResort)
     app.add_middleware(Guards, settings=settings)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(RequestCounter, metrics=metrics, paths=paths)  # the last one added is the outermost
+    # The middleware that is added last is the outermost.
+    app.add_middleware(RequestCounter, metrics=engine.metrics, paths=paths)
     return app
 
 
-def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> None:
+def _add_read_routes(app: FastAPI, engine: EngineThread) -> None:
     async def models(_: Request) -> Response:
         cards = await run_in_threadpool(engine.models)  # may read files
         listed = [_model_json(card.name, card) for card in cards]
@@ -119,10 +119,10 @@ def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> No
         return JSONResponse(body, status_code=200 if status.state == "ready" else 503)
 
     async def read_metrics(_: Request) -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def read_metrics_json(_: Request) -> Response:
-        return JSONResponse(metrics.json())
+        return JSONResponse(engine.metrics.json())
 
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", model)
@@ -134,15 +134,6 @@ def _add_read_routes(app: FastAPI, engine: EngineThread, metrics: Metrics) -> No
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
     facts = {key: value for key, value in vars(card).items() if key not in ("name", "aliases")}
     return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
-
-
-async def _close(engine: EngineThread) -> None:
-    """Close the engine, but do not wait for a model that is being loaded."""
-    closing = threading.Thread(target=engine.close, name="mlx_spec closing", daemon=True)
-    closing.start()
-    await run_in_threadpool(closing.join, CLOSE_TIMEOUT_S)
-    if closing.is_alive():
-        LOG.warning("the engine is still busy: leaving it")
 
 
 # --- the process

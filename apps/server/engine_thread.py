@@ -11,19 +11,19 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import mlx.core as mx
 
 from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import LOG, queue_full, to_failure, unavailable
-from .generation import PreparedRequest, RunningRequest, prepare, prompt_tokens
+from .generation import Job, Send, prompt_tokens
+from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import Loader, ModelCard, Models, load_served
-from .request import Event, Failed, GenerationRequest
+from .request import Failed, GenerationRequest
 from .settings import Settings
 
 MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run
@@ -31,92 +31,6 @@ IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
 PREPARING = 4  # requests that are prepared at a time
 MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
 DURATION_WEIGHT = 0.2  # of the latest request in the average duration
-
-Send = Callable[[Event], None]
-State = Literal["loading", "ready", "failed", "draining", "closed"]
-
-
-@dataclass(frozen=True)
-class ModelStatus:
-    """A model that is loaded."""
-
-    name: str
-    weights: int  # bytes
-    caches: int  # bytes of its cached sequences
-    batch: tuple[int, ...]  # sequences in each pass of a round
-    alone: str | None  # why sequences do not share passes; None if they do
-    expires_at: float  # seconds since 1970, if it is not used again; infinite: never
-
-
-@dataclass(frozen=True)
-class Status:
-    """The state of a server, for health checks and metrics."""
-
-    state: State  # failed: the first model could not be loaded
-    waiting: int = 0  # requests
-    running: int = 0
-    loading: str | None = None  # a model
-    models: tuple[ModelStatus, ...] = ()  # those that are loaded
-    active: int = 0  # bytes that MLX holds
-    peak: int = 0
-    cached: int = 0
-    budget: int = 0  # bytes for weights and caches
-    problem: str | None = None  # why it failed
-
-
-class Job:
-    """A request from its admission to its last event. Only `cancel` is for other threads."""
-
-    def __init__(self, request: GenerationRequest, send: Send, wake: Callable[[], None]) -> None:
-        self.request = request
-        self.submitted = time.perf_counter()
-        self.cancelled = False
-        self.model = ""  # the name of its model, once it has begun
-        self.began = 0.0  # time.perf_counter(), once it has left the queue
-        self._send = send
-        self._wake = wake
-        self.answer: RunningRequest
-        self._prepared: Future[PreparedRequest] | None = None
-        self._has_begun = False
-
-    def cancel(self) -> None:
-        """End the job within a round or a step of its prompt. No event follows. May be called again."""
-        if not self.cancelled:
-            self.cancelled = True
-            self._wake()
-
-    def send(self, event: Event) -> None:
-        """Hand an event to the client; cancel the job if that fails."""
-        if self.cancelled:
-            return
-        try:
-            self._send(event)
-        except Exception:
-            LOG.exception("an event could not be handed over")
-            self.cancelled = True
-
-    def begin(self, answer: RunningRequest, model: str, prepared: Future[PreparedRequest]) -> None:
-        """Begin with the answer as soon as the request is prepared."""
-        self.model, self.answer, self._prepared = model, answer, prepared
-        prepared.add_done_callback(lambda _: self._wake())
-
-    @property
-    def is_ready(self) -> bool:
-        """Return True if the job needs a turn."""
-        return self.cancelled or (self._prepared is not None and self._prepared.done())
-
-    def check(self) -> bool:
-        """Begin with the rows once the request is prepared. Return True if it has none; raise its errors."""
-        if self._has_begun or self._prepared is None or not self._prepared.done():
-            return False
-        self._has_begun = True
-        return self.answer.begin(self._prepared.result())
-
-    def close(self) -> None:
-        """End the job in whatever state it is."""
-        if self._prepared is not None:
-            self._prepared.cancel()
-            self.answer.close()
 
 
 class EngineThread:
@@ -135,7 +49,7 @@ class EngineThread:
         self._running: list[Job] = []
         self._state: State = "loading"
         self._closing = False
-        self._blocked = False  # the first job in the queue needs the memory of a model that is in use
+        self._blocked: Job | None = None  # it needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
         self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
@@ -144,6 +58,7 @@ class EngineThread:
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read = 0.0  # time.monotonic()
         self._status = Status("loading")
+        self.metrics = Metrics(self.status)
 
     def start(self) -> None:
         """Begin; the first model is loaded on the engine thread."""
@@ -167,7 +82,7 @@ class EngineThread:
             waiting = len(self._waiting) - self._free_slots()  # some of them begin at once
             if waiting >= self._limits.waiting:
                 raise queue_full(waiting, self._retry_after(waiting))
-            job = Job(request, send, self._wake)
+            job = Job(request, send, self._wake, JobCounter(self.metrics, request.model))
             self._waiting.append(job)
             self._changed.notify_all()
         return job
@@ -200,15 +115,16 @@ class EngineThread:
         except Exception as error:
             raise to_failure(error) from error
 
-    def close(self) -> None:
-        """End all: requests without an answer fail with 503. Returns when the thread is done."""
+    def close(self, timeout: float | None = None) -> bool:
+        """End all: requests without an answer fail with 503. Return True if the thread is done in time."""
         with self._changed:
             self._closing = True
             if self._state != "closed":
                 self._state = "draining"
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _check_open(self) -> None:
         if self._closing:
@@ -261,8 +177,8 @@ class EngineThread:
     def _wait_for_work(self) -> bool:
         """Return False if the server closes."""
         with self._changed:
-            can_begin = self._free_slots() > 0 and self._pending() > 0 and not self._blocked
-            if not self._closing and not can_begin and not any(job.is_ready for job in self._running):
+            is_busy = self._next() is not None or any(job.is_ready for job in self._running)
+            if not self._closing and not is_busy:
                 self._changed.wait(IDLE_INTERVAL_S)
             return not self._closing
 
@@ -280,43 +196,43 @@ class EngineThread:
             self._models.check_costs()
 
     def _busy(self) -> set[str]:
-        return {job.model for job in self._running}
+        return {job.model.name for job in self._running}
 
     def _admit(self) -> None:
         """Let waiting jobs begin, in the order in which they came."""
-        self._blocked = False
-        while self._free_slots():
-            with self._changed:
-                job = next((job for job in self._waiting if not job.cancelled), None)
-            if job is None or not self._begin(job):
-                return
+        while (job := self._next()) is not None:
+            self._begin(job)
 
-    def _begin(self, job: Job) -> bool:
-        """Begin a job or fail it. Return False if it has to wait until a model can be unloaded."""
+    def _next(self) -> Job | None:
+        """Return the first job in the queue; None if it cannot begin now."""
+        if not self._free_slots():
+            return None
+        with self._changed:
+            job = next((job for job in self._waiting if not job.cancelled), None)
+        return None if job is self._blocked else job
+
+    def _begin(self, job: Job) -> None:
+        """Begin a job or fail it, unless it has to wait until a model can be unloaded."""
         job.began = time.perf_counter()
         try:
             model = self._models.ready(self._models.resolve(job.request.model), self._busy())
             if model is None:
-                self._blocked = True
-                return False
+                self._blocked = job
+                return
             self._problem = None
             kept = job.request.keep_alive
             model.idle_seconds = self._settings.idle_seconds if kept is None else kept
             self._parallel = model.batch.max_running
-            answer = RunningRequest(job.request, model, job.send, job.submitted)
-            text, compile = model.pair.text, model.compile  # without the weights, which may be unloaded
-            prepared = self._preparers.submit(prepare, job.request, text, compile)
-            job.begin(answer, model.name, prepared)
+            job.begin(model, self._preparers)
         except Exception as error:
             self._leave_queue(job)
             job.send(Failed(to_failure(error)))
-            return True
+            return
         with self._changed:  # the job is never seen as neither waiting nor running
             self._leave_queue(job)
             self._running.append(job)
             if self._state == "failed":
                 self._state = "ready"
-        return True
 
     def _leave_queue(self, job: Job) -> None:
         with self._changed:
@@ -329,44 +245,44 @@ class EngineThread:
                 self._finish(job)
             else:
                 self._attempt(job, job.check)
-        reading = [(job, row) for job in self._running for row in job.answer.rows if row.unread]
+        reading = [(job, row) for job in self._running for row in job.rows if row.unread]
         if reading:
             # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
             self._oldest_reads = not self._oldest_reads and not self._anyone_held
             job, row = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
-            self._attempt(job, partial(job.answer.step, row))
+            self._attempt(job, partial(job.step, row))
         self._begin_rows()
         self._anyone_held = False
         for model in self._models.loaded():
-            rows = [row for job in self._running if job.model == model.name for row in job.answer.rows]
+            rows = [row for job in self._running if job.model is model for row in job.rows]
             if model.batch.holds(row.unread for row in rows if row.unread):
                 self._anyone_held = True
                 continue
             try:
                 model.batch.step()
             except Exception as error:  # of joining or leaving: what the batch holds is unknown
-                for job in [job for job in self._running if job.model == model.name]:
+                for job in [job for job in self._running if job.model is model]:
                     job.send(Failed(to_failure(error)))
                     self._finish(job)
                 model.batch = model.pair.batch(self._limits.running)
         for job in tuple(self._running):
-            for row in [row for row in job.answer.rows if row.arrived]:
+            for row in [row for row in job.rows if row.arrived]:
                 if job in self._running:  # else another row of it failed
-                    self._attempt(job, partial(job.answer.step, row))
+                    self._attempt(job, partial(job.step, row))
 
     def _begin_rows(self) -> None:
         """Begin rows while there is room, each of the job that has the fewest and came first.
 
         If memory does not suffice for it, the others wait, too: none is passed by for ever.
         """
-        while sum(len(job.answer.rows) for job in self._running) < self._parallel:
-            ready = [(job.answer, row) for job in self._running if (row := job.answer.next_row) is not None]
+        while sum(len(job.rows) for job in self._running) < self._parallel:
+            ready = [(job, row) for job in self._running if (row := job.next_row) is not None]
             if not ready:
                 return
-            answer, row = min(ready, key=lambda each: len(each[0].rows))
-            if not answer.has_room(row):
+            job, row = min(ready, key=lambda each: len(each[0].rows))
+            if not job.has_room(row):
                 return
-            answer.begin_row(row)
+            job.begin_row(row)
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
         """Do something for a job. It ends if the action returns True, and fails if that fails."""
@@ -384,6 +300,7 @@ class EngineThread:
             LOG.exception("a request did not end well")
         with self._changed:
             self._running.remove(job)
+        self._blocked = None
         seconds = time.perf_counter() - job.began
         self._average_seconds += DURATION_WEIGHT * (seconds - self._average_seconds)
         self._memory_read = 0.0

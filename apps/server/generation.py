@@ -1,7 +1,7 @@
 """One request, from its prompts to its events: a row in the batch of its model for each of its choices.
 
-`prepare` runs on a thread of its own and does not use MLX. `RunningRequest` runs on the engine thread. Its
-rows go by steps: a step is a chunk of the prompt, or a round that the batch has brought.
+`prepare` runs on a thread of its own and does not use MLX. A `Job` runs on the engine thread. Its rows go by
+steps: a step is a chunk of the prompt, or a round that the batch has brought.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -32,6 +33,7 @@ from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
 from .errors import LOG, invalid, unsupported
+from .metrics import JobCounter
 from .models import CompileGrammar, LoadedModel
 from .prefix_cache import Snapshot
 from .request import (
@@ -56,6 +58,7 @@ from .request import (
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
+Send = Callable[[Event], None]
 Steps = Generator[None, None, None]
 
 
@@ -241,33 +244,74 @@ class BatchRow:
         return "tool_calls" if self.calls is not None and self.calls.complete else "stop"
 
 
-@dataclass(eq=False)
-class RunningRequest:
-    """Answers a request. Each choice is a row of the model's batch; a prompt is read once for all of them."""
+class Job:
+    """A request from its admission to its last event. Only `cancel` is for other threads.
 
-    request: GenerationRequest
-    model: LoadedModel
-    send: Callable[[Event], None]
-    submitted: float  # time.perf_counter()
-    rows: list[BatchRow] = field(default_factory=list)  # those that run
-    _begun: list[BatchRow] = field(default_factory=list)  # all rows that have begun
-    _waiting: deque[tuple[int, int]] = field(default_factory=deque)  # places of rows that have not begun
-    _snapshots: dict[int, Snapshot | None] = field(default_factory=dict)  # of prompts that were read
-    _scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # of prompts, where they are echoed
-    _first_token_seconds: float | None = None
-    _longest_pause: float = 0.0  # seconds between two rounds of a choice
+    Each choice is a row of the model's batch; a prompt is read once for all of them.
+    """
 
-    def __post_init__(self) -> None:
-        self._queued_seconds = time.perf_counter() - self.submitted
-        self._pair = self.model.pair
+    def __init__(
+        self, request: GenerationRequest, send: Send, wake: Callable[[], None], counter: JobCounter
+    ) -> None:
+        self.request = request
+        self.submitted = time.perf_counter()
+        self.began = 0.0  # time.perf_counter(), once it has left the queue
+        self.cancelled = False
+        self.model: LoadedModel  # once it has begun
+        self.rows: list[BatchRow] = []  # those that run
+        self._send = send
+        self._wake = wake
+        self._counter = counter
+        self._preparing: Future[PreparedRequest] | None = None  # None once it is prepared, too
         self._prepared: PreparedRequest
-        self._sources: Sequence[str]  # names of the drafters, by the index that rounds hold
+        self._sources: Sequence[str] = ()  # names of the drafters, by the index that rounds hold
+        self._begun: list[BatchRow] = []  # all rows that have begun
+        self._waiting: deque[tuple[int, int]] = deque()  # places of rows that have not begun
+        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts that were read
+        self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
+        self._queued_seconds = 0.0
+        self._first_token_seconds: float | None = None
+        self._longest_pause = 0.0  # seconds between two rounds of a choice
 
-    def begin(self, prepared: PreparedRequest) -> bool:
-        """Begin once the request is prepared. Return True if that is all of it. Raises Failure."""
+    def cancel(self) -> None:
+        """End the job within a round or a step of its prompt. No event follows. May be called again."""
+        self._counter.cancel()
+        if not self.cancelled:
+            self.cancelled = True
+            self._wake()
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the client; cancel the job if that fails."""
+        if self.cancelled:
+            return
+        try:
+            self._counter.count(event)
+            self._send(event)
+        except Exception:
+            LOG.exception("an event could not be handed over")
+            self.cancelled = True
+
+    def begin(self, model: LoadedModel, preparers: Executor) -> None:
+        """Begin to prepare the request for its model."""
+        self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
+        text, compile = model.pair.text, model.compile  # without the weights, which may be unloaded
+        self._preparing = preparers.submit(prepare, self.request, text, compile)
+        self._preparing.add_done_callback(lambda _: self._wake())
+
+    @property
+    def is_ready(self) -> bool:
+        """Return True if the job needs a turn."""
+        return self.cancelled or self._preparing is None or self._preparing.done()
+
+    def check(self) -> bool:
+        """Let the rows begin once the request is prepared. Return True if it has none. Raises Failure."""
+        if self._preparing is None or not self._preparing.done():
+            return False
+        prepared, pair = self._preparing.result(), self.model.pair
+        self._preparing = None
         for prompt in prepared.prompts:  # all of them, before anything is generated for the first
             try:
-                self._pair.token_limit(prompt, NO_LIMIT)
+                pair.token_limit(prompt, NO_LIMIT)
             except PromptTooLong as error:
                 raise invalid(str(error), self.request.prompt_param, "context_length_exceeded") from error
             except InvalidValue as error:
@@ -276,7 +320,7 @@ class RunningRequest:
         self._prepared = prepared
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
-        self._sources = (*self._pair.drafter_names, *grammar, *prediction)
+        self._sources = (*pair.drafter_names, *grammar, *prediction)
         self._waiting.extend(product(range(len(prepared.prompts)), range(self.request.n)))
         return self._end_if_done()
 
@@ -308,7 +352,9 @@ class RunningRequest:
         return self._end_if_done()
 
     def close(self) -> None:
-        """End all rows."""
+        """End all rows, in whatever state they are."""
+        if self._preparing is not None:
+            self._preparing.cancel()
         for row in self.rows:
             row.steps.close()
 
@@ -347,7 +393,7 @@ class RunningRequest:
         request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
         if sampling.seed is not None:  # else all choices would be the same
             sampling = replace(sampling, seed=sampling.seed + row.place[1])
-        running = self._pair.prepare(
+        running = self.model.pair.prepare(
             sequence.parts,
             row.prompt,
             sampling=sampling,
@@ -361,7 +407,7 @@ class RunningRequest:
             markers = prepared.dialect.syntax.marks
             row.calls = ToolCallReader(row.index, prepared.dialect, chat.tools.tools)
         row.answer = AnswerStream(
-            self._pair.text,
+            self.model.pair.text,
             None if chat is None else row.prompt,
             stop=request.stop,
             ends=prepared.ends,
@@ -385,7 +431,7 @@ class RunningRequest:
 
     def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[None]:
         """Process a prompt and keep the logprobs of its tokens; the first token has none."""
-        pair, top, prompt = self._pair, self.request.top_logprobs or 0, row.prompt
+        pair, top, prompt = self.model.pair, self.request.top_logprobs or 0, row.prompt
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan)]
         self._scores[row.place[0]] = scores
@@ -399,7 +445,7 @@ class RunningRequest:
         assert isinstance(self.request.prompt, RawPrompts)
         number = row.place[0]
         given = self.request.prompt.prompts[number]
-        text = given if isinstance(given, str) else self._pair.text.decode(row.prompt)
+        text = given if isinstance(given, str) else self.model.pair.text.decode(row.prompt)
         scores = tuple(self._scores.get(number, ()))
         return TextDelta(row.index, "answer", text, scores, (SourceSpan(text, None, 0),))
 

@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .engine_thread import EngineThread
 from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
-from .metrics import CountedEngine
 from .parameters import check_unknown
 from .parsing import check_limits, read_body
 from .request import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, GenerationRequest
@@ -113,7 +113,7 @@ class EventQueue:
 
 
 async def read_events(
-    engine: CountedEngine,
+    engine: EngineThread,
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
@@ -146,14 +146,14 @@ class Api:
     media_type: str = EVENT_STREAM  # of a stream
 
 
-async def answer(http_request: Request, *, engine: CountedEngine, settings: Settings, api: Api) -> Response:
+async def answer(http_request: Request, *, engine: EngineThread, settings: Settings, api: Api) -> Response:
     """Read the body of a request and answer it, see `answer_body`."""
     body = await read_body(http_request, api.body)
     return await answer_body(http_request, body, engine=engine, settings=settings, api=api)
 
 
 async def answer_body(
-    http_request: Request, body: Any, *, engine: CountedEngine, settings: Settings, api: Api
+    http_request: Request, body: Any, *, engine: EngineThread, settings: Settings, api: Api
 ) -> Response:
     """Answer a request, whole or as a stream. It is cancelled when the client hangs up.
 

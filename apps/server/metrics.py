@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -18,9 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
-from .engine_thread import EngineThread, Status
 from .errors import LOG
-from .request import Event, Failed, Finished, GenerationRequest, PromptRead, RoundDone, measurements
+from .request import Event, Failed, Finished, PromptRead, RoundDone, measurements
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)  # seconds
@@ -39,6 +38,37 @@ COUNTED = (
     ("plain_seconds", "plain_seconds", "Plain decoding of the compared tokens."),
     ("compared_seconds", "compared_seconds", "Rounds whose plain time is known."),
 )
+
+
+State = Literal["loading", "ready", "failed", "draining", "closed"]
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """A model that is loaded."""
+
+    name: str
+    weights: int  # bytes
+    caches: int  # bytes of its cached sequences
+    batch: tuple[int, ...]  # sequences in each pass of a round
+    alone: str | None  # why sequences do not share passes; None if they do
+    expires_at: float  # seconds since 1970, if it is not used again; infinite: never
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a server, for health checks and metrics."""
+
+    state: State  # failed: the first model could not be loaded
+    waiting: int = 0  # requests
+    running: int = 0
+    loading: str | None = None  # a model
+    models: tuple[ModelStatus, ...] = ()  # those that are loaded
+    active: int = 0  # bytes that MLX holds
+    peak: int = 0
+    cached: int = 0
+    budget: int = 0  # bytes for weights and caches
+    problem: str | None = None  # why it failed
 
 
 class Metrics(Collector):
@@ -165,37 +195,19 @@ def _gauges(name: str, about: str, labels: list[str], *samples: tuple[Any, ...])
     return found
 
 
-class CountedEngine:
-    """An engine whose requests are counted while they run."""
+class JobCounter:
+    """Counts the events of a job: its rounds a few times a second, and once more in the end."""
 
-    def __init__(self, engine: EngineThread, metrics: Metrics) -> None:
-        self.resolve = engine.resolve
-        self.count_tokens = engine.count_tokens
-        self.submit = partial(CountedJob, engine, metrics)  # as the engine does
-
-
-class CountedJob:
-    """A job whose rounds are counted a few times a second, and once more in the end.
-
-    `send` gets the events on the engine thread.
-    """
-
-    def __init__(
-        self,
-        engine: EngineThread,
-        metrics: Metrics,
-        request: GenerationRequest,
-        send: Callable[[Event], None],
-    ) -> None:
-        self._metrics, self._model, self._send = metrics, request.model, send
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics, self._model = metrics, model
         self._lock = threading.Lock()  # events come on the engine thread, `cancel` is called on another
         self._counted: dict[int, Statistics] = {}  # by choice
         self._latest: dict[int, RoundDone] = {}  # by choice, those that are not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
-        self._job = engine.submit(request, self._read)
 
-    def _read(self, event: Event) -> None:
+    def count(self, event: Event) -> None:
+        """Count an event, on the engine thread."""
         match event:
             case PromptRead():
                 self._metrics.prompt.labels(self._model).inc(event.prompt_tokens)
@@ -204,29 +216,27 @@ class CountedJob:
                 with self._lock:
                     self._latest[index] = event
                     if time.monotonic() - self._last_count >= COUNT_INTERVAL_S:
-                        self._count()
+                        self._count_rounds()
             case Finished():
                 self._end()
                 self._metrics.count_answer(self._model, event)
             case Failed(failure=failure):
                 self._end()
                 self._metrics.failures.labels(self._model, failure.code or str(failure.status)).inc()
-        self._send(event)
 
     def cancel(self) -> None:
-        """End the job; count it as cancelled if it had not ended."""
+        """Count the job as cancelled if it had not ended."""
         if self._end():
             self._metrics.cancelled.labels(self._model).inc()
-        self._job.cancel()
 
     def _end(self) -> bool:
         """Count the rest. Return False if the job had ended before."""
         with self._lock:
-            self._count()
+            self._count_rounds()
             had_ended, self._ended = self._ended, True
         return not had_ended
 
-    def _count(self) -> None:
+    def _count_rounds(self) -> None:
         self._last_count = time.monotonic()
         for index, event in self._latest.items():
             self._metrics.count_rounds(self._model, self._counted.get(index, Statistics()), event)

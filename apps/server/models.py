@@ -44,7 +44,7 @@ CompileGrammar = Callable[[GrammarKind, str], Grammar]  # of a kind, from its so
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model as clients see it. A value that only a loaded model knows is None until it was loaded once."""
+    """A model as clients see it. What its files say is None until they are on this machine."""
 
     name: str
     aliases: tuple[str, ...]
@@ -140,14 +140,18 @@ class Models:
         return found
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return all models, loaded or not. The files of one that never was are read, once."""
+        """Return all models, loaded or not. The files of each are read once."""
         for name, served in self._served.items():
             with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
                 if name not in self._described and _is_local(served):
                     self._described.add(name)
-                    config = read_config(checkpoint_folders(served)[0])
-                    length = integer(text_config(config), "max_position_embeddings")
-                    self._describe(name, self.text(name), length)
+                    config, text = read_config(checkpoint_folders(served)[0]), self.text(name)
+                    self._cards[name] = replace(
+                        self._cards[name],
+                        context_length=integer(text_config(config), "max_position_embeddings"),
+                        thinks=text.thinks,
+                        tools=find_tool_format(text) is not None,
+                    )
         return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
@@ -164,11 +168,6 @@ class Models:
         except SpecError as error:
             LOG.error("%s cannot be read: %s", name, error)
             raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
-
-    def _describe(self, name: str, text: Text, context_length: int | None) -> None:
-        tools = find_tool_format(text) is not None
-        card = self._cards[name]
-        self._cards[name] = replace(card, context_length=context_length, thinks=text.thinks, tools=tools)
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if it has to wait until a busy one is done.
@@ -264,8 +263,6 @@ class Models:
             return compile_grammar(kind, source, text, size, seconds=seconds)
 
         need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
-        self._described.add(name)
-        self._describe(name, text, pair.info.context_length)
         self._loaded[name] = LoadedModel(
             name,
             pair,

@@ -29,7 +29,6 @@ from . import parsing
 from .engine_thread import EngineThread
 from .errors import Failure, invalid, unsupported
 from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer_body, json_line
-from .metrics import CountedEngine
 from .models import ModelCard, checkpoint_folders
 from .openai_chat import ToolField, parse_logprobs, parse_tool
 from .parameters import HARMLESS, SharedFields, as_format, check_unknown, start_request
@@ -391,7 +390,7 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
 # --- routes
 
 
-def add_routes(app: FastAPI, engine: EngineThread, counted: CountedEngine, settings: Settings) -> None:
+def add_routes(app: FastAPI, engine: EngineThread, settings: Settings) -> None:
     """Add all routes under `/api/`."""
     checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
 
@@ -403,7 +402,7 @@ def add_routes(app: FastAPI, engine: EngineThread, counted: CountedEngine, setti
         unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
         if unloads and not find_card(engine, name).loaded:
             return JSONResponse(api.writer(body, request).whole(()))  # it need not be loaded to be unloaded
-        return await answer_body(http_request, body, engine=counted, settings=settings, api=api)
+        return await answer_body(http_request, body, engine=engine, settings=settings, api=api)
 
     for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
         api = Api(body, partial(parse, engine=engine), LinesWriter, JSON_LINES)

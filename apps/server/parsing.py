@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -98,7 +99,7 @@ async def read_body(request: Request, model: type[M]) -> M:
         message = f"content-encoding: {encoding[:MAX_SHOWN_CHARS]!r} is not read here: send a plain body"
         raise unsupported(message, "content-encoding")
     try:
-        return model.model_validate_json(await request.body())
+        return model.model_validate_json((await request.body()).removeprefix(BOM_UTF8))
     except ClientDisconnect as error:
         raise hung_up() from error
     except ValidationError as error:

@@ -31,6 +31,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
 OPEN_PREFIX = "/page/"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{0,1024}")
+PORT = re.compile(r":\d*$")  # at the end of a Host header
 
 
 class Guards:
@@ -44,7 +45,8 @@ class Guards:
         self._is_public = not is_loopback(settings.host)
         own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
         names = (*LOOPBACK_NAMES, settings.host, *settings.hosts, *own)
-        self._names = frozenset(name.lower().rstrip(".") for name in names)
+        as_header = (f"[{name}]" if ":" in name else name for name in names)
+        self._names = frozenset(name.lower().rstrip(".") for name in as_header)
         self._origins = frozenset(map(normal_origin, settings.origins)) - {""}
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._max_bytes = settings.limits.body_bytes
@@ -83,8 +85,8 @@ class Guards:
         await self._app(scope, limited, send)
 
     def _check_host(self, headers: Headers) -> None:
-        name = (name_and_port(f"http://{headers.get('host', '')}") or ("", 0))[0].rstrip(".")
-        if name in self._names or (self._is_public and ip_address(name)):  # no address can be rebound
+        name = PORT.sub("", headers.get("host", "").lower()).rstrip(".")
+        if name in self._names or (self._is_public and ip_address(name.strip("[]"))):  # none can be rebound
             return
         message = "the server does not go by this name: start it with --allow-host NAME"
         raise Failure(403, message, type="permission_error", code="host_not_allowed")

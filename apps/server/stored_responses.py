@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -105,6 +105,7 @@ class ResponseStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
+        self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one, so that files go after they came
         self._stored: dict[str, StoredResponse] = {}  # the oldest first
         self._gone: dict[str, str] = {}  # ids, and what became of them
         if folder is not None:
@@ -116,10 +117,7 @@ class ResponseStore:
         dumped = [item.model_dump(exclude_none=True) for item in items]
         text = json.dumps({"response": response, "input": dumped}, ensure_ascii=False)
         if self._folder is not None:
-            try:
-                write_atomically(self._folder / f"{response['id']}.json", text)
-            except OSError as error:
-                LOG.warning("a response is kept in memory only: %s", error.strerror)
+            self._writer.submit(_write, self._folder / f"{response['id']}.json", text)
         self._add(StoredResponse(response, items, len(text.encode())))
 
     def find(self, id: str) -> StoredResponse:
@@ -158,8 +156,7 @@ class ResponseStore:
         if len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
         if self._folder is not None:
-            with suppress(OSError):
-                (self._folder / f"{id}.json").unlink(missing_ok=True)
+            self._writer.submit((self._folder / f"{id}.json").unlink, missing_ok=True)
 
     def _read_folder(self, folder: Path) -> None:
         """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
@@ -186,28 +183,33 @@ class ResponseStore:
             self._add(stored)
 
 
+def _write(file: Path, text: str) -> None:
+    try:
+        write_atomically(file, text)
+    except OSError as error:
+        LOG.warning("a response is kept in memory only: %s", error.strerror)
+
+
 # --- routes
 
 
 def add_routes(app: Starlette, store: ResponseStore) -> None:
     """Add the routes that read and delete stored responses."""
 
-    async def read(http_request: Request) -> Response:
-        read_query(http_request, ReadQuery)
-        return JSONResponse(store.find(http_request.path_params["id"]).response)
-
-    async def delete(http_request: Request) -> Response:
+    async def read_or_delete(http_request: Request) -> Response:
         id = http_request.path_params["id"]
-        store.delete(id)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
+        if http_request.method == "DELETE":
+            store.delete(id)
+            return JSONResponse({"id": id, "object": "response", "deleted": True})
+        read_query(http_request, ReadQuery)
+        return JSONResponse(store.find(id).response)
 
     async def input_items(http_request: Request) -> Response:
         items = store.find(http_request.path_params["id"]).input
         query = read_query(http_request, PageQuery)
         return JSONResponse(_page([item.json_item() for item in items], query))
 
-    app.add_route("/v1/responses/{id}", read, methods=["GET"])
-    app.add_route("/v1/responses/{id}", delete, methods=["DELETE"])
+    app.add_route("/v1/responses/{id}", read_or_delete, methods=["GET", "DELETE"])
     app.add_route("/v1/responses/{id}/input_items", input_items, methods=["GET"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from served import (
 from test_session import make_pair
 from waiting import wait_until
 
+from mlx_spec.apps.server import models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.generation import BatchRow
@@ -45,6 +47,7 @@ from mlx_spec.apps.server.request import (
     ToolUse,
 )
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
@@ -82,8 +85,7 @@ REQUESTS = {
     "prompts": raw("What does", "os.path.join: Join", (2, 5, 9), n=2),
     "echo": raw("os.path.join: Join", echo=True),
     "echo with logprobs": raw("os.path.join: Join two or more", echo=True, top_logprobs=1, max_tokens=0),
-    "min_tokens": chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=32)),
-    "ignore_eos": chat(QUESTION, max_tokens=40, ignore_eos=True),
+    "min_tokens": chat(QUESTION, max_tokens=36, sampling=Sampling(min_tokens=32)),
     "penalties": chat(QUESTION, sampling=Sampling(presence_penalty=1.0, logit_bias={5: 2.0})),
     "prediction": chat(QUESTION, prediction="os.path.join: Join three or more pathname components"),
     "regex": chat(QUESTION, format=OutputFormat("regex", "[a-z]{3,9}: [0-9]+")),
@@ -118,10 +120,10 @@ def test_an_answer(engine: EngineThread) -> None:
 def test_ends_of_an_answer(engine: EngineThread) -> None:
     plain = answer(engine, chat(QUESTION, max_tokens=None, top_logprobs=0))
     text = text_of(plain)
-    for given, least in (({"sampling": Sampling(min_tokens=32)}, 33), ({"ignore_eos": True}, 40)):
-        events = answer(engine, chat(QUESTION, max_tokens=40, **given))
+    for given, least in (({"sampling": Sampling(min_tokens=28)}, 29), ({"ignore_eos": True}, 32)):
+        events = answer(engine, chat(QUESTION, max_tokens=32, **given))
         assert text_of(events).startswith(text) and closed(events).usage.completion_tokens >= least
-    ended = answer(engine, chat(QUESTION, max_tokens=40, sampling=Sampling(min_tokens=5)))
+    ended = answer(engine, chat(QUESTION, max_tokens=32, sampling=Sampling(min_tokens=5)))
     assert text_of(ended) == text
     tokens = [one for event in plain if isinstance(event, TextDelta) for one in event.logprobs]
     stop, before = tokens[6], b"".join(one.written for one in tokens[:6]).decode()
@@ -168,18 +170,17 @@ def test_a_prompt_is_read_once_for_all_its_choices(
         return prefill(target, tokens)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
-    request = chat("Tell me once " + LONG, n=6, sampling=Sampling(temperature=1.0, seed=1), max_tokens=20)
-    usage = closed(answer(engine, request)).usage
-    assert sum(read) <= usage.prompt_tokens + 6 * 2
-    assert closed(answer(engine, request)).timings.statistics.batch_size > 2
+    found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
+    assert sum(read) <= found.usage.prompt_tokens + 6 * 2
+    assert found.timings.statistics.batch_size > 2
 
 
-def test_choices_begin_together(plain: EngineThread) -> None:
+def test_choices_and_requests_that_come_at_once_begin_together(
+    plain: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_spec.batch.scheduler.MAX_HOLD_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
-
-
-def test_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
     streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
     sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
@@ -188,24 +189,21 @@ def test_requests_that_come_at_once_begin_together(plain: EngineThread) -> None:
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
     with working(replace(DEMO, limits=Limits(running=2))) as engine:
-        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=30))
+        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16))
         many.until(RoundDone)
         closed(begin(engine, chat(QUESTION, max_tokens=5)).all())
         assert sum(isinstance(e, ChoiceEnded) for e in (*many.seen, *tuple(many.events.queue))) < 4
         assert sum(isinstance(e, ChoiceEnded) for e in many.all()) == 6
 
 
-def test_what_does_not_fit_the_memory_waits() -> None:
-    settings = replace(DEMO, memory_bytes=13_200_000)
-    with working(settings) as engine:
-        prompts = [raw((5 + i,) * 1500, max_tokens=40, sampling=ENDLESS) for i in range(2)]
+def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MAX_RESERVED_TOKENS", 300)
+    with working(replace(DEMO, memory_bytes=models.memory_need(DEMO.models[0]).total)) as engine:
+        prompts = [raw((5 + i,) * 200, sampling=ENDLESS) for i in range(2)]
         streams = [begin(engine, prompt) for prompt in prompts]
         streams[0].until(RoundDone)
-        assert engine.status().running == 2
-        assert not streams[1].events.qsize()
-        for stream in streams:
-            timings = closed(stream.all()).timings
-            assert timings.statistics.batch_size == 1
+        assert engine.status().running == 2 and not streams[1].events.qsize()
+        assert [closed(stream.all()).timings.statistics.batch_size for stream in streams] == [1, 1]
 
 
 # --- turns
@@ -261,6 +259,71 @@ def test_cancelled_within_a_round(engine: EngineThread, plain: EngineThread, rou
     assert not any(isinstance(e, Failed) for e in tuple(stream.events.queue))
     again = replace(request, max_tokens=20)  # the same conversation afterwards
     assert body(answer(engine, again)) == body(answer(plain, again))
+
+
+# --- preparing
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[EngineThread]:
+    """An engine that gives a second to a grammar."""
+    with working(replace(DEMO, limits=Limits(running=2, grammar_seconds=1.0))) as engine:
+        yield engine
+
+
+PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
+SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody_else(hasty: EngineThread) -> None:
+    closed(answer(hasty, chat(QUESTION, format=OutputFormat("regex", "a"))))  # starts the sandbox
+    running = begin(hasty, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
+    running.until(RoundDone)
+    slow = begin(hasty, chat(QUESTION, format=SLOW))
+    while not running.events.empty():
+        running.next()
+    rounds = 0
+    while slow.events.empty():
+        running.until(RoundDone)
+        rounds += 1
+    running.job.cancel()
+    assert rounds > 3, "one may end before the engine is asked to compile, and one behind it"
+    assert "takes more than 1 s to compile" in failure(slow.all()).message
+    wait_until_idle(hasty)
+
+
+def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(hasty: EngineThread) -> None:
+    slow = begin(hasty, chat(QUESTION, format=SLOW))
+    wait_until(lambda: hasty.status().running)
+    slow.job.cancel()
+    wait_until_idle(hasty)
+    closed(answer(hasty, chat(QUESTION, max_tokens=2)))
+    assert slow.events.empty()
+
+
+def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    compile = models.compile_grammar
+
+    def counted(kind: GrammarKind, source: str, *rest: Any, **more: Any) -> Grammar:
+        sources.append(source)
+        return compile(kind, source, *rest, **more)
+
+    monkeypatch.setattr(models, "compile_grammar", counted)
+    requests = [chat(QUESTION, format=OutputFormat("regex", one)) for one in ("[a-f]{4}", "[g-k]{4}") * 2]
+    texts = [text_of(answer(engine, request)) for request in requests]
+    assert sources == ["[a-f]{4}", "[g-k]{4}"]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+    closed(answer(engine, chat(QUESTION, thinking=True, format=OutputFormat("regex", "[a-f]{4}"))))
+    assert len(sources) == 2
+
+
+def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
+    request = chat("What is a list?", "A type.", "And a tuple?", max_tokens=2)
+    assert engine.count_tokens(request) == closed(answer(engine, request)).usage.prompt_tokens
+    with pytest.raises(Failure, match="no model") as caught:
+        engine.count_tokens(replace(request, model="other"))
+    assert caught.value.status == 404
 
 
 # --- admission
@@ -327,15 +390,18 @@ def test_not_ready_while_the_first_model_loads() -> None:
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        (raw((1,) * 4096), "prompt", "prompt is too long: 4096 tokens > 4096 maximum, the context"),
-        (raw((1, 9999)), "prompt", "the prompt holds token 9999"),
+        (raw("x", (1,) * 4096, n=2), "prompt", "prompt is too long: 4096 tokens > 4096 maximum, the context"),
+        (raw("x", (1, 9999), n=2), "prompt", "the prompt holds token 9999"),
+        (raw("x", (), n=2), "prompt", "empty"),
         (chat(QUESTION, stop=("",)), None, "stop"),
         (chat(QUESTION, format=OutputFormat("regex", "[")), "response_format", "regular expression"),
     ],
 )
 def test_what_cannot_be_answered(engine: EngineThread, given: Any, param: str | None, message: str) -> None:
-    found = failure(answer(engine, given))
-    assert (found.status, found.param) == (400, param) and message in found.message
+    """Where one prompt cannot be, nothing is generated for the others."""
+    events = answer(engine, given)
+    found = failure(events)
+    assert (found.status, found.param, len(events)) == (400, param, 1) and message in found.message
     assert found.code == ("context_length_exceeded" if "context" in message else "invalid_value")
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
@@ -354,9 +420,9 @@ def test_an_error_fails_one_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=50))
+    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=40))
     other.until(RoundDone)
-    request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}), max_tokens=60)
+    request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         read = BatchRow.read
 

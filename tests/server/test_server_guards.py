@@ -25,7 +25,7 @@ def test_loopback_names_are_ours(host):
 
 
 FOREIGN_HOSTS = "evil.example localhost.evil.example evil.example:80@localhost localhost@evil.example"
-FOREIGN_HOSTS += " 127.0.0.1.evil.example 192.168.0.7 localhost/x [::1"
+FOREIGN_HOSTS += " 127.0.0.1.evil.example 192.168.0.7 localhost/x [::1 ::1 localhost:80:80 [::1]evil.example"
 
 
 @pytest.mark.parametrize("host", [*FOREIGN_HOSTS.split(), ""])
@@ -40,7 +40,8 @@ def test_more_names_can_be_allowed_and_on_all_addresses_any_address_is_ours():
     assert send(settings, host="my.BOX:9").status_code == 200
     assert send(settings, host="other.box").status_code == 403
     settings = Settings(DEMO, host="0.0.0.0", api_key="k")
-    assert send(settings, host="192.168.0.7:8080", x_api_key="k").status_code == 200
+    for host in ("192.168.0.7:8080", "[fe80::1]:8080"):
+        assert send(settings, host=host, x_api_key="k").status_code == 200
     assert send(settings, host="evil.example", x_api_key="k").status_code == 403
 
 

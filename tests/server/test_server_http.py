@@ -35,8 +35,8 @@ from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import main
-from mlx_spec.apps.server.engine_thread import Status
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
+from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.request import Failed
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 
@@ -71,12 +71,19 @@ def test_a_compressed_body_is_refused_by_name():
     assert len(stub.requests) == 1
 
 
+def test_a_byte_order_mark_before_the_body_is_passed_over():
+    content = json.dumps(BODIES[CHAT]).encode("utf-8-sig")
+    assert fresh()[1].client.post(CHAT, content=content).status_code == 200
+
+
 def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
     stub, endpoint = fresh()
     for path in ("/v1/nothing", "/docs", "/openapi.json"):  # docs would load scripts from elsewhere
         assert error_of(endpoint.client.get(path), 404)["code"] == "unknown_url"
     response = endpoint.client.get(CHAT)
     assert error_of(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
+    allowed = endpoint.client.put(f"{RESPONSES}/x").headers["allow"]
+    assert set(allowed.split(", ")) == {"DELETE", "GET", "HEAD"}
     for path in (CHAT, TEXT, RESPONSES):
         error = endpoint.refused(path, 404, **BODIES[path] | {"model": "gpt-9" * 20_000})
         assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -157,13 +164,14 @@ def test_our_own_bug_is_500_and_tells_nothing(stub, monkeypatch, caplog):
 
 
 def test_health_says_who_we_are(stub):
-    found = stubbed(stub).client.get("/health")
+    client = stubbed(stub).client
+    found = client.get("/health")
     assert found.status_code == 200
     expected = {"status": "ok", "service": "mlx_spec", "version": __version__, "waiting": 0, "running": 0}
     assert found.json() == expected
     for state in ("loading", "draining", "failed"):
         stub.state = Status(state)
-        found = stubbed(stub).client.get("/health")
+        found = client.get("/health")
         assert (found.status_code, found.json()["status"]) == (503, state)
 
 

@@ -13,6 +13,7 @@ from served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, work
 from waiting import wait_until
 
 from mlx_spec import demo
+from mlx_spec.apps.server import engine_thread, models
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Models, load_served, memory_need
@@ -24,9 +25,9 @@ ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("o
 NEED = memory_need(ONE)
 
 
-def settings(*models: ServedModel, room: float = 10, **given: Any) -> Settings:
+def settings(*served: ServedModel, room: float = 10, **given: Any) -> Settings:
     """A server with room for so many models and a conversation."""
-    return replace(Settings(models), **{"memory_bytes": budget(room)} | given)
+    return replace(Settings(served), **{"memory_bytes": budget(room)} | given)
 
 
 def budget(room: float) -> int:
@@ -41,16 +42,16 @@ def loaded(engine: EngineThread) -> list[str]:
 
 
 def test_names_and_aliases() -> None:
-    models = Models(settings(ONE, TWO, aliases=(("gpt-4o", "two"), ("best", "two"))))
-    assert [models.resolve(name) for name in (None, "one", "two", "gpt-4o")] == ["one", "one", "two", "two"]
-    assert [(card.name, card.aliases) for card in models.cards()] == [
+    found = Models(settings(ONE, TWO, aliases=(("gpt-4o", "two"), ("best", "two"))))
+    assert [found.resolve(name) for name in (None, "one", "two", "gpt-4o")] == ["one", "one", "two", "two"]
+    assert [(card.name, card.aliases) for card in found.cards()] == [
         ("one", ()),
         ("two", ("gpt-4o", "best")),
     ]
-    assert not any(card.loaded for card in models.cards())
+    assert not any(card.loaded for card in found.cards())
     for name in ("three", "demo", "", str(demo.TARGET), "../one", "google/gemma-4-E2B-it"):
         with pytest.raises(Failure, match="no model") as caught:
-            models.resolve(name)
+            found.resolve(name)
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
@@ -79,10 +80,10 @@ def test_the_model_used_longest_ago_makes_room() -> None:
 
 def test_unloading_gives_the_memory_back() -> None:
     with working(settings(ONE, TWO, room=1.2)) as engine:
-        closed(answer(engine, chat(QUESTION, model="one", max_tokens=30)))
+        closed(answer(engine, chat(QUESTION, model="one", max_tokens=9)))
         before = mx.get_active_memory()
         for name in ("two", "one"):
-            closed(answer(engine, chat(QUESTION, model=name, max_tokens=30)))
+            closed(answer(engine, chat(QUESTION, model=name, max_tokens=9)))
             assert loaded(engine) == [name]
             assert mx.get_active_memory() < before + 0.05 * NEED.weights
 
@@ -97,16 +98,21 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
 
 
-def test_a_model_in_use_is_not_unloaded() -> None:
+def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, need = [], models.memory_need
+    monkeypatch.setattr(models, "memory_need", lambda one: looks.append(one.name) or need(one))
+    monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 3600)  # nobody is found by chance
     with working(settings(ONE, TWO, room=1.2)) as engine:
-        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=20))
+        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=40))
         long.until(RoundDone)
         other = begin(engine, chat(QUESTION, model="two", max_tokens=3))
         behind = begin(engine, chat(QUESTION, model="one", max_tokens=3))
-        assert closed(long.all()).usage.completion_tokens == 20
+        assert closed(long.all()).usage.completion_tokens == 40
         closed(other.all())
         closed(behind.all())  # in the order in which they came
         assert loaded(engine) == ["one"]
+    # Files are read when it is wanted, when the one that it waits for has ended, and once more to load it.
+    assert looks == ["one"] * 2 + ["two"] * 3 + ["one"] * 3
 
 
 def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None:
@@ -118,7 +124,8 @@ def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None
         assert [(card.context_length, card.tools, card.thinks) for card in unknown] == [(None,) * 3] * 2
 
 
-def test_an_idle_model_is_unloaded() -> None:
+def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 0.1)
     with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
         wait_until(lambda: loaded(engine) == ["two"])

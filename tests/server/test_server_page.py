@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from endpoint import ANSWER, CHAT, DEMO, HELLO, Stub, stubbed
+from endpoint import Stub, error_of, fresh, stubbed
 
 from mlx_spec.apps.server import page
-from mlx_spec.apps.server.settings import Settings
 
 FOLDER = Path(page.__file__).parent
-OWN = Settings(DEMO)
 PATHS = ["/", *(page.PREFIX + name for name in page.FILES if name != page.INDEX)]
 NAME_OF_SVG = "http://www.w3.org/2000/svg"  # the namespace, which is never fetched
 FOREIGN = re.compile(r"""(?:\w+:)?//[\w$\[]""")
@@ -35,7 +33,7 @@ def test_the_list_names_every_file():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_file_is_served_as_its_kind_and_guarded(path):
-    client = stubbed(Stub()).client
+    client = fresh()[1].client
     found = client.get(path)
     name = path.removeprefix(page.PREFIX) if path != "/" else page.INDEX
     assert found.status_code == 200 and found.content == (FOLDER / name).read_bytes()
@@ -47,7 +45,7 @@ def test_every_file_is_served_as_its_kind_and_guarded(path):
 
 
 def test_unchanged_files_are_not_sent_again():
-    client = stubbed(Stub()).client
+    client = fresh()[1].client
     found = client.get("/")
     assert found.headers["cache-control"] == "no-cache"
     again = client.get("/", headers={"if-none-match": f'W/{found.headers["etag"]}, "other"'})
@@ -55,13 +53,9 @@ def test_unchanged_files_are_not_sent_again():
     assert client.get("/", headers={"if-none-match": '"other"'}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/page/__init__.py", "/page/..%2fapp.py", "/page/%2e%2e/app.py"],
-)
+@pytest.mark.parametrize("path", ["/page/__init__.py", "/page/..%2fapp.py", "/page/%2e%2e/app.py"])
 def test_other_names_are_404(path):
-    found = stubbed(Stub()).client.get(path)
-    assert found.status_code == 404 and found.json()["error"]["code"] == "unknown_url"
+    assert error_of(fresh()[1].client.get(path), 404)["code"] == "unknown_url"
 
 
 @pytest.mark.parametrize("name", page.FILES)
@@ -87,9 +81,9 @@ def test_text_never_becomes_markup():
 
 
 def test_metrics_are_there_as_the_page_reads_them():
-    endpoint = stubbed(Stub(ANSWER))
+    endpoint = stubbed(Stub())
     assert endpoint.client.get("/metrics.json").json()["last"] is None
-    endpoint.client.post(CHAT, json={"messages": HELLO})
+    endpoint.chat()
     found = endpoint.client.get("/metrics.json").json()
     assert found["queue"] == {"waiting": 0, "running": 0} and found["loading"] is None
     assert found["memory_bytes"] == found["memory_budget_bytes"] == 0

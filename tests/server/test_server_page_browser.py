@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
-from endpoint import ANSWER, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening
+from endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
 from waiting import wait_until
 
 from mlx_spec.apps.server.request import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
-from mlx_spec.apps.server.settings import Settings
+from mlx_spec.apps.server.settings import ServedModel, Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import chromium
 from chromium import Browser, Tab
-from serving import CHAT, Serving, serving
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
-GOLDEN = Path(__file__).parents[1] / "golden" / "e2b" / "target"
+MODELS = {"demo": "demo", "tiny": str(Path(__file__).parents[1] / "golden" / "e2b" / "target")}
 QUESTION = "What does os.path.join do?"
 READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
 DONE = "document.querySelectorAll('.turn.assistant[aria-busy=false]').length"
@@ -43,10 +43,11 @@ ENDLESS = f"""window.fetched ??= window.fetch; window.fetch = (path, options) =>
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    models = ("--model", "demo=demo", "--model", f"tiny={GOLDEN}")
-    with serving(*models, "--num-draft-tokens", "4") as started:  # drafts in every round, whatever it costs
-        yield started
+def server() -> Iterator[httpx2.Client]:
+    """A client of a server that drafts in every round, whatever it costs."""
+    models = [ServedModel(name, path, num_draft_tokens=4) for name, path in MODELS.items()]
+    with serving(Settings(tuple(models))) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,13 @@ def tab(browser: Browser) -> Iterator[Tab]:
         yield opened
 
 
+def visit(tab: Tab, url: object, *size: int) -> None:
+    tab.open(str(url), *size)
+    tab.until(READY)
+
+
 def text(tab: Tab, selector: str) -> str:
-    found: str = tab.value(f"document.querySelector({selector!r}).textContent")
-    return found
+    return str(tab.value(f"document.querySelector({selector!r}).textContent"))
 
 
 def ask(tab: Tab, question: str = QUESTION) -> None:
@@ -75,17 +80,14 @@ def ask(tab: Tab, question: str = QUESTION) -> None:
 
 
 def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
-    tab.open(server.url)
-    tab.until(READY)
-    assert (
-        text(tab, "#endpoint") == f"{server.url}/v1"
-        and tab.value("document.querySelector('#model').value") == "demo"
-    )
+    visit(tab, server.base_url)
+    assert text(tab, "#endpoint") == str(server.base_url.join("/v1"))
+    assert tab.value("document.querySelector('#model').value") == "demo"
     assert text(tab, "#speed") == "–" and "not measured yet" in text(tab, "#speed-note")
     tab.value(RECORD)
     ask(tab)
     plain = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
-    said = server.send(CHAT, plain).json["choices"][0]["message"]["content"]
+    said = server.post(CHAT, json=plain).json()["choices"][0]["message"]["content"]
     assert text(tab, ".turn.assistant .answer") == said
     lengths = tab.value("window.lengths.filter((n) => n)")
     assert len(lengths) >= 3 and lengths == sorted(lengths), "the text has to come in steps"
@@ -98,23 +100,18 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     for chart in ("speed-chart", "length-chart", "acceptance"):
         tab.until(f"document.querySelector('#{chart} svg[role=img]')")
     assert text(tab, "#acceptance .aside") == "gemma4_assistant"
-    first = text(tab, "#speed-chart svg") + tab.value(
-        "document.querySelector('#length-chart .line').outerHTML"
-    )
+    drawn = "document.querySelector('#speed-chart svg').outerHTML"
+    first = tab.value(drawn)
     ask(tab, "and what is functools.lru_cache for?")
     tab.until("document.querySelectorAll('.turn.assistant .facts').length === 2")
-    second = text(tab, "#speed-chart svg") + tab.value(
-        "document.querySelector('#length-chart .line').outerHTML"
-    )
-    assert first != second
+    assert tab.value(drawn) != first
     assert "reused" in text(tab, ".turn:last-child .facts"), "a second turn goes on from the first"
     assert tab.complaints == []
-    assert all(url.startswith(server.url) for url in tab.requested)
+    assert all(url.startswith(str(server.base_url)) for url in tab.requested)
 
 
 def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
-    tab.open(server.url)
-    tab.until(READY)
+    visit(tab, server.base_url)
     tab.value(ENDLESS)
     for how in ("click", "key"):
         tab.until("document.activeElement.id === 'message'")
@@ -125,7 +122,7 @@ def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
         tab.click("#stop") if how == "click" else tab.press("Escape")
         tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
         assert text(tab, "#announce") == "Stopped"
-    wait_until(lambda: server.send("/health").json["running"] == 0, 10)  # the server has to stop, too
+    wait_until(lambda: server.get("/health").json()["running"] == 0, 10)  # the server has to stop, too
     tab.value("window.fetch = window.fetched")
     tab.click("#restart")
     assert tab.value("document.querySelectorAll('.turn').length") == 0
@@ -134,18 +131,16 @@ def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
 
 
 def test_other_clients_move_the_figures(server, tab):
-    tab.open(server.url)
-    tab.until(READY)
+    visit(tab, server.base_url)
     tab.until("document.querySelector('#memory-note').textContent.includes('MB')")
-    server.send(CHAT, {"messages": [{"role": "user", "content": QUESTION}]})
+    server.post(CHAT, json={"messages": [{"role": "user", "content": QUESTION}]})
     tab.until("document.querySelector('#speed-note').textContent === \"another client's answer\"", 10)
     assert tab.value("Number(document.querySelector('#speed').textContent)") > 0
     assert text(tab, "#reason").startswith("The draft length was fixed")
 
 
 def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
-    tab.open(server.url)
-    tab.until(READY)
+    visit(tab, server.base_url)
     tab.click("#settings summary")
     tab.value("document.querySelector('#max-tokens').value = 3")
     tab.value("document.querySelector('#settings').dispatchEvent(new Event('input'))")
@@ -198,24 +193,19 @@ def test_text_is_shown_and_never_run(tab):
     rounds = (event for piece in pieces for event in (piece, ROUND))
     stub = Stub((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002)
     with listening(stub, Settings(DEMO)) as url:
-        tab.open(url)
-        tab.until(READY)
+        visit(tab, url)
         ask(tab)
         assert tab.value("window.hit === undefined && !document.querySelector('.answer img')")
         assert '<img src=x onerror="window.hit=1"> bold and code so' in text(tab, ".answer p")
         assert text(tab, ".answer strong") == "bold and code" and text(tab, ".answer em") == "so"
         assert text(tab, ".answer pre code") == "<b>&amp;</b>" and text(tab, ".answer .language") == "html"
-        assert tab.value("[...document.querySelectorAll('.answer li')].map((n) => n.textContent)") == [
-            "one",
-            "two",
-        ]
+        items = tab.value("[...document.querySelectorAll('.answer li')].map((n) => n.textContent)")
+        assert items == ["one", "two"]
         for name in ("target", "drafter", "lookup", "grammar", "prediction"):
             assert tab.value(f"document.querySelectorAll('.answer .run.{name}').length"), name
         for name in ("gemma4_assistant", "lookup", "grammar", "prediction"):
             assert name in text(tab, "#legend")
-        marks = (
-            "[...document.querySelectorAll('.code:last-of-type .KIND')].map((n) => n.textContent).join('')"
-        )
+        marks = "[...document.querySelectorAll('.code:last-of-type .KIND')].map((n) => n.innerText).join('')"
         coloured = {"keyword": "ifreturn", "string": "'<b>&amp; # \\''", "number": "0x1F"}
         for kind, expected in {**coloured, "comment": "# a 'comment' of 12"}.items():
             assert tab.value(marks.replace("KIND", kind)) == expected
@@ -232,13 +222,12 @@ def test_text_is_shown_and_never_run(tab):
 def test_loading_and_reading_are_shown(tab):
     stub = Stub(ANSWER)
     with listening(stub, Settings(DEMO)) as url:
-        tab.open(url)
-        tab.until(READY)
+        visit(tab, url)
         ask(tab)
         tab.until("document.querySelector('#speed').textContent === '20.0'")
         tab.value(WATCH)
         stub.state = replace(stub.state, loading="smol")
-        stub.events = (1.5, PromptProgress(1512, 0, 0), 0.5, PromptProgress(1512, 0, 1024), 0.5, *ANSWER)
+        stub.events = (1.0, PromptProgress(1512, 0, 0), 0.2, PromptProgress(1512, 0, 1024), 0.2, *ANSWER)
         tab.write("Again")
         tab.press("Enter")
         tab.until("document.querySelector('.phase')?.textContent === 'loading smol …'")
@@ -247,16 +236,13 @@ def test_loading_and_reading_are_shown(tab):
         tab.until(READY)
         seen = [tuple(one) for one in tab.value("window.seen")]
         loading, reading = "loading smol …", "reading 1,512 tokens"
-        assert ("wait", "loading smol", loading, None, "–") in seen, (
-            "the old answer's speed is not this one's"
-        )
+        assert ("wait", "loading smol", loading, None, "–") in seen, "the speed is that of another answer"
         assert {one[3] for one in seen if one[2] == reading} >= {0, 1024 / 1511}
         assert not any(one[0] == "ready" for one in seen if one[2])
 
 
 def test_figures_are_those_of_the_chosen_model(server, tab):
-    tab.open(server.url)
-    tab.until(READY)
+    visit(tab, server.base_url)
     ask(tab)
     choose = "(() => {{ const box = document.querySelector('#model'); box.value = '{}';"
     choose += "box.dispatchEvent(new Event('change')) }})()"
@@ -275,8 +261,7 @@ def test_figures_are_those_of_the_chosen_model(server, tab):
 def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
     stub = Stub((READ, TextDelta(0, "answer", "Hal"), ROUND, SHUTDOWN))
     with listening(stub, Settings(DEMO)) as url:
-        tab.open(url, 390, 844)
-        tab.until(READY)
+        visit(tab, url, 390, 844)
         ask(tab)
         assert text(tab, ".turn .problem") == "shutting down" and text(tab, ".turn > .answer") == "Hal"
         stub.events = ANSWER

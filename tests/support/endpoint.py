@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import httpx2
 import uvicorn
 from starlette.testclient import TestClient
+from waiting import LIMIT
 
 from mlx_spec.apps.server.app import create
-from mlx_spec.apps.server.engine_thread import Status
+from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure, unknown_model
+from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.request import (
     ChoiceEnded,
@@ -125,9 +128,11 @@ def said(*texts: str, reason: Any = "stop", stop: str | None = None) -> tuple[Ev
 
 @dataclass
 class StubJob:
+    counter: JobCounter
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
+        self.counter.cancel()
         self.cancelled.set()
 
 
@@ -138,6 +143,7 @@ class Stub:
         self.events, self.pause = events, pause
         self.refusal: Failure | None = None
         self.state = Status("ready")
+        self.metrics = Metrics(self.status)
         self.requests: list[GenerationRequest] = []
         self.jobs: list[StubJob] = []
 
@@ -150,7 +156,7 @@ class Stub:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
-        self.jobs.append(StubJob())
+        self.jobs.append(StubJob(JobCounter(self.metrics, request.model)))
         threading.Thread(target=self._play, args=(send, self.jobs[-1], self.events), daemon=True).start()
         return self.jobs[-1]
 
@@ -159,6 +165,7 @@ class Stub:
             if job.cancelled.wait(event if isinstance(event, float) else self.pause):
                 return
             if not isinstance(event, float):
+                job.counter.count(event)
                 send(event)
 
     def count_tokens(self, request: GenerationRequest) -> int:
@@ -173,8 +180,8 @@ class Stub:
     def start(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    def close(self, timeout: float) -> bool:
+        return True
 
 
 # --- in the process of the test
@@ -259,6 +266,16 @@ def listening(engine: Any, settings: Settings) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def serving(settings: Settings) -> Iterator[httpx2.Client]:
+    """A client of a server whose engine answers."""
+    engine = EngineThread(settings)
+    with listening(engine, settings) as url:
+        assert engine.wait_loaded()
+        with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
+            yield client
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
-from fastapi import APIRouter, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -34,13 +36,10 @@ HEADERS = {
 }
 
 
-def router() -> APIRouter:
-    """Return the routes of `/` and of its files under `/page/`. They hold no secret and need no key."""
-    routes = APIRouter(include_in_schema=False)
+def add_routes(app: Starlette) -> None:
+    """Add the routes of `/` and of its files under `/page/`. They hold no secret and need no key."""
     for name in FILES:
-        path = "/" if name == INDEX else PREFIX + name
-        routes.add_api_route(path, _sender(name), methods=["GET", "HEAD"], name=name)
-    return routes
+        app.add_route("/" if name == INDEX else PREFIX + name, _sender(name))
 
 
 def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
