@@ -11,7 +11,7 @@ import pytest
 from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
 from mlx_spec.text import Text, read_text, read_tokenizer
-from mlx_spec.text.stream import AnswerReader, AnswerStream, Detokenizer, Span, TextPart
+from mlx_spec.text.stream import AnswerStream, Detokenizer, Span, TextPart
 from mlx_spec.text.tokenizer import Markers
 from mlx_spec.types import Round, TokenLogprob
 
@@ -66,12 +66,11 @@ def test_a_broken_character_leaves_those_before_it_alone() -> None:
 # --- thinking and calls
 
 
-def read_all(reader: AnswerReader, tokens: list[int]) -> list[tuple[str, str]]:
+def read_all(answer: AnswerStream, tokens: list[int]) -> list[tuple[str, str]]:
     """Read all text and join neighbours of one kind."""
-    pieces = [(reader.kind, reader.read(token)) for token in tokens]  # the kind before the token
-    pieces.append((reader.kind, reader.end()))
-    groups = itertools.groupby([piece for piece in pieces if piece[1]], key=lambda piece: piece[0])
-    return [("".join(text for _, text in group), kind) for kind, group in groups]
+    parts = [*answer.read(round_of(tokens)), *answer.end()]
+    groups = itertools.groupby([part for part in parts if part.text], key=lambda part: part.kind)
+    return [("".join(part.text for part in group), kind) for kind, group in groups]
 
 
 CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
@@ -100,14 +99,14 @@ CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
 )
 def test_kinds_of_text_stand_apart(name: str, source: str, expected: list) -> None:
     text = TEXTS[name]
-    assert read_all(AnswerReader(text, calls=GEMMA), text.encode(source)) == expected
+    assert read_all(AnswerStream(text, [], calls=GEMMA), text.encode(source)) == expected
 
 
 def test_a_prompt_may_open_the_thinking() -> None:
     text = TEXTS["byte_level"]
-    opened = AnswerReader(text, text.encode("<|im_start|>assistant\n<think>\n"))
+    opened = AnswerStream(text, text.encode("<|im_start|>assistant\n<think>\n"))
     assert read_all(opened, text.encode("hm</think>\nYes")) == [("hm", "thinking"), ("Yes", "answer")]
-    closed = AnswerReader(text, text.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
+    closed = AnswerStream(text, text.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
     assert read_all(closed, text.encode("Yes")) == [("Yes", "answer")]
 
 
@@ -115,19 +114,19 @@ def test_end_tokens_are_hidden() -> None:
     tokenizer = byte_level()
     letter = tokenizer.token_to_id("b")
     text = Text(tokenizer, None, [letter])
-    assert read_all(AnswerReader(text), [*text.encode("a"), letter]) == [("a", "answer")]
+    assert read_all(AnswerStream(text, []), [*text.encode("a"), letter]) == [("a", "answer")]
     text = read_text(GOLDEN[0], json.loads((GOLDEN[0] / "config.json").read_text()))
     tokens = text.encode("<|tool_call>call:f{<turn|>")
-    assert read_all(AnswerReader(text, calls=GEMMA), tokens) == [("call:f{", "call")]
+    assert read_all(AnswerStream(text, [], calls=GEMMA), tokens) == [("call:f{", "call")]
 
 
 def test_calls_are_read_only_between_tokens_of_the_vocabulary() -> None:
     text = ANSWERS["words"]
     tokens = text.encode('<tool_call>\n{"a": 1}\n</tool_call>\n')
-    assert read_all(AnswerReader(text, calls=QWEN), tokens) == [('\n{"a": 1}\n', "call")]
+    assert read_all(AnswerStream(text, [], calls=QWEN), tokens) == [('\n{"a": 1}\n', "call")]
     half = Markers(QWEN.open, "[no such token]")
-    for reader in (AnswerReader(text), AnswerReader(text, calls=half), AnswerReader(text, None, calls=QWEN)):
-        assert read_all(reader, tokens) == [(text.decode(tokens), "answer")]
+    for prompt, calls in (([], None), ([], half), (None, QWEN)):
+        assert read_all(AnswerStream(text, prompt, calls=calls), tokens) == [(text.decode(tokens), "answer")]
 
 
 # --- nothing depends on the rounds
