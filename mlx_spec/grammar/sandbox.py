@@ -1,7 +1,7 @@
 """Compile grammars in a child process first: one that never ends, or crashes its process, does it there.
 
 llguidance limits most of the cost of a grammar, but not all: the intersection of patterns can take forever,
-and a chain of thousands of rules overflows the stack. Run as a module, this is the child.
+and a chain of thousands of rules overflows the stack. Run as a script, this is the child.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ SANDBOX = CompileSandbox()  # the one of this process
 
 def _start() -> subprocess.Popen[str]:
     """Start a child with the import path of this process. It writes a line when it is ready."""
-    command = [sys.executable, "-P", "-m", __name__]
+    command = [sys.executable, "-P", __file__]  # by its path: `mlx_spec.grammar` would import MLX
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     pipe = subprocess.PIPE
     return subprocess.Popen(
