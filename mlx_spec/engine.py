@@ -387,7 +387,7 @@ class Group:
         """Verify a tree of draft tokens of the only sequence in one pass."""
         (sequence,), tree = self.sequences, tree_of(parents)
         logits = sequence.target.verify_tree(mx.concatenate([sequence.pending, draft.tokens]), parents)
-        verdict = sequence.sampler.verify_tree(logits, sequence.history, draft)
+        verdict = sequence.sampler.verify(logits, sequence.history, draft)
         end, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
         path = tree.paths[end]
         tokens = sequence.until_stop([*(drafted[node - 1] for node in path[1:]), last])

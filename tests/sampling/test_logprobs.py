@@ -68,8 +68,7 @@ def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], w
 
 
 def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> LogprobRecorder:
-    processor = LogitsProcessor(sampling, prompt_length, 256)
-    return LogprobRecorder(sampling.sampler(prompt_length, 256), processor, TEXT, top)
+    return LogprobRecorder(sampling.sampler(prompt_length, 256), TEXT, top)
 
 
 def recorded(

@@ -13,7 +13,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import Array, Drafts, Guess, Levels, emitted, error, normalised, trees
+from enumeration import Array, Drafts, Guess, Levels, error, normalised, trees
 from exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
 
 from mlx_spec.model.tree import Tree, tree_of
@@ -74,13 +74,11 @@ def test_more_tokens_and_guesses_are_exact() -> None:
     assert error(emitted_from(every)[0], p) < TOLERANCE
 
 
-def test_a_chain_is_judged_by_token_and_guesses_add_to_it() -> None:
-    p, q = trees("dense", 3, 2, 1)
+def test_more_guesses_add_to_what_a_chain_accepts() -> None:
     chain, more = (
         emitted_from(drafts("dense", shape, 3, without_replacement, without_replacement, 1)[0])[1]
         for shape in ((0, 1), (0, 1, 1, 0))
     )
-    assert chain == pytest.approx(emitted(verify.accept_token, p, q, q)[1], abs=TOLERANCE)
     assert more > chain + 0.1
 
 

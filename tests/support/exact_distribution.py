@@ -24,7 +24,7 @@ from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
+from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded
 from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler
 
 V = 8
@@ -114,8 +114,8 @@ def exact(target: nn.Module, sampling: Sampling) -> np.ndarray:
     return p
 
 
-def unseeded(sampling: Sampling, rule: verify.Rule = verify.block) -> Callable[[int], Sampler]:
-    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), rule=rule, key=i)
+def unseeded(sampling: Sampling) -> Callable[[int], Sampler]:
+    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), key=i)
 
 
 def seeded(sampling: Sampling) -> Callable[[int], Sampler]:
