@@ -33,7 +33,6 @@ from mlx_spec.types import (
     Round,
     Sampler,
     Target,
-    TokenLogprob,
     no_draft,
 )
 
@@ -42,7 +41,6 @@ CLEAR_INTERVAL = 256  # rounds; block lengths vary, so freed buffers of many siz
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
 
 Result = TypeVar("Result")
-Logprobs = Callable[[int, Sequence[int]], tuple[TokenLogprob, ...]]
 
 
 def generate(
@@ -120,7 +118,6 @@ class RunningSequence:
         max_tokens: int,
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
-        logprobs: Logprobs | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -131,7 +128,6 @@ class RunningSequence:
         self._drafters = (*drafters, *(extra.drafter for extra in request_drafters))
         self._request_drafters = request_drafters
         self._stop = stop
-        self._logprobs = logprobs
 
     def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[int]:
         """Write the prompt in steps of so many tokens, then begin the answer."""
@@ -190,7 +186,7 @@ class RunningSequence:
         return replace(
             round,
             finish_reason="stop" if stopped else None if self.remaining else "length",
-            logprobs=() if self._logprobs is None else self._logprobs(position, round.tokens),
+            logprobs=self.sampler.logprobs(position, round.tokens),
         )
 
 

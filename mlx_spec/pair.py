@@ -197,7 +197,6 @@ class Pair:
             limit,
             self.text.eos | frozenset(stop),
             extras,
-            None if recorder is None else recorder.of,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:

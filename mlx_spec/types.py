@@ -233,6 +233,9 @@ class Sampler(Protocol):
         In a chain, that row is the number of accepted tokens.
         """
 
+    def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of tokens just emitted, once; none if nobody wants them."""
+
 
 class DraftingSampler(Sampler, Protocol):
     """The sampler of drafters."""

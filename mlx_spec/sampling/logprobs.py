@@ -19,7 +19,7 @@ from mlx_spec.types import Draft, Drafter, DraftingSampler, Target, TokenLogprob
 
 
 class LogprobRecorder:
-    """Wrap a sampler and keep the scores of the target's draws until `of` reads them.
+    """Wrap a sampler and keep the scores of the target's draws until `logprobs` reads them.
 
     Drafters draw with `drafting`, which records nothing. Only single draws are evaluated at once: reading one
     must not wait for the token after it.
@@ -54,8 +54,7 @@ class LogprobRecorder:
         self._record(logits, history, path, _emitted(path, accepted, verdict[1:]))
         return verdict
 
-    def of(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of tokens just emitted, once. The first has this position."""
+    def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
         rows = mx.concatenate([self._rows.pop(first_position + i) for i in range(len(tokens))])
         return _read(rows, tokens, self._text)
 

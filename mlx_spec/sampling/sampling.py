@@ -24,7 +24,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling.verify import accept_block, accept_recursive, match, recover, walk
-from mlx_spec.types import Draft
+from mlx_spec.types import Draft, TokenLogprob
 
 MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
 BAN_UNDER_GRAMMAR = -1e30  # bias of a banned token: it is drawn only if the grammar allows no other
@@ -257,6 +257,9 @@ class Greedy:
         runs = _runs(tree, logits, draft.tokens)
         chosen = mx.concatenate([self.draw(rows, history, path)[0] for rows, path in runs])
         return walk(chosen, draft.tokens, tree)
+
+    def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        return ()
 
     def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return scores [T, V] with the noise that is known before it is drawn."""

@@ -74,14 +74,11 @@ def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> Logpr
 def recorded(
     model: nn.Module, drafter: Drafter, policy: DraftLengthPolicy, sampling: Sampling, prompt: list[int]
 ) -> tuple[list[Round], list[TokenLogprob]]:
-    """Generate 40 tokens and read their log-probabilities round by round."""
-    recorder, position, done, found = recorder_of(sampling, len(prompt)), len(prompt), [], []
-    for round in engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40):
-        done.append(round)
-        found += recorder.of(position, round.tokens)
-        position += len(round.tokens)
+    """Generate 40 tokens with their log-probabilities."""
+    recorder = recorder_of(sampling, len(prompt))
+    done = list(engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40))
     assert not recorder._rows, "rows that were read are dropped"
-    return done, found
+    return done, [each for round in done for each in round.logprobs]
 
 
 POLICIES = {
@@ -177,10 +174,10 @@ def test_the_last_draw_of_a_position_counts() -> None:
     recorder.draw(first, [3], NONE)
     recorder.draw(mx.zeros((1, 256)), [3], mx.array([3], dtype=mx.int32))  # queued, then dropped
     recorder.draw(second, [3], NONE)
-    (each,) = recorder.of(1, [4])
+    (each,) = recorder.logprobs(1, [4])
     assert each.logprob == pytest.approx(2 - math.log(255 + math.exp(2)), abs=1e-5)
     with pytest.raises(KeyError):
-        recorder.of(2, [0])
+        recorder.logprobs(2, [0])
 
 
 # --- tokens of a prompt
