@@ -196,15 +196,12 @@ class Passes(Protocol):
     @property
     def takes_drafts(self) -> bool:
         """Return False if a pass takes one token of each sequence only."""
-        ...
 
     def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
         """Write uncommitted tokens [R], so many of each sequence in turn. Return their logits [R, V]."""
-        ...
 
     def commit(self, keep: Sequence[int]) -> Sequence[Features]:
         """Keep the first uncommitted rows of each and drop the others. Return the features of those kept."""
-        ...
 
 
 class Alone:
