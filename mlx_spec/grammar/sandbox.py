@@ -138,8 +138,8 @@ def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _serve() -> None:
     """Compile the grammars on standard input, one JSON object a line. Answer each with a line.
 
-    An empty one asks whether the child runs. The answer is the same for a refused grammar: the parent compiles
-    it again and sees the refusal itself.
+    An empty one asks whether the child runs. The answer is the same for a refused grammar: the parent
+    compiles it again and sees the refusal itself.
     """
     from llguidance import LLTokenizer
 
