@@ -78,9 +78,7 @@ def test_a_draft_not_drawn_from_q_is_caught(misdrawn: Callable[[Levels], Levels]
 
 
 def test_a_recovered_token_drawn_from_p_is_caught() -> None:
-    def from_target(
-        p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def from_target(p, tokens, q, uniform):
         n, _ = verify.accept_block(p, tokens, q, uniform)
         return n, p[n]
 
@@ -90,9 +88,7 @@ def test_a_recovered_token_drawn_from_p_is_caught() -> None:
 
 
 def test_a_block_rule_that_stops_at_the_first_failure_is_caught() -> None:
-    def first_failure(
-        p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def first_failure(p, tokens, q, uniform):
         # The rule itself, asked about each prefix alone: those before the first that fails.
         K = tokens.shape[0]
         alone = [mx.where(mx.arange(K) == i, uniform, float(BELOW_ONE)) for i in range(K)]
