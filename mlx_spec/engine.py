@@ -33,7 +33,6 @@ from mlx_spec.types import (
     Round,
     Sampler,
     Target,
-    TokenLogprob,
     no_draft,
 )
 
@@ -42,7 +41,6 @@ CLEAR_INTERVAL = 256  # rounds; block lengths vary, so freed buffers of many siz
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
 
 Result = TypeVar("Result")
-Logprobs = Callable[[int, Sequence[int]], tuple[TokenLogprob, ...]]
 
 
 def generate(
@@ -120,7 +118,6 @@ class RunningSequence:
         max_tokens: int,
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
-        logprobs: Logprobs | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -131,7 +128,6 @@ class RunningSequence:
         self._drafters = (*drafters, *(extra.drafter for extra in request_drafters))
         self._request_drafters = request_drafters
         self._stop = stop
-        self._logprobs = logprobs
 
     def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[int]:
         """Write the prompt in steps of so many tokens, then begin the answer."""
@@ -190,7 +186,7 @@ class RunningSequence:
         return replace(
             round,
             finish_reason="stop" if stopped else None if self.remaining else "length",
-            logprobs=() if self._logprobs is None else self._logprobs(position, round.tokens),
+            logprobs=self.sampler.logprobs(position, round.tokens),
         )
 
 
@@ -200,15 +196,12 @@ class Passes(Protocol):
     @property
     def takes_drafts(self) -> bool:
         """Return False if a pass takes one token of each sequence only."""
-        ...
 
     def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
         """Write uncommitted tokens [R], so many of each sequence in turn. Return their logits [R, V]."""
-        ...
 
     def commit(self, keep: Sequence[int]) -> Sequence[Features]:
         """Keep the first uncommitted rows of each and drop the others. Return the features of those kept."""
-        ...
 
 
 class Alone:
@@ -387,7 +380,7 @@ class Group:
         """Verify a tree of draft tokens of the only sequence in one pass."""
         (sequence,), tree = self.sequences, tree_of(parents)
         logits = sequence.target.verify_tree(mx.concatenate([sequence.pending, draft.tokens]), parents)
-        verdict = sequence.sampler.verify_tree(logits, sequence.history, draft)
+        verdict = sequence.sampler.verify(logits, sequence.history, draft)
         end, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
         path = tree.paths[end]
         tokens = sequence.until_stop([*(drafted[node - 1] for node in path[1:]), last])

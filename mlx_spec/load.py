@@ -214,7 +214,10 @@ def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str,
     folder = find(names.target_path)
     config = repair_config(read_config(folder))
     size = check_weights(folder)
-    _check_supported(folder, config)
+    kind = config["model_type"]
+    if mlx_lm_module(kind) is None:
+        code = ", and the code it brings is never run" if "auto_map" in config else ""
+        raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
     if ranks is not None:
         _check_heads(config, ranks.size)
         ranks.compare(_identity(folder))
@@ -257,13 +260,6 @@ def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
         from mlx_spec.policy import FixedPolicy
 
         FixedPolicy(num_draft_tokens)
-
-
-def _check_supported(folder: Path, config: Mapping[str, Any]) -> None:
-    kind = config["model_type"]
-    if mlx_lm_module(kind) is None:
-        code = ", and the code it brings is never run" if "auto_map" in config else ""
-        raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
 
 
 def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> DrafterSource | None:

@@ -23,7 +23,7 @@ from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.calibrate import TIME_LIMIT, measure
-from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.text import Text
@@ -184,10 +184,7 @@ class Pair:
             ) from error
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
-        recorder = None
-        if top_logprobs is not None:
-            processor = LogitsProcessor(sampling, len(prompt), self.info.vocab_size)
-            sampler = recorder = LogprobRecorder(sampler, processor, self.text, top_logprobs)
+        recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.text, top_logprobs)
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
@@ -195,12 +192,11 @@ class Pair:
             parts.target,
             drafters,
             parts.policy,
-            sampler,
+            recorder or sampler,
             prompt,
             limit,
             self.text.eos | frozenset(stop),
             extras,
-            None if recorder is None else recorder.of,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:

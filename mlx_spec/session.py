@@ -208,14 +208,16 @@ class Generation:
         """Return the kind of text that comes next."""
         return self._answer.kind
 
-    def prefill(self, steps: Iterable[object] | None = None) -> Iterator[None]:
-        """Process the prompt; yield after each step. Without it, the first round does all that is missing.
-
-        `steps` may process it in another way, such as with log-probabilities.
-        """
-        parts = self._sequence.parts
-        todo = iter(engine.prefill(parts.target, parts.drafters, self._prompt) if steps is None else steps)
-        while self._add_prefill(todo):
+    def prefill(self, steps: Iterable[object]) -> Iterator[None]:
+        """Do the steps that process the prompt; yield after each. The first round does what they leave."""
+        todo = iter(steps)
+        while True:
+            start = time.perf_counter()
+            done = next(todo, self) is self
+            seconds = self.statistics.prefill_seconds + time.perf_counter() - start
+            self.statistics = replace(self.statistics, prefill_seconds=seconds)
+            if done:
+                return
             yield
 
     def rounds(self) -> Generator[tuple[Round, list[TextPart]], None, None]:
@@ -237,14 +239,6 @@ class Generation:
     def end(self) -> list[TextPart]:
         """Return the text that was held back."""
         return self._answer.end()
-
-    def _add_prefill(self, steps: Iterator[object]) -> bool:
-        """Do a step of the prefill and add its time. Return False if there was none."""
-        start = time.perf_counter()
-        more = next(steps, self) is not self
-        seconds = self.statistics.prefill_seconds + time.perf_counter() - start
-        self.statistics = replace(self.statistics, prefill_seconds=seconds)
-        return more
 
 
 # --- a conversation

@@ -143,22 +143,13 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A token that could have stood in a place."""
+class TokenLogprob:
+    """A token and its log-probability; of an emitted one, also the most likely tokens in its place."""
 
     token: int
     written: bytes  # its text; half a character is those bytes
     logprob: float
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """An emitted token, and the most likely tokens in its place, the most likely first."""
-
-    token: int
-    written: bytes
-    logprob: float
-    top: tuple[Alternative, ...] = ()
+    top: tuple[TokenLogprob, ...] = ()  # the most likely first
 
 
 @dataclass(frozen=True)
@@ -237,10 +228,13 @@ class Sampler(Protocol):
         """
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Verify a draft by logits [K + 1, V]. Returns int32 [2]: number accepted, next token."""
+        """Verify a draft by logits [K + 1, V]. Returns int32 [2]: row of the last token accepted, next token.
 
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        """Verify a tree by logits [K + 1, V]. Returns int32 [2]: row of the last one accepted, next token."""
+        In a chain, that row is the number of accepted tokens.
+        """
+
+    def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of tokens just emitted, once; none if nobody wants them."""
 
 
 class DraftingSampler(Sampler, Protocol):

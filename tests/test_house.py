@@ -29,10 +29,10 @@ LAYERS = (
     ("errors", "types"),
     ("device", "demo"),
     ("hub",),
-    ("grammar",),  # its protocols
-    ("policy", "model", "sampling"),
     ("text",),
-    ("hub.inspect", "hub.local", "grammar.matcher"),
+    ("grammar",),
+    ("policy", "model", "sampling"),
+    ("hub.inspect", "hub.local"),
     ("sampling.logprobs", "drafters", "model.sequence"),
     ("engine", "batch.target"),
     ("batch",),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.text.fill_in import FillIn
-from mlx_spec.types import Alternative, TokenLogprob
+from mlx_spec.types import TokenLogprob
 
 from .errors import Failure
 
@@ -303,7 +303,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else MIN_LOGPROB
 
 
-def _token_json(token: TokenLogprob | Alternative) -> dict[str, Any]:
+def _token_json(token: TokenLogprob) -> dict[str, Any]:
     text = token.written.decode("utf-8", "replace")
     return {"token": text, "logprob": finite(token.logprob), "bytes": list(token.written)}
 

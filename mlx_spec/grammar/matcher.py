@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import GrammarKind
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.hub.files import one_line
 from mlx_spec.text import Text, common_prefix
@@ -29,6 +28,7 @@ from mlx_spec.text import Text, common_prefix
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 State = Literal["start", "thinking", "free", "answer", "end", "invalid"]
 TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
@@ -54,8 +54,8 @@ class GrammarVocabulary:
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledGrammar:
-    """A grammar of answers. The thinking before an answer is free.
+class Grammar:
+    """The form that answers must have. The thinking before an answer is free.
 
     With `thinks` the model may begin by opening its thinking. A prompt may also open it.
     """
@@ -66,20 +66,22 @@ class CompiledGrammar:
     thinks: bool = False
     calls: tuple[int, int] | None = None  # tokens that open and close a call; the text around calls is free
 
-    def thinking(self, thinks: bool) -> CompiledGrammar:
+    def thinking(self, thinks: bool) -> Grammar:
+        """Return the same grammar for answers that may begin with thinking, or may not."""
         return replace(self, thinks=thinks)
 
-    def with_calls(self, open: int, close: int) -> CompiledGrammar:
+    def with_calls(self, open: int, close: int) -> Grammar:
+        """Return the same grammar, which lets any text stand outside of calls between these tokens."""
         return replace(self, calls=(open, close))
 
-    def matcher(self, prompt: Sequence[int]) -> AnswerMatcher:
+    def matcher(self, prompt: Sequence[int]) -> Matcher:
+        """Return a matcher of the answer to `prompt`."""
         opened = self.text.opens_thinking(prompt)
-        state: State = "thinking" if opened else "start" if self.thinks else "answer"
-        return AnswerMatcher(self.vocabulary, self.start, state, self.calls)
+        return Matcher(self, "thinking" if opened else "start" if self.thinks else "answer")
 
 
-class AnswerMatcher:
-    """Follows one answer, see `mlx_spec.grammar.Matcher`.
+class Matcher:
+    """Follows one answer. The result of every method depends on its arguments alone.
 
     Tokens are consumed to look ahead and taken back. `_states[i]` is the state after i tokens. After a token
     that may not follow it is "invalid", and the parser reads nothing more. A parser that gives up stays in
@@ -87,43 +89,38 @@ class AnswerMatcher:
     the parser does not read it.
     """
 
-    def __init__(
-        self,
-        vocabulary: GrammarVocabulary,
-        start: LLMatcher,
-        state: State,
-        calls: tuple[int, int] | None = None,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._calls = calls
-        self._answer: State = "answer" if calls is None else "free"  # where the thinking has ended
+    def __init__(self, grammar: Grammar, state: State) -> None:
+        self._vocabulary = vocabulary = grammar.vocabulary
+        self._calls = grammar.calls
+        self._answer: State = "answer" if self._calls is None else "free"  # where the thinking has ended
         self._free_tokens = vocabulary.all_tokens
-        if calls is not None:
-            self._free_tokens = vocabulary.all_tokens & ~token_bits(calls[1:], vocabulary.size)
-            state = "free" if state == "answer" else state
+        if self._calls is not None:
+            self._free_tokens = vocabulary.all_tokens & ~token_bits(self._calls[1:], vocabulary.size)
         self._unread: dict[State, tuple[int, mx.array, mx.array]] = {}
-        self._start = start
-        self._parser = start.deep_copy()
+        self._start = grammar.start
+        self._parser = self._start.deep_copy()
         self._tokens: list[int] = []
-        self._states: list[State] = [state]
+        self._states: list[State] = [self._answer if state == "answer" else state]
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
     def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> mx.array:
-        """Return which tokens may stand in each of T rows, bool [T, V].
+        """Return which tokens may stand in each of T rows, bool [T, V]. `types.Sampler` defines the rows.
 
-        Raises InvalidValue if the parser gives up.
+        Every row allows some token, also after a draft token that is not allowed. Raises InvalidValue if the
+        parser gives up.
         """
         self._follow(generated)
-        masks: list[TokenBits] = []
+        allowed: list[TokenBits] = []
         for i in range(len(drafted) + 1):
             if i > len(drafted) - rows:
-                masks.append(self._next_tokens())
+                allowed.append(self._next_tokens())
             if i < len(drafted):
                 self._consume(drafted[i])
         self._rewind(len(generated))
-        return _unpack(mx.array(np.stack(masks)))[:, : self._vocabulary.size]
+        return self._masks(allowed)
 
     def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
+        """Return how many of the draft tokens may follow, up to the first that may not."""
         self._follow(generated)
         for token in drafted:
             self._consume(token)
@@ -132,10 +129,15 @@ class AnswerMatcher:
         return next((i for i, state in enumerate(states) if state == "invalid"), len(states))
 
     def forced(self, generated: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow, as far as they are known."""
         self._follow(generated)
         return self._parser.compute_ff_tokens() if self._states[-1] == "answer" else []
 
     def after_unread(self, generated: Sequence[int]) -> tuple[int, mx.array, mx.array] | None:
+        """Return what may stand after a token that only the device knows, if one token decides that.
+
+        That token, and the masks [V] after it and after any other one. None if the host has to read.
+        """
         self._follow(generated)
         state, token = self._states[-1], None
         if state == "thinking":
@@ -145,13 +147,11 @@ class AnswerMatcher:
         if token is None:
             return None
         if state not in self._unread:
-            rows = []
-            for after in (token, None):  # any other token changes nothing
-                if after is not None:
-                    self._consume(after)
-                rows.append(_unpack(mx.array(self._next_tokens()[None]))[0, : self._vocabulary.size])
-                self._rewind(len(generated))
-            self._unread[state] = token, rows[0], rows[1]
+            unchanged = self._next_tokens()  # after any other token
+            self._consume(token)
+            after, otherwise = self._masks([self._next_tokens(), unchanged])
+            self._rewind(len(generated))
+            self._unread[state] = token, after, otherwise
         return self._unread[state]
 
     def _follow(self, generated: Sequence[int]) -> None:
@@ -208,6 +208,10 @@ class AnswerMatcher:
             self._parser.rollback(surplus)
         del self._tokens[count:], self._states[count + 1 :], self._parsed[count + 1 :]
 
+    def _masks(self, rows: Sequence[TokenBits]) -> mx.array:
+        """Return rows of bits as bool [T, V]."""
+        return _unpack(mx.array(np.stack(rows)))[:, : self._vocabulary.size]
+
     def _next_tokens(self) -> TokenBits:
         """Return the tokens that may come next; all of them after an invalid one."""
         state, parser, vocabulary = self._states[-1], self._parser, self._vocabulary
@@ -234,7 +238,7 @@ class AnswerMatcher:
 
 def compile_grammar(
     kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float
-) -> CompiledGrammar:
+) -> Grammar:
     """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
     For "json_object" the source does not matter. JSON is written on one line, with ", " and ": " between its
@@ -258,7 +262,7 @@ def compile_grammar(
         raise InvalidValue(f"the {name} cannot be used: {one_line(error)}") from error
     if start.is_error():
         raise InvalidValue(f"the {name} cannot be used: {_parser_error(start)}")
-    return CompiledGrammar(text, vocabulary, start)
+    return Grammar(text, vocabulary, start)
 
 
 _vocabularies: WeakKeyDictionary[Text, dict[int, GrammarVocabulary]] = WeakKeyDictionary()
@@ -311,6 +315,11 @@ def token_bits(tokens: Sequence[int] | frozenset[int], size: int) -> TokenBits:
 def _unpack(packed: mx.array) -> mx.array:
     """Return words [T, W] as bool [T, 32 W]."""
     return ((packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1).astype(mx.bool_).flatten(1)
+
+
+def read_tokens(drafted: mx.array) -> list[int]:
+    """Copy draft tokens to the host, where a grammar is followed."""
+    return cast(list[int], drafted.tolist())
 
 
 def _parser_error(parser: LLMatcher) -> str:

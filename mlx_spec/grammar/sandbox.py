@@ -1,7 +1,7 @@
 """Compile grammars in a child process first: one that never ends, or crashes its process, does it there.
 
 llguidance limits most of the cost of a grammar, but not all: the intersection of patterns can take forever,
-and a chain of thousands of rules overflows the stack. Run as a module, this is the child.
+and a chain of thousands of rules overflows the stack. Run as a script, this is the child.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CompileSandbox:
                 raise SpecError(f"the {name} was not compiled: this process ends")
             process = self._running_process()
             started = time.monotonic()
-            if _send(process, json.dumps(request)) and _replies(process, timeout_s):
+            if _answers(process, request, timeout_s):
                 return
             late = time.monotonic() - started >= timeout_s
             self._end()
@@ -71,11 +71,22 @@ class CompileSandbox:
             self._lock.release()
 
     def _running_process(self) -> subprocess.Popen[str]:
+        """Return the child; start one with the import path of this process if there is none."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
-        self._process = _start()
-        if not _replies(self._process, START_TIMEOUT_S):
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__],  # by its path: `mlx_spec.grammar` would import MLX
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        if not _answers(self._process, {}, START_TIMEOUT_S):
             self._end()
             raise SpecError(f"{sys.executable} does not run {__name__}, which structured output needs")
         return self._process
@@ -93,36 +104,14 @@ class CompileSandbox:
 SANDBOX = CompileSandbox()  # the one of this process
 
 
-def _start() -> subprocess.Popen[str]:
-    """Start a child with the import path of this process. It writes a line when it is ready."""
-    command = [sys.executable, "-P", "-m", __name__]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def _send(process: subprocess.Popen[str], line: str) -> bool:
-    """Send a line. Return False if the process has ended."""
-    assert process.stdin is not None
+def _answers(process: subprocess.Popen[str], request: dict[str, Any], timeout_s: float) -> bool:
+    """Send a request. Return True if the process answers in time, False if it does not or has ended."""
+    assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(line + "\n")
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
         return False
-    return True
-
-
-def _replies(process: subprocess.Popen[str], timeout_s: float) -> bool:
-    """Return True if the process writes a line in time."""
-    assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     return bool(ready) and process.stdout.readline() != ""
 
@@ -149,7 +138,8 @@ def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _serve() -> None:
     """Compile the grammars on standard input, one JSON object a line. Answer each with a line.
 
-    The answer is the same for a refused grammar: the parent compiles it again and sees the refusal itself.
+    An empty one asks whether the child runs. The answer is the same for a refused grammar: the parent
+    compiles it again and sees the refusal itself.
     """
     from llguidance import LLTokenizer
 
@@ -157,11 +147,11 @@ def _serve() -> None:
     def tokenizer(serialized: str, size: int) -> LLTokenizer:
         return LLTokenizer(serialized, n_vocab=size, eos_token=0)
 
-    print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         with contextlib.suppress(ValueError):
-            build_parser(request["kind"], request["source"], tokenizer(*request["tokenizer"]))
+            if request:
+                build_parser(request["kind"], request["source"], tokenizer(*request["tokenizer"]))
         print("done", flush=True)
 
 

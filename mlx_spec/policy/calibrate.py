@@ -70,7 +70,7 @@ def measure(
         else:  # a tree: its pass costs more than that of a chain
             trees.add(index)
             logits = target.verify_tree(mx.concatenate([pending, found.tokens]), found.parents)
-            sampler.verify_tree(logits, history, found).tolist()
+            sampler.verify(logits, history, found).tolist()
             target.commit(0)
         return found.tokens.size
 

@@ -12,24 +12,23 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
-from mlx_spec.model.tree import tree_of
-from mlx_spec.sampling.sampling import LogitsProcessor
+from mlx_spec.model.tree import Tree, tree_of
+from mlx_spec.sampling.sampling import Greedy, LogitsProcessor
 from mlx_spec.text import Text
-from mlx_spec.types import Alternative, Draft, Drafter, DraftingSampler, Sampler, Target, TokenLogprob
+from mlx_spec.types import Draft, Drafter, DraftingSampler, Target, TokenLogprob
 
 
 class LogprobRecorder:
-    """Wrap a sampler and keep the scores of the target's draws until `of` reads them.
+    """Wrap a sampler and keep the scores of the target's draws until `logprobs` reads them.
 
-    `processor` must be its own, since a processor counts tokens. Drafters draw with `drafting`, which records
-    nothing. Only single draws are evaluated at once: reading one must not wait for the token after it.
+    Drafters draw with `drafting`, which records nothing. Only single draws are evaluated at once: reading one
+    must not wait for the token after it.
     """
 
     is_argmax = False  # draws are recorded
 
-    def __init__(self, sampler: Sampler, processor: LogitsProcessor, text: Text, top: int) -> None:
+    def __init__(self, sampler: Greedy, text: Text, top: int) -> None:
         self._sampler = sampler
-        self._processor = processor
         self._text = text
         self._top = top
         self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
@@ -49,17 +48,13 @@ class LogprobRecorder:
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
         verdict = self._sampler.verify(logits, history, draft)
-        self._record(logits, history, draft.tokens, _emitted(draft.tokens, verdict[:1], verdict[1:]))
-        return verdict
-
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        verdict = self._sampler.verify_tree(logits, history, draft)
-        logits, path, accepted = _as_chain(logits, draft, verdict[:1])
+        path, accepted = draft.tokens, verdict[:1]
+        if draft.parents is not None:
+            logits, path, accepted = _as_chain(logits, path, accepted, tree_of(draft.parents))
         self._record(logits, history, path, _emitted(path, accepted, verdict[1:]))
         return verdict
 
-    def of(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of tokens just emitted, once. The first has this position."""
+    def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
         rows = mx.concatenate([self._rows.pop(first_position + i) for i in range(len(tokens))])
         return _read(rows, tokens, self._text)
 
@@ -69,7 +64,7 @@ class LogprobRecorder:
         """Keep the rows of `tokens` [T]. They replace those of the same and later positions."""
         T = logits.shape[0]
         first = len(history) + drafted.shape[0] - T + 1
-        scores = self._processor.process(logits, history, drafted)
+        scores = self._sampler.processor.process(logits, history, drafted)
         rows = [_pack(scores[j : j + 1], tokens[j : j + 1], self._top) for j in range(T)]
         self._rows = {position: row for position, row in self._rows.items() if position < first}
         self._rows |= {first + j: row for j, row in enumerate(rows)}
@@ -133,7 +128,7 @@ def _unpack(row: list[float], token: int, text: Text) -> TokenLogprob:
     count = len(row) // 2
     pairs = zip(row[1 : 1 + count], row[1 + count :], strict=True)
     likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
-    top = tuple(Alternative(i, text.token_bytes(i), -negative) for negative, i in likely)
+    top = tuple(TokenLogprob(i, text.token_bytes(i), -negative) for negative, i in likely)
     return TokenLogprob(token, text.token_bytes(token), row[0], top)
 
 
@@ -143,14 +138,14 @@ def _emitted(drafted: mx.array, accepted: mx.array, last: mx.array) -> mx.array:
     return mx.where(mx.arange(tokens.size) < accepted, tokens, last)
 
 
-def _as_chain(logits: mx.array, draft: Draft, last: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def _as_chain(
+    logits: mx.array, tokens: mx.array, last: mx.array, tree: Tree
+) -> tuple[mx.array, mx.array, mx.array]:
     """Return the path to row `last`, int32 [1], as a chain: logits [H + 1, V], tokens [H], accepted [1].
 
     H is the height of the tree; the last row of the path is repeated up to it.
     """
-    assert draft.parents is not None
-    tree = tree_of(draft.parents)
     table = mx.array([path + path[-1:] * (tree.height + 1 - len(path)) for path in tree.paths])
     rows = table[last[0]]
     depth = mx.array(tree.depths, dtype=mx.int32)[last]
-    return logits[rows], draft.tokens[mx.maximum(rows[1:] - 1, 0)], depth
+    return logits[rows], tokens[mx.maximum(rows[1:] - 1, 0)], depth

@@ -12,20 +12,19 @@ import copy
 import itertools
 import math
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
-from mlx_spec.model.tree import tree_of
-from mlx_spec.sampling.verify import Rule, block, match, recursive, walk
-from mlx_spec.types import Draft, Sampler
+from mlx_spec.model.tree import Tree, tree_of
+from mlx_spec.sampling.verify import accept_block, accept_recursive, match, recover, walk
+from mlx_spec.types import Draft, TokenLogprob
 
 MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
 BAN_UNDER_GRAMMAR = -1e30  # bias of a banned token: it is drawn only if the grammar allows no other
@@ -70,7 +69,7 @@ class Sampling:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
-    def sampler(self, prompt_length: int, vocab_size: int) -> Sampler:
+    def sampler(self, prompt_length: int, vocab_size: int) -> Greedy:
         """Return the sampler of one generation, whose history starts with `prompt_length` prompt tokens."""
         processor = LogitsProcessor(self, prompt_length, vocab_size)
         if self.temperature == 0:
@@ -85,8 +84,8 @@ class LogitsProcessor:
     """
 
     def __init__(self, sampling: Sampling, prompt_length: int, vocab_size: int) -> None:
-        self._sampling = sampling
-        self._prompt_length = prompt_length
+        self.sampling = sampling
+        self.prompt_length = prompt_length
         added = sampling.presence_penalty or sampling.frequency_penalty
         self._penalises = bool(added) or sampling.repetition_penalty != 1
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
@@ -104,14 +103,10 @@ class LogitsProcessor:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if `process` returns the logits as they are."""
+        """Return True if `scores` returns the logits as they are."""
         changes = self._bias, self._late_ban, self._grammar_mask
-        return not self._penalises and all(change is None for change in changes)
-
-    @property
-    def settings(self) -> tuple[Sampling, int]:
-        """Return the settings and the number of prompt tokens."""
-        return self._sampling, self._prompt_length
+        is_changed = self._penalises or any(change is not None for change in changes)
+        return self.sampling.temperature == 0 and not is_changed
 
     def fresh(self) -> LogitsProcessor:
         """Return a processor without a grammar that has counted nothing."""
@@ -125,7 +120,7 @@ class LogitsProcessor:
         They are float32, but greedy decoding without penalties, bias and grammar returns the logits as they
         are.
         """
-        sampling, logits = self._sampling, self.process(logits, history, drafted)
+        sampling, logits = self.sampling, self.process(logits, history, drafted)
         if sampling.temperature == 0:
             return logits
         scores = logits.astype(mx.float32) / sampling.temperature
@@ -150,9 +145,9 @@ class LogitsProcessor:
 
     def _row_bias(self, rows: int, length: int) -> mx.array | None:
         """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
-        before = length - rows + 1 - self._prompt_length  # tokens generated before that of row 0
+        before = length - rows + 1 - self.prompt_length  # tokens generated before that of row 0
         # rows that draw one of the first `min_tokens`, a number that MLX may not hold
-        early = min(self._sampling.min_tokens - before, rows)
+        early = min(self.sampling.min_tokens - before, rows)
         if self._late_ban is None or early <= 0:
             return self._bias
         ban = mx.where(mx.arange(rows)[:, None] < early, self._late_ban, 0.0)
@@ -160,7 +155,7 @@ class LogitsProcessor:
 
     def _penalise(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return logits [T, V] less the penalties for the prompt, the output and each row's draft tokens."""
-        sampling = self._sampling
+        sampling = self.sampling
         in_prompt, generated = self._count(history)
         counts = _with_drafted(generated, drafted, logits.shape[0])
         if sampling.repetition_penalty != 1:  # arXiv:1909.05858, as in Hugging Face and vLLM
@@ -175,13 +170,13 @@ class LogitsProcessor:
 
     def _count(self, history: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Return the prompt tokens, bool [V], and the counts of generated ones [V]. Copy only new tokens."""
-        assert len(history) >= max(self._counted, self._prompt_length), "a history only grows"
+        assert len(history) >= max(self._counted, self.prompt_length), "a history only grows"
         if self._in_prompt is None or self._generated is None:
             self._in_prompt = mx.zeros((self._vocab_size,), dtype=mx.bool_)
             self._generated = mx.zeros((self._vocab_size,))
-            if self._prompt_length:
-                self._in_prompt[mx.array(list(history[: self._prompt_length]))] = True
-        fresh = list(history[max(self._counted, self._prompt_length) :])
+            if self.prompt_length:
+                self._in_prompt[mx.array(list(history[: self.prompt_length]))] = True
+        fresh = list(history[max(self._counted, self.prompt_length) :])
         if fresh:
             self._generated = self._generated.at[mx.array(fresh)].add(1.0)
         self._counted = len(history)
@@ -219,35 +214,30 @@ class GrammarMask:
         return self._mask
 
 
-class _MatchingSampler(ABC):
-    """A sampler that accepts the draft tokens that it would have drawn itself."""
+class Greedy:
+    """Takes the token with the highest score. It accepts the draft tokens that it would have taken itself."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
-        self._processor = processor
+        self.processor = processor
 
     @property
     def is_argmax(self) -> bool:
-        """Return False: something is added to the logits."""
-        return False
+        return self.processor.is_idle
 
     @property
-    def drafting(self) -> _MatchingSampler:
+    def drafting(self) -> Self:
         """Return the sampler without the grammar. It shares the seed and the count of draws."""
-        free = copy.copy(self)
-        free._processor = self._processor.without_grammar
-        return free
+        return self._with(self.processor.without_grammar)
 
-    def fresh(self) -> _MatchingSampler:
+    def fresh(self) -> Self:
         """Return a drafting sampler that has counted no tokens. It shares the seed and the count of draws."""
-        free = copy.copy(self)
-        free._processor = self._processor.fresh()
-        return free
+        return self._with(self.processor.fresh())
 
     def remote_settings(self) -> tuple[dict[str, Any], int]:
-        sampling, prompt_length = self._processor.settings
+        sampling = self.processor.sampling
         if sampling.seed is None:
             sampling = replace(sampling, temperature=0.0)
-        return {**vars(sampling), "grammar": None}, prompt_length
+        return {**vars(sampling), "grammar": None}, self.processor.prompt_length
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         scores = self._known_scores(logits, history, drafted)
@@ -255,57 +245,34 @@ class _MatchingSampler(ABC):
         order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
         return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
 
-    def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return scores [T, V] with the noise that is known before it is drawn."""
-        return self._processor.scores(logits, history, drafted)
-
-    @abstractmethod
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """Return a token for each row, and their distributions or None."""
+        return self._known_scores(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        return match(self.draw(logits, history, draft.tokens)[0], draft.tokens)
+        if draft.parents is None:
+            return match(self.draw(logits, history, draft.tokens)[0], draft.tokens)
+        tree = tree_of(draft.parents)
+        runs = _runs(tree, logits, draft.tokens)
+        chosen = mx.concatenate([self.draw(rows, history, path)[0] for rows, path in runs])
+        return walk(chosen, draft.tokens, tree)
 
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        assert draft.parents is not None
-        chosen, _ = self._draw_tree(logits, history, draft, draft.parents)
-        return walk(chosen, draft.tokens, tree_of(draft.parents))
+    def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        return ()
 
-    def _draw_tree(
-        self, logits: mx.array, history: Sequence[int], draft: Draft, parents: tuple[int, ...]
-    ) -> tuple[mx.array, mx.array | None]:
-        """Draw after every row of a tree: tokens [K + 1], and the distributions [K + 1, V] or None.
+    def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
+        """Return scores [T, V] with the noise that is known before it is drawn."""
+        return self.processor.scores(logits, history, drafted)
 
-        Every row is conditioned on the history and its own path.
-        """
-        tree, tokens, distributions = tree_of(parents), list[mx.array](), list[mx.array]()
-        for run in tree.segments:
-            path = draft.tokens[mx.array([row - 1 for row in tree.paths[run[-1]][1:]], dtype=mx.int32)]
-            chosen, distribution = self.draw(logits[run[0] : run[-1] + 1], history, path)
-            tokens.append(chosen)
-            distributions += [] if distribution is None else [distribution]
-        return mx.concatenate(tokens), mx.concatenate(distributions) if distributions else None
+    def _with(self, processor: LogitsProcessor) -> Self:
+        other = copy.copy(self)
+        other.processor = processor
+        return other
 
 
-class Greedy(_MatchingSampler):
-    """Takes the most likely token."""
-
-    @property
-    def is_argmax(self) -> bool:
-        """Return True without penalties, bias and grammar."""
-        return self._processor.is_idle
-
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """Return the most likely token of each row, and None: nothing was drawn at random."""
-        return self._processor.scores(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
-
-
-class Seeded(_MatchingSampler):
-    """Draws with noise that depends on the seed and the position alone, shared by drafter and target.
+class Seeded(Greedy):
+    """Adds noise to the scores that depends on the seed and the position alone, shared by drafter and target.
 
     The text is the same with any drafter or none (Gumbel coupling, arXiv:2408.07978).
     """
@@ -314,57 +281,51 @@ class Seeded(_MatchingSampler):
         super().__init__(processor)
         self._seed = seed
 
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """Return a token for each row, and None: the noise is shared."""
-        return self._known_scores(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
-
     def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         T, V = logits.shape
         first = len(history) + drafted.shape[0] - T + 1  # position of the token that row 0 draws
         keys = mx.array([noise_key(self._seed, first + j) for j in range(T)], dtype=mx.uint32)
         noise = mx.vmap(partial(gumbel, (V,)))(keys)
-        return self._processor.scores(logits, history, drafted) + noise
+        return self.processor.scores(logits, history, drafted) + noise
 
 
-class Unseeded(_MatchingSampler):
-    """Draws with fresh noise. Drafts that come with their distribution are judged by `rule`."""
+class Unseeded(Greedy):
+    """Draws with fresh noise. Drafts that come with their distribution are judged by it."""
 
-    def __init__(self, processor: LogitsProcessor, *, rule: Rule = block, key: int | None = None) -> None:
+    def __init__(self, processor: LogitsProcessor, *, key: int | None = None) -> None:
         super().__init__(processor)
-        self._rule = rule
         self._seed = secrets.randbits(64) if key is None else key
         self._indices = itertools.count(1)  # shared with `drafting`, so that no noise is used twice
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """Return a token for each row and the distributions [T, V] that they were drawn from."""
-        scores = self._processor.scores(logits, history, drafted)
+        scores = self.processor.scores(logits, history, drafted)
         noise = gumbel(tuple(scores.shape), self._next_key())
         return (scores + noise).argmax(axis=-1).astype(mx.int32), mx.softmax(scores, axis=-1)
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        K = draft.tokens.shape[0]
-        if draft.probs is None or K == 0:
+        if draft.probs is None:
             return super().verify(logits, history, draft)
-        p = mx.softmax(self._processor.scores(logits, history, draft.tokens), axis=-1)
-        uniform = mx.random.uniform(shape=(K,), key=self._next_key())
-        noise = gumbel((p.shape[-1],), self._next_key())
-        return self._rule(p, draft.tokens, draft.probs, uniform, noise)
-
-    def verify_tree(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        if draft.probs is None or draft.parents is None:
-            return super().verify_tree(logits, history, draft)
-        _, p = self._draw_tree(logits, history, draft, draft.parents)
-        assert p is not None
-        uniform = mx.random.uniform(shape=(draft.tokens.size,), key=self._next_key())
-        noise = gumbel((p.shape[-1],), self._next_key())
-        return recursive(p, draft.tokens, draft.probs, uniform, noise, tree_of(draft.parents))
+        tree = None if draft.parents is None else tree_of(draft.parents)
+        runs = [(logits, draft.tokens)] if tree is None else _runs(tree, logits, draft.tokens)
+        scores = mx.concatenate([self.processor.scores(rows, history, path) for rows, path in runs])
+        p = mx.softmax(scores, axis=-1)
+        uniform = mx.random.uniform(shape=draft.tokens.shape, key=self._next_key())
+        noise = gumbel(p.shape[-1:], self._next_key())
+        if tree is None:
+            return recover(*accept_block(p, draft.tokens, draft.probs, uniform), noise)
+        return recover(*accept_recursive(p, draft.tokens, draft.probs, uniform, tree), noise)
 
     def _next_key(self) -> mx.array:
         return mx.array(noise_key(self._seed, next(self._indices)), dtype=mx.uint32)
+
+
+def _runs(tree: Tree, logits: mx.array, tokens: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
+    """Yield rows of a tree that follow each other, and the draft tokens of the path to the last one."""
+    for run in tree.segments:
+        path = [row - 1 for row in tree.paths[run[-1]][1:]]
+        yield logits[run[0] : run[-1] + 1], tokens[mx.array(path, dtype=mx.int32)]
 
 
 def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:

@@ -1,20 +1,15 @@
 """Acceptance rules for chains and trees of draft tokens. Pure, lazy, float32.
 
-Names as in the papers: p is the target's distribution, q the drafter's. Every rule returns int32 [2]: the
-number of accepted draft tokens n, and the token after them. Row j of p [K + 1, V] and of q [K, V] is the
-distribution of the token after `tokens[:j]`. K may be 0.
+Names as in the papers: p is the target's distribution, q the drafter's. A verdict is int32 [2]: the number
+of accepted draft tokens n, and the token after them. Row j of p [K + 1, V] and of q [K, V] is the
+distribution of the token after `tokens[:j]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from mlx_spec.model.tree import Tree
-
-Rule = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array], mx.array]
-"""(p [K+1, V], tokens [K], q [K, V], uniform [K] in [0, 1), gumbel [V]) -> int32 [2]."""
 
 MIN_NORMAL = 1.1754944e-38  # least normal float32: keeps log q finite where q is 0
 
@@ -22,51 +17,26 @@ MIN_NORMAL = 1.1754944e-38  # least normal float32: keeps log q finite where q i
 def match(chosen: mx.array, tokens: mx.array) -> mx.array:
     """Accept draft tokens while they equal the target's own choices. Return int32 [2].
 
-    chosen [K + 1] int32. Exact for any draft, since only the target's choices are emitted: greedy decoding,
-    Gumbel-coupled draws (Daliri et al., arXiv:2408.07978), and choices drawn from p against a draft that was
-    not drawn at random (the walk of SpecInfer, arXiv:2305.09781, for one path).
+    chosen [K + 1] int32; K may be 0. Exact for any draft, since only the target's choices are emitted: greedy
+    decoding, Gumbel-coupled draws (Daliri et al., arXiv:2408.07978), and choices drawn from p against a draft
+    that was not drawn at random (the walk of SpecInfer, arXiv:2305.09781, for one path).
     """
     never = mx.array([-1], dtype=mx.int32)  # no token has this id, so row K always ends the run
     n = (chosen != mx.concatenate([tokens, never])).argmax(keepdims=True)
     return mx.concatenate([n.astype(mx.int32), chosen[n]])
 
 
-def token(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, gumbel: mx.array) -> mx.array:
-    """Judge each token by itself (Leviathan et al., arXiv:2211.17192, algorithm 1). Return int32 [2]."""
-    return recover(*accept_token(p, tokens, q, uniform), gumbel)
-
-
-def block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, gumbel: mx.array) -> mx.array:
-    """Judge all tokens together (Sun et al., arXiv:2403.10444, algorithm 2). Return int32 [2].
-
-    This accepts more tokens than `token` does.
-    """
-    return recover(*accept_block(p, tokens, q, uniform), gumbel)
-
-
-def accept_token(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
-    """Return n, a scalar int32, and the distribution [V] of the next token, not normalised.
-
-    A token is accepted with probability min(1, p / q). The test is strict, so p = 0 is rejected at
-    uniform = 0 too.
-    """
-    if tokens.shape[0] == 0:
-        return mx.array(0, dtype=mx.int32), p[0]
-    accepted = uniform * _probability(q, tokens) < _probability(p, tokens)
-    n = mx.cumprod(accepted.astype(mx.int32)).sum()
-    return n, _residual(p, q, n, mx.array(1.0))
-
-
 def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
-    """Return n, a scalar int32, and the distribution [V] of the next token, not normalised.
+    """Judge all tokens together (Sun et al., arXiv:2403.10444, algorithm 2). uniform [K] in [0, 1).
+
+    Return n, a scalar int32, and the distribution [V] of the next token, not normalised. This accepts more
+    tokens than a rule that judges each by itself (Leviathan et al., arXiv:2211.17192).
 
     With P_i = min(1, P_{i-1} p_i / q_i) and s_i the mass of max(P_i p - q, 0) after i tokens, prefix i passes
     with probability h_i = s_i / (s_i + 1 - P_i), and h_K = P_K. n is the longest prefix that passes: one that
     fails does not end the search.
     """
     K = tokens.shape[0]
-    if K == 0:
-        return mx.array(0, dtype=mx.int32), p[0]
     ratio = mx.log(_probability(p, tokens)) - mx.log(mx.maximum(_probability(q, tokens), MIN_NORMAL))
     total = mx.cumsum(ratio)
     mass = mx.exp(total - mx.maximum(mx.cummax(total), 0))  # P_1 .. P_K: the recursion above, unrolled
@@ -113,22 +83,14 @@ def walk(chosen: mx.array, tokens: mx.array, tree: Tree) -> mx.array:
     return mx.stack([last, chosen[last]])
 
 
-def recursive(
-    p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, noise: mx.array, tree: Tree
-) -> mx.array:
-    """Judge the guesses for a place in turn (arXiv:2402.14160, algorithm 2). Return int32 [2].
-
-    uniform [K] in [0, 1), noise [V] Gumbel. Row j of q [K, V] is the distribution that token j was drawn
-    from, given the tokens before it. If guesses are drawn without replacement, it is 0 at earlier guesses for
-    the same place.
-    """
-    return recover(*accept_recursive(p, tokens, q, uniform, tree), noise)
-
-
 def accept_recursive(
     p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, tree: Tree
 ) -> tuple[mx.array, mx.array]:
-    """Return the row of the last accepted token, a scalar int32, and the distribution [V] of the next one.
+    """Judge the guesses for a place in turn (arXiv:2402.14160, algorithm 2). uniform [K] in [0, 1).
+
+    Return the row of the last accepted token, a scalar int32, and the distribution [V] of the next one, not
+    normalised. Row j of q [K, V] is the distribution that token j was drawn from, given the tokens before it.
+    If guesses are drawn without replacement, it is 0 at earlier guesses for the same place.
 
     r is the rest of p after the earlier guesses for a place. A guess is accepted with probability
     min(1, r / q). If it is not, the rest is max(r - q, 0), normalised, or r if rounding leaves nothing.

@@ -52,88 +52,6 @@ class Detokenizer:
         return after[len(before) :] if after.startswith(before) else self._decode(self._tokens)
 
 
-class AnswerReader:
-    """The text of the answer to `prompt`, token by token, and its kind.
-
-    Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
-    kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
-    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked. Tokens in
-    `ends` have no text, like the end-of-text tokens.
-    """
-
-    def __init__(
-        self,
-        text: Text,
-        prompt: Sequence[int] | None = (),
-        *,
-        calls: Markers | None = None,
-        ends: Collection[int] = (),
-    ) -> None:
-        self._text = text
-        self._ends = text.eos | frozenset(ends)
-        thinking = None if prompt is None else text.thinking_markers
-        self._open, self._close = _token_ids(text, thinking)
-        self._header = thinking.header if thinking else ""
-        ids = _token_ids(text, None if prompt is None else calls)
-        self._call_open, self._call_close = (None, None) if None in ids else ids
-        opened = prompt is not None and text.opens_thinking(prompt)
-        self._begin("thinking" if opened else "answer", trim=opened, header="")
-
-    @property
-    def waiting(self) -> bool:
-        """Return True if the last tokens have text that was not given: half a character, half a header."""
-        return bool(self._held) or self._detokenizer.waiting
-
-    def hides(self, token: int) -> bool:
-        """Return True if `token`, read next, is a marker or an end of text."""
-        return self._kind_after(token) is not None or token in self._ends
-
-    def read(self, token: int) -> str:
-        """Return the text that `token` completes, of the kind before it. After a marker `kind` is another."""
-        kind = self._kind_after(token)
-        if kind is not None:
-            text = self.end()
-            self._begin(kind, trim=kind != "call", header=self._header if kind == "thinking" else "")
-            return text
-        return "" if token in self._ends else self._visible(self._detokenizer.add(token))
-
-    def end(self) -> str:
-        """Return the text that was held back."""
-        return self._visible(self._detokenizer.end(), final=True)
-
-    def _kind_after(self, token: int) -> TextKind | None:
-        """Return the kind of text after a marker; None if `token` is no marker here."""
-        if self.kind == "call":
-            return "answer" if token == self._call_close else None
-        if token == self._call_open and self.kind == "answer":
-            return "call"
-        if token == self._open:
-            return "thinking"
-        return "answer" if token == self._close else None
-
-    def _begin(self, kind: TextKind, *, trim: bool, header: str) -> None:
-        self.kind, self._trim, self._expected_header = kind, trim, header
-        self._held = ""  # text that may be the header
-        self._detokenizer = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
-
-    def _visible(self, new: str, *, final: bool = False) -> str:
-        """Return new text without the header and the space before the text of its kind."""
-        new, self._held = self._held + new, ""
-        if self._expected_header.startswith(new) and new != self._expected_header and not final:
-            self._held = new
-            return ""
-        if new:
-            new, self._expected_header = new.removeprefix(self._expected_header), ""
-        if self._trim:
-            new = new.lstrip()
-            self._trim = not new
-        return new
-
-
-def _token_ids(text: Text, markers: Markers | None) -> tuple[int | None, int | None]:
-    return (None, None) if markers is None else (text.token_id(markers.open), text.token_id(markers.close))
-
-
 @dataclass(frozen=True)
 class Span:
     """A piece of text that one token completed, with the tokens before it that were half a character."""
@@ -156,7 +74,12 @@ class TextPart:
 
 
 class AnswerStream:
-    """The text of the answer to `prompt`, as `AnswerReader` reads it, cut at stop strings.
+    """The text of the answer to `prompt`, its kinds apart, cut at stop strings.
+
+    Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
+    kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
+    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked. Tokens in
+    `ends` have no text, like the end-of-text tokens.
 
     Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
     before a stop string is given, then the answer is finished: later tokens are not read. Raises InvalidValue
@@ -174,21 +97,23 @@ class AnswerStream:
     ) -> None:
         if "" in stop:
             raise InvalidValue("a stop string is empty: leave it out")
-        self._reader = AnswerReader(text, prompt, calls=calls, ends=ends)
+        self._text = text
         self._stop = tuple(stop)
+        self._ends = text.eos | frozenset(ends)
+        thinking = None if prompt is None else text.thinking_markers
+        self._header = thinking.header if thinking else ""
+        self._kind_after = _kinds(text, thinking, None if prompt is None else calls)
         # Tokens read whose text is not known yet.
         self._without_text: list[tuple[Span, Sequence[TokenLogprob]]] = []
         self._held: list[TextPart] = []  # of kind answer: may become a stop string
         self._parts: list[TextPart] = []  # not returned yet
         self._call = -1  # index of the last call opened
+        self.kind: TextKind  # of the text that comes next
         self.finished: str | None = None  # the stop string that was completed
         self.completion_tokens = 0  # tokens emitted, up to and with the one that completed a stop string
         self.reasoning_tokens = 0  # tokens of thinking among them, with their markers
-
-    @property
-    def kind(self) -> TextKind:
-        """Return the kind of text that comes next."""
-        return self._reader.kind
+        opened = prompt is not None and text.opens_thinking(prompt)
+        self._begin("thinking" if opened else "answer", trim=opened, header="")
 
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
         """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
@@ -202,20 +127,21 @@ class AnswerStream:
     def end(self) -> list[TextPart]:
         """Return the text that was held back."""
         if self.finished is None:
-            self._add_text(self._reader.end(), self._reader.kind)
+            self._end_kind()
             self._release()
         return self._take_parts()
 
     def _read_token(self, token: int, span: Span, logprobs: Sequence[TokenLogprob]) -> None:
-        before = self._reader.kind
+        before, after = self.kind, self._kind_after.get((self.kind, token))
         self.completion_tokens += 1
-        if not self._reader.hides(token):
-            self._without_text.append((span, logprobs))
-        self._add_text(self._reader.read(token), before)
-        if not self._reader.waiting:
-            self._without_text.clear()  # their text is given, or they have none
-        after = self._reader.kind
         self.reasoning_tokens += "thinking" in (before, after)
+        if after is None:
+            if token not in self._ends:
+                self._without_text.append((span, logprobs))
+                self._add_text(self._detokenizer.add(token))
+            return
+        self._end_kind()
+        self._begin(after, trim=after != "call", header=self._header if after == "thinking" else "")
         if after == before or self.finished is not None:
             return
         self._release()
@@ -225,20 +151,43 @@ class AnswerStream:
             self._call += 1
             self._add_part(TextPart("call", "", call=self._call))
 
-    def _add_text(self, text: str, kind: TextKind) -> None:
+    def _begin(self, kind: TextKind, *, trim: bool, header: str) -> None:
+        self.kind, self._trim, self._expected_header = kind, trim, header
+        self._may_be_header = ""
+        self._detokenizer = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
+
+    def _end_kind(self) -> None:
+        """Add the rest of the text of this kind."""
+        self._add_text(self._detokenizer.end(), final=True)
+
+    def _add_text(self, new: str, *, final: bool = False) -> None:
         """Add text that the tokens without text completed."""
-        if not text:
-            return
-        last = self._without_text[-1][0] if self._without_text else Span("", None, 0)
-        span = replace(last, text=text)
-        logprobs = tuple(each for _, given in self._without_text for each in given)
-        self._without_text.clear()
-        part = TextPart(kind, text, logprobs, (span,), self._call if kind == "call" else None)
-        if kind == "answer":
-            self._held.append(part)
-            self._check_stops()
-        else:
-            self._add_part(part)
+        text = self._visible(new, final=final)
+        if text:
+            last = self._without_text[-1][0] if self._without_text else Span("", None, 0)
+            span = replace(last, text=text)
+            logprobs = tuple(each for _, given in self._without_text for each in given)
+            part = TextPart(self.kind, text, logprobs, (span,), self._call if self.kind == "call" else None)
+            if self.kind == "answer":
+                self._held.append(part)
+                self._check_stops()
+            else:
+                self._add_part(part)
+        if text or not (self._may_be_header or self._detokenizer.waiting):
+            self._without_text.clear()  # their text is given, or they have none
+
+    def _visible(self, new: str, *, final: bool) -> str:
+        """Return new text without the header and the space before the text of its kind."""
+        new, self._may_be_header = self._may_be_header + new, ""
+        if self._expected_header.startswith(new) and new != self._expected_header and not final:
+            self._may_be_header = new
+            return ""
+        if new:
+            new, self._expected_header = new.removeprefix(self._expected_header), ""
+        if self._trim:
+            new = new.lstrip()
+            self._trim = not new
+        return new
 
     def _check_stops(self) -> None:
         """Release the text in which no stop string can begin, or finish at one."""
@@ -281,6 +230,23 @@ class AnswerStream:
     def _take_parts(self) -> list[TextPart]:
         parts, self._parts = self._parts, []
         return parts
+
+
+def _kinds(
+    text: Text, thinking: Markers | None, calls: Markers | None
+) -> dict[tuple[TextKind, int | None], TextKind]:
+    """Return the kind of text after each marker, by the kind before it."""
+    found: dict[tuple[TextKind, int | None], TextKind] = {}
+    if thinking is not None:
+        opening, closing = text.token_id(thinking.open), text.token_id(thinking.close)
+        found["answer", opening] = found["thinking", opening] = "thinking"
+        found["answer", closing] = found["thinking", closing] = "answer"
+    if calls is not None:
+        opening, closing = text.token_id(calls.open), text.token_id(calls.close)
+        if opening is not None and closing is not None:
+            found["answer", opening] = "call"
+            found["call", closing] = "answer"
+    return found
 
 
 def _pending_length(text: str, strings: Sequence[str]) -> int:

@@ -239,10 +239,6 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
     if not has_tokenizer(folder):
         raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {AGAIN}")
-    return _converted(folder)
-
-
-def _converted(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer  # a second to import
 
     try:

@@ -36,7 +36,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import Sampling, verify
+from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, Round
 
 SAME = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
@@ -203,7 +203,7 @@ def counted(source: DrafterSource, generations: int) -> tuple[np.ndarray, np.nda
     for i in range(generations):
         target.rewind(len(prompt) - 1)
         drafter.observe(prompt, NOTHING)
-        sampler = exact_distribution.unseeded(PLAIN, verify.block)(i)
+        sampler = exact_distribution.unseeded(PLAIN)(i)
         done = list(generate(target, [drafter], policy, sampler, prompt, max_tokens=COUNT + 1))
         ahead += [round.ahead for round in done if round.ahead is not None]
         counts[tuple(emitted(done)[:COUNT])] += 1

@@ -29,7 +29,7 @@ PROMPT, COUNT = tiny.prompt(20), 28  # the window of sliding caches is 16
 MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
 CACHES = {"full": None, "quantized": 8, "sliding": None, "shared": None, "recurrent": None}
 SHARED = {"shared, full": ("ffffffff", "ff"), "shared, quantized": ("sffsffsf", "sssf")}  # target, assistant
-LENGTHS = [0, 4, "adaptive", "switching"]  # the last has drafts of one token
+LENGTHS = [4, "adaptive", "switching"]  # the last has plain rounds and drafts of one token
 PUBLISHED = {
     "medusa": lambda: fitted.medusa(3),
     "pard": lambda: fitted.pard(tiny.full(seed=1, max_position_embeddings=512), 3),

@@ -79,26 +79,18 @@ def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     assert generate(pair, held, longer, 6) == alone(pair, kind, longer, 6, GREEDY)
 
 
-def drafted(tokens: int, drafted: int, seconds: float, *, drafter: int = 0, plain: float = 1.0) -> Round:
-    accepted = tokens - 1
-    return Round(
-        [5] * tokens,
-        drafted,
-        accepted,
-        "draft",
-        drafter,
-        seconds=seconds,
-        reason=Reason.PAYS,
-        plain_seconds=plain,
-    )
+def drafted(tokens: int, seconds: float) -> Round:
+    """Return a round that drafted 4 tokens; a plain token takes a second."""
+    cost = {"seconds": seconds, "plain_seconds": 1.0}
+    return Round([5] * tokens, 4, tokens - 1, "draft", 0, reason=Reason.PAYS, **cost)
 
 
 def test_a_gain_is_shown_once_enough_tokens_were_compared() -> None:
     answer = Statistics()
     for _ in range(MIN_COMPARED_TOKENS // 4 - 1):
-        answer = answer.plus(drafted(4, 4, 2.0), 2.0)
+        answer = answer.plus(drafted(4, 2.0), 2.0)
     assert answer.gain is None and answer.reason is Reason.LEARNING
-    answer = answer.plus(drafted(4, 4, 2.0), 2.0)
+    answer = answer.plus(drafted(4, 2.0), 2.0)
     assert answer.gain == 2.0 and answer.reason is Reason.PAYS
 
 
@@ -106,5 +98,5 @@ def test_an_answer_that_lost_time_does_not_say_that_speculation_pays() -> None:
     """The first answers of a pair used to say "pays" beside 0.92 x plain."""
     answer = Statistics()
     for _ in range(MIN_COMPARED_TOKENS):
-        answer = answer.plus(drafted(1, 4, 1.1), 1.1)
+        answer = answer.plus(drafted(1, 1.1), 1.1)
     assert answer.gain == pytest.approx(1 / 1.1) and answer.reason is Reason.LEARNING

@@ -14,7 +14,7 @@ from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next
 from schemas import Draws
 
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.grammar import GrammarKind, Matcher
+from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS, compile_grammar
 from mlx_spec.sampling import Sampling, sampling
 from mlx_spec.sampling.sampling import GrammarMask
@@ -106,26 +106,26 @@ CALLS = f'start: call*\ncall: <[{CALL_OPEN}]> ("ab" | "ac") <[{CALL_CLOSE}]>'
 ONE_CALL = [CALL_OPEN, *b"ab", CALL_CLOSE]
 
 
-def with_calls(source: str = CALLS, *, thinks: bool = False) -> Matcher:
+def with_calls(source: str = CALLS, *, thinks: bool = False) -> Grammar:
     text = byte_text({**NAMES, CALL_OPEN: "<|tool_call>", CALL_CLOSE: "<tool_call|>"})
-    return compiled("lark", source, thinks=thinks, text=text).with_calls(CALL_OPEN, CALL_CLOSE).matcher([])
+    return compiled("lark", source, thinks=thinks, text=text).with_calls(CALL_OPEN, CALL_CLOSE)
 
 
 def test_text_around_calls_is_free() -> None:
-    matcher, anything = with_calls(), set(range(V)) - {CALL_CLOSE}
+    matcher, anything = with_calls().matcher([]), set(range(V)) - {CALL_CLOSE}
     for free in ([], [*b"xyz"], ONE_CALL, [*b"x", *ONE_CALL, *ONE_CALL, *b"y"]):
         assert row(matcher, free) == anything
         assert row(matcher, free, [CALL_OPEN]) == {ord("a")}
         assert row(matcher, free, [CALL_OPEN, ord("a")]) == {ord("b"), ord("c")}
     assert matcher.legal([*b"x"], [*ONE_CALL, *b"y", CALL_OPEN, ord("z")]) == 6
-    assert row(with_calls(thinks=True), [OPEN, CALL_OPEN, *b"z", CLOSE]) == anything
-    single = with_calls(CALLS.replace("call*", "call?"))
+    assert row(with_calls(thinks=True).matcher([]), [OPEN, CALL_OPEN, *b"z", CLOSE]) == anything
+    single = with_calls(CALLS.replace("call*", "call?")).matcher([])
     assert row(single, [*b"x", *ONE_CALL]) == ENDS
 
 
 def test_after_a_token_that_is_not_read_the_masks_are_the_same() -> None:
     for thinks in (False, True):
-        matcher, seen = with_calls(thinks=thinks), 0
+        matcher, seen = with_calls(thinks=thinks).matcher([]), 0
         for before in ([], [*b"x"], ONE_CALL, [CALL_OPEN], [OPEN], [OPEN, *b"x"], [OPEN, CLOSE, *b"x"]):
             found = matcher.after_unread(before)
             for token in row(matcher, before) if found is not None else ():
@@ -137,9 +137,7 @@ def test_after_a_token_that_is_not_read_the_masks_are_the_same() -> None:
 
 
 def test_masks_of_free_text_do_not_wait_for_the_queued_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = byte_text({**NAMES, CALL_OPEN: "<|tool_call>", CALL_CLOSE: "<tool_call|>"})
-    grammar = compiled("lark", CALLS, text=text).with_calls(CALL_OPEN, CALL_CLOSE)
-    mask = GrammarMask(grammar, 0)
+    mask = GrammarMask(with_calls(), 0)
     monkeypatch.setattr(sampling, "read_tokens", None)
     for token, expected in ((ord("y"), set(range(V)) - {CALL_CLOSE}), (CALL_OPEN, {ord("a")})):
         assert tokens_of(mask.mask(mx.zeros((1, V)), [*b"x"], mx.array([token]))[0]) == expected

@@ -68,21 +68,17 @@ def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], w
 
 
 def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> LogprobRecorder:
-    processor = LogitsProcessor(sampling, prompt_length, 256)
-    return LogprobRecorder(sampling.sampler(prompt_length, 256), processor, TEXT, top)
+    return LogprobRecorder(sampling.sampler(prompt_length, 256), TEXT, top)
 
 
 def recorded(
     model: nn.Module, drafter: Drafter, policy: DraftLengthPolicy, sampling: Sampling, prompt: list[int]
 ) -> tuple[list[Round], list[TokenLogprob]]:
-    """Generate 40 tokens and read their log-probabilities round by round."""
-    recorder, position, done, found = recorder_of(sampling, len(prompt)), len(prompt), [], []
-    for round in engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40):
-        done.append(round)
-        found += recorder.of(position, round.tokens)
-        position += len(round.tokens)
+    """Generate 40 tokens with their log-probabilities."""
+    recorder = recorder_of(sampling, len(prompt))
+    done = list(engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40))
     assert not recorder._rows, "rows that were read are dropped"
-    return done, found
+    return done, [each for round in done for each in round.logprobs]
 
 
 POLICIES = {
@@ -178,10 +174,10 @@ def test_the_last_draw_of_a_position_counts() -> None:
     recorder.draw(first, [3], NONE)
     recorder.draw(mx.zeros((1, 256)), [3], mx.array([3], dtype=mx.int32))  # queued, then dropped
     recorder.draw(second, [3], NONE)
-    (each,) = recorder.of(1, [4])
+    (each,) = recorder.logprobs(1, [4])
     assert each.logprob == pytest.approx(2 - math.log(255 + math.exp(2)), abs=1e-5)
     with pytest.raises(KeyError):
-        recorder.of(2, [0])
+        recorder.logprobs(2, [0])
 
 
 # --- tokens of a prompt
@@ -213,24 +209,14 @@ def test_a_prompt_is_scored_and_then_continued(kind: str, length: int) -> None:
     assert sum(seen) == length - 1
 
 
-def test_two_prompts_are_scored_in_turn_and_one_ends_early() -> None:
-    model, prompts = MODELS["sliding"], [tiny.prompt(150), tiny.prompt(140, seed=8)]
-    streams = [
-        score_prompt(LMTarget(model), [], LogitsProcessor(GREEDY, 0, 256), prompt, TEXT, TOP)
-        for prompt in prompts
-    ]
-    found: list[list[TokenLogprob]] = [[], []]
-    for _ in range(3):
-        for each, stream in zip(found, streams, strict=True):
-            each += next(stream)
-    for each, prompt in zip(found, prompts, strict=True):
-        check(each, reference(model, Sampling(), prompt[:1], prompt[1:]), prompt[1:])
+def test_scoring_may_end_early() -> None:
+    model, prompt = MODELS["sliding"], tiny.prompt(150)
     target = LMTarget(model)
-    stream = score_prompt(target, [], LogitsProcessor(GREEDY, 0, 256), prompts[0], TEXT, TOP)
+    stream = score_prompt(target, [], LogitsProcessor(GREEDY, 0, 256), prompt, TEXT, TOP)
     next(stream)
     stream.close()
     assert target.size == MAX_UNCOMMITTED and target.uncommitted == 0
-    assert emitted(rounds(target, Scripted([]), 0, prompts[0], 9)) == plain(model, prompts[0], 9)
+    assert emitted(rounds(target, Scripted([]), 0, prompt, 9)) == plain(model, prompt, 9)
 
 
 def test_tokens_that_the_target_holds_are_not_scored_again() -> None:

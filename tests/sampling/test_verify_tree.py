@@ -13,7 +13,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import Array, Drafts, Guess, Levels, emitted, error, normalised, trees
+from enumeration import Array, Drafts, Guess, Levels, error, normalised, trees
 from exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
 
 from mlx_spec.model.tree import Tree, tree_of
@@ -74,13 +74,11 @@ def test_more_tokens_and_guesses_are_exact() -> None:
     assert error(emitted_from(every)[0], p) < TOLERANCE
 
 
-def test_a_chain_is_judged_by_token_and_guesses_add_to_it() -> None:
-    p, q = trees("dense", 3, 2, 1)
+def test_more_guesses_add_to_what_a_chain_accepts() -> None:
     chain, more = (
         emitted_from(drafts("dense", shape, 3, without_replacement, without_replacement, 1)[0])[1]
         for shape in ((0, 1), (0, 1, 1, 0))
     )
-    assert chain == pytest.approx(emitted(verify.accept_token, p, q, q)[1], abs=TOLERANCE)
     assert more > chain + 0.1
 
 
@@ -144,10 +142,19 @@ def walked(shape: tuple[int, ...], size: int, rule: Callable[..., mx.array], twi
     return worst
 
 
+def matched(chosen: mx.array, tokens: mx.array, tree: Tree) -> mx.array:
+    return verify.match(chosen, tokens)
+
+
 @pytest.mark.parametrize("shape", [(0, 0), (0, 1, 0), (0, 1, 1, 0), (0, 0, 2, 1)])
 def test_walk_of_a_tree_that_was_not_drawn_is_exact(shape: tuple[int, ...]) -> None:
     """Also where two guesses are the same."""
     assert walked(shape, 3, verify.walk) < TOLERANCE
+
+
+@pytest.mark.parametrize(("shape", "size"), [((0,), 2), ((0, 1, 2, 3), 2), ((0, 1, 2), 3), ((0, 1), 4)])
+def test_match_of_a_chain_that_was_not_drawn_is_exact(shape: tuple[int, ...], size: int) -> None:
+    assert walked(shape, size, matched) < TOLERANCE
 
 
 def luckiest(chosen: mx.array, tokens: mx.array, tree: Tree) -> mx.array:
@@ -163,20 +170,21 @@ def test_luck_between_equal_guesses_is_caught() -> None:
     assert walked((0, 0, 1, 2), 3, luckiest) > CAUGHT
 
 
-def test_walk_emits_what_the_target_chooses() -> None:
-    """Coupled noise makes the choice a function of the path; no tree changes the text."""
-    tree, rng, rows = Tree((0, 1, 1, 0, 4)), np.random.default_rng(0), set()
-    choice = [rng.integers(3, size=(3,) * j) for j in range(3)]
+@pytest.mark.parametrize(("shape", "rule"), [((0, 1, 1, 0, 4), verify.walk), ((0, 1, 2, 3), matched)])
+def test_what_the_target_chooses_is_emitted(shape: tuple[int, ...], rule: Callable[..., mx.array]) -> None:
+    """Coupled noise makes the choice a function of the path; no draft changes the text."""
+    tree, rng, rows = tree_of(shape), np.random.default_rng(0), set()
+    choice = [rng.integers(3, size=(3,) * j) for j in range(tree.height + 1)]
     plain: list[int] = []
     for level in choice:
         plain.append(int(level[tuple(plain)]))
-    for tokens in itertools.product(range(3), repeat=5):
+    for tokens in itertools.product(range(3), repeat=len(shape)):
         prefixes = [tuple(tokens[row - 1] for row in path[1:]) for path in tree.paths]
         chosen = mx.array([int(choice[len(prefix)][prefix]) for prefix in prefixes])
-        last, following = np.array(verify.walk(chosen, mx.array(tokens), tree)).tolist()
+        last, following = np.array(rule(chosen, mx.array(tokens), tree)).tolist()
         assert [*prefixes[last], following] == plain[: len(prefixes[last]) + 1]
         rows.add(last)
-    assert rows == set(range(6))
+    assert rows == set(range(len(shape) + 1))
 
 
 # --- the engine

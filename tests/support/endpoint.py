@@ -36,7 +36,7 @@ from mlx_spec.apps.server.request import (
 )
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
-from mlx_spec.types import Alternative, Reason, TokenLogprob
+from mlx_spec.types import Reason, TokenLogprob
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -73,7 +73,7 @@ READ = PromptRead(5, 2)
 ROUND = RoundDone(0, STATISTICS, ("lookup",))
 CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12, 0.03))
 TOKENS = tuple(
-    TokenLogprob(i, text, -0.5, (Alternative(i, text, -0.5), Alternative(9, b"\xff", -float("inf"))))
+    TokenLogprob(i, text, -0.5, (TokenLogprob(i, text, -0.5), TokenLogprob(9, b"\xff", -float("inf"))))
     for i, text in enumerate((b"Hel", b"lo"))
 )
 ANSWER: tuple[Event, ...] = (

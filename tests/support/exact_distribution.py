@@ -7,7 +7,7 @@ rejected once in a million; the keys are fixed, so a pass stays a pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -24,7 +24,7 @@ from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded, verify
+from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded
 from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler
 
 V = 8
@@ -114,12 +114,35 @@ def exact(target: nn.Module, sampling: Sampling) -> np.ndarray:
     return p
 
 
-def unseeded(sampling: Sampling, rule: verify.Rule = verify.block) -> Callable[[int], Sampler]:
-    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), rule=rule, key=i)
+def unseeded(sampling: Sampling) -> Callable[[int], Sampler]:
+    return lambda i: Unseeded(LogitsProcessor(sampling, len(PROMPT), V), key=i)
 
 
 def seeded(sampling: Sampling) -> Callable[[int], Sampler]:
     return lambda i: replace(sampling, seed=i).sampler(len(PROMPT), V)
+
+
+def counted(
+    drafter: Drafter,
+    sampler: Callable[[int], Sampler],
+    generations: int,
+    network: nn.Module,
+    stop: Collection[int] = (),
+) -> np.ndarray:
+    """Return how often each text was emitted, [V, V, V]; those that ended go on with the first stop token.
+
+    A `Scripted` drafter has nothing to draft here.
+    """
+    target, counts, drafted = LMTarget(network, drafter.needs), np.zeros((V,) * COUNT), 0
+    kept = len(PROMPT) - 1 if drafter.needs == FeatureSpec() else 0  # features of the prompt are read anew
+    rest, policy = [*stop][:1] * COUNT, FixedPolicy(COUNT - 1)
+    for i in range(generations):
+        target.rewind(kept)
+        done = list(generate(target, [drafter], policy, sampler(i), PROMPT, max_tokens=COUNT, stop=stop))
+        counts[tuple([*emitted(done), *rest][:COUNT])] += 1
+        drafted += sum(round.drafted for round in done)
+    assert drafted >= generations or isinstance(drafter, Scripted)
+    return counts
 
 
 def excess(
@@ -129,20 +152,9 @@ def excess(
     generations: int = GENERATIONS,
     target: nn.Module | None = None,
 ) -> float:
-    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection.
-
-    A `Scripted` drafter has nothing to draft here.
-    """
+    """Chi-square of the tokens of many generations, over its quantile: above 1 is a rejection."""
     network = target or model()
-    cached, counts, drafted = LMTarget(network, drafter.needs), np.zeros((V,) * COUNT), 0
-    kept = len(PROMPT) - 1 if drafter.needs == FeatureSpec() else 0  # features of the prompt are read anew
-    for i in range(generations):
-        cached.rewind(kept)
-        done = list(generate(cached, [drafter], FixedPolicy(COUNT - 1), sampler(i), PROMPT, max_tokens=COUNT))
-        counts[tuple(emitted(done))] += 1
-        drafted += sum(round.drafted for round in done)
-    assert drafted >= generations or isinstance(drafter, Scripted)
-    return chi_square.excess(counts, exact(network, sampling))
+    return chi_square.excess(counted(drafter, sampler, generations, network), exact(network, sampling))
 
 
 # --- of drafters that read features, for a target of two layers

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from mlx_spec.grammar import Grammar, GrammarKind, Matcher
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.text import Text
+from mlx_spec.text.tokenizer import _byte_of_letter
 
 V = 256
 OPEN, CLOSE, END, STOP = 251, 252, 253, 254  # bytes of no character
@@ -19,7 +20,7 @@ NAMES = {OPEN: "<think>", CLOSE: "</think>", END: "<end>", STOP: "<stop>"}
 
 def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -> Text:
     """One token for each byte from `first` on, and special tokens in their places."""
-    written = {byte: char for byte, char in enumerate(_written())}
+    written = {byte: letter for letter, byte in _byte_of_letter().items()}
     vocabulary = {specials.get(i, written[(i + first) % 256]): i for i in range(size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -27,13 +28,6 @@ def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials.values()])
     ends = [i for i, name in specials.items() if name in ("<end>", "<stop>")]
     return Text(tokenizer, None, ends)
-
-
-def _written() -> list[str]:
-    """Return the letter of each byte in byte-level tokenizers."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 def compiled(kind: GrammarKind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:

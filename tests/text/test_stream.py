@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import pytest
 from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
 from mlx_spec.text import Text, read_text, read_tokenizer
-from mlx_spec.text.stream import AnswerReader, AnswerStream, Detokenizer, Span, TextPart
+from mlx_spec.text.stream import AnswerStream, Detokenizer, Span, TextPart
 from mlx_spec.text.tokenizer import Markers
 from mlx_spec.types import Round, TokenLogprob
 
@@ -66,68 +65,65 @@ def test_a_broken_character_leaves_those_before_it_alone() -> None:
 # --- thinking and calls
 
 
-def read_all(reader: AnswerReader, tokens: list[int]) -> list[tuple[str, str]]:
-    """Read all text and join neighbours of one kind."""
-    pieces = [(reader.kind, reader.read(token)) for token in tokens]  # the kind before the token
-    pieces.append((reader.kind, reader.end()))
-    groups = itertools.groupby([piece for piece in pieces if piece[1]], key=lambda piece: piece[0])
-    return [("".join(text for _, text in group), kind) for kind, group in groups]
-
-
 CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
 
 
 @pytest.mark.parametrize(
     ("name", "source", "expected"),
     [
-        ("byte_level", "<think>\nhm 👍\n</think>\n\nYes", [("hm 👍\n", "thinking"), ("Yes", "answer")]),
-        ("byte_level", "one<|im_end|> two", [("one two", "answer")]),
-        ("golden", "<|channel>thought\nhm<channel|>Yes", [("hm", "thinking"), ("Yes", "answer")]),
-        ("golden", "<|channel>thought\n<channel|>Yes", [("Yes", "answer")]),
-        ("golden", "<|channel>thou", [("thou", "thinking")]),
-        ("golden", "<|channel>other\nhm<channel|>Yes", [("other\nhm", "thinking"), ("Yes", "answer")]),
-        ("golden", "a <|channel>b<channel|> c", [("a ", "answer"), ("b", "thinking"), ("c", "answer")]),
+        ("byte_level", "<think>\nhm 👍\n</think>\n\nYes", [("thinking", "hm 👍\n"), ("answer", "Yes")]),
+        ("byte_level", "one<|im_end|> two", [("answer", "one two")]),
+        ("golden", "<|channel>thought\nhm<channel|>Yes", [("thinking", "hm"), ("answer", "Yes")]),
+        ("golden", "<|channel>thought\n<channel|>Yes", [("answer", "Yes")]),
+        ("golden", "<|channel>thou", [("thinking", "thou")]),
+        ("golden", "<|channel>other\nhm<channel|>Yes", [("thinking", "other\nhm"), ("answer", "Yes")]),
+        ("golden", "a <|channel>b<channel|> c", [("answer", "a "), ("thinking", "b"), ("answer", "c")]),
         (
             "golden",
             f"One <|tool_call>{CALL}<tool_call|>\n two",
-            [("One ", "answer"), (CALL, "call"), ("two", "answer")],
+            [("answer", "One "), ("call", CALL), ("answer", "two")],
         ),
-        ("golden", "<|tool_call> a<|tool_call>b", [(" a<|tool_call>b", "call")]),
-        ("golden", "<|tool_call>a<|channel>b<tool_call|>c", [("a<|channel>b", "call"), ("c", "answer")]),
-        ("golden", "<|channel>thought\nhm <|tool_call>a", [("hm a", "thinking")]),
-        ("golden", "a<tool_call|>b", [("ab", "answer")]),
+        ("golden", "<|tool_call> a<|tool_call>b", [("call", " a<|tool_call>b")]),
+        ("golden", "<|tool_call>a<|channel>b<tool_call|>c", [("call", "a<|channel>b"), ("answer", "c")]),
+        ("golden", "<|channel>thought\nhm <|tool_call>a", [("thinking", "hm a")]),
+        ("golden", "a<tool_call|>b", [("answer", "ab")]),
     ],
 )
 def test_kinds_of_text_stand_apart(name: str, source: str, expected: list) -> None:
     text = TEXTS[name]
-    assert read_all(AnswerReader(text, calls=GEMMA), text.encode(source)) == expected
+    assert texts(streamed(AnswerStream(text, [], calls=GEMMA), text, text.encode(source))) == expected
 
 
 def test_a_prompt_may_open_the_thinking() -> None:
     text = TEXTS["byte_level"]
-    opened = AnswerReader(text, text.encode("<|im_start|>assistant\n<think>\n"))
-    assert read_all(opened, text.encode("hm</think>\nYes")) == [("hm", "thinking"), ("Yes", "answer")]
-    closed = AnswerReader(text, text.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
-    assert read_all(closed, text.encode("Yes")) == [("Yes", "answer")]
+    opened = AnswerStream(text, text.encode("<|im_start|>assistant\n<think>\n"))
+    assert texts(streamed(opened, text, text.encode("hm</think>\nYes"))) == [
+        ("thinking", "hm"),
+        ("answer", "Yes"),
+    ]
+    closed = AnswerStream(text, text.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
+    assert texts(streamed(closed, text, text.encode("Yes"))) == [("answer", "Yes")]
 
 
 def test_end_tokens_are_hidden() -> None:
     tokenizer = byte_level()
     letter = tokenizer.token_to_id("b")
     text = Text(tokenizer, None, [letter])
-    assert read_all(AnswerReader(text), [*text.encode("a"), letter]) == [("a", "answer")]
+    assert texts(streamed(AnswerStream(text, []), text, [*text.encode("a"), letter])) == [("answer", "a")]
     text = read_text(GOLDEN[0], json.loads((GOLDEN[0] / "config.json").read_text()))
     tokens = text.encode("<|tool_call>call:f{<turn|>")
-    assert read_all(AnswerReader(text, calls=GEMMA), tokens) == [("call:f{", "call")]
+    assert texts(streamed(AnswerStream(text, [], calls=GEMMA), text, tokens)) == [("call", "call:f{")]
 
 
 def test_calls_are_read_only_between_tokens_of_the_vocabulary() -> None:
     text = ANSWERS["words"]
     tokens = text.encode('<tool_call>\n{"a": 1}\n</tool_call>\n')
-    assert read_all(AnswerReader(text, calls=QWEN), tokens) == [('\n{"a": 1}\n', "call")]
+    assert texts(streamed(AnswerStream(text, [], calls=QWEN), text, tokens)) == [("call", '\n{"a": 1}\n')]
     half = Markers(QWEN.open, "[no such token]")
-    for reader in (AnswerReader(text), AnswerReader(text, calls=half), AnswerReader(text, None, calls=QWEN)):
-        assert read_all(reader, tokens) == [(text.decode(tokens), "answer")]
+    for prompt, calls in (([], None), ([], half), (None, QWEN)):
+        assert texts(streamed(AnswerStream(text, prompt, calls=calls), text, tokens)) == [
+            ("answer", text.decode(tokens))
+        ]
 
 
 # --- nothing depends on the rounds
