@@ -180,8 +180,8 @@ def _inspect_remote(name: str) -> CheckpointInfo:
         if "local cache" in str(error):
             raise NotFound(f"{error}; `mlx-spec pull {name}` fetches it") from error
         raise
-    weights = [file for file in download.files if fnmatch(file.name, WEIGHTS)]
-    names = {file.name for file in download.files}
+    weights = [file for file in download.sizes if fnmatch(file, WEIGHTS)]
+    names = set(download.sizes)
     api = HfApi()
 
     def tensors_of(file: str) -> dict[str, TensorInfo]:
@@ -193,14 +193,14 @@ def _inspect_remote(name: str) -> CheckpointInfo:
             for wanted in {"config.json", "tokenizer_config.json"} & names:
                 api.hf_hub_download(name, wanted, revision=download.commit, local_dir=place)
             with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-                parts = list(pool.map(tensors_of, [file.name for file in weights]))
+                parts = list(pool.map(tensors_of, weights))
         except Exception as error:  # the errors of the Hub and of its HTTP library
             raise NotFound(explain(name, error)) from error
         config = read_published(Path(place))
         has_template = _holds_template(Path(place) / "tokenizer_config.json")
     tensors = {key: tensor for part in parts for key, tensor in part.items()}
     problem = None if weights else f"{name} holds no weights ({WEIGHTS})"
-    headers = Headers(tensors, sum(file.size for file in weights), problem)
+    headers = Headers(tensors, sum(download.sizes[file] for file in weights), problem)
     return _describe(name, config, headers, names, has_template=has_template)
 
 

@@ -29,7 +29,6 @@ class Hub:
     cut_after: int = 0  # bytes of weights after which the connection breaks
     cuts: int = 0  # how many times it does
     breaks: threading.Event = field(default_factory=threading.Event)  # until it is set, it stalls instead
-    sha256: str | None = None  # what weights are said to have, instead of their own
     swapped: bytes | None = None  # content that is sent instead of the weights
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -99,9 +98,6 @@ class _Handler(BaseHTTPRequestHandler):
         if rest and rest[1] not in ("main", COMMIT):
             return self._error(404, "RevisionNotFound")
         files = [_describe(file) for file in sorted(folder.iterdir()) if file.is_file()]
-        for file in files:
-            if self.hub.sha256 is not None and "lfs" in file:
-                file["lfs"]["sha256"] = self.hub.sha256
         whole = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files}
         return self._send(json.dumps(files if rest and rest[0] == "tree" else whole).encode())
 
