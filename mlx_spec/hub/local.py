@@ -183,7 +183,7 @@ def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
         return True
     if tail.needs in (None, TargetShape()):  # these go by the tokenizer, which shapes do not tell
         return False
-    return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head.offers)
+    return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head)
 
 
 def _folders_in(folder: Path) -> list[Path]:

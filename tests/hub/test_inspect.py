@@ -43,7 +43,7 @@ def test_target(tmp_path: Path) -> None:
     assert found.size == (folder / "model.safetensors").stat().st_size > 800e6
     assert (found.layers, found.hidden_size, found.heads, found.kv_heads) == (35, 1536, 8, 1)
     assert (found.vocab_size, found.window, found.context) == (262144, 512, 131072)
-    assert (found.head_dim, found.global_head_dim, found.global_kv_heads) == (256, 512, None)
+    assert (found.head_dim, found.global_head_dim, found.global_kv_heads) == (256, 512, 1)
     assert (found.has_tokenizer, found.has_template, found.problem) == (True, True, None)
     assert found.goes_with == ("google/gemma-4-E2B-it-assistant",)
     assert found.speculative_heads == "none"
@@ -264,8 +264,5 @@ def test_repository_that_is_not_here(tmp_path: Path) -> None:
         assert hub.sent < 1e6
         done = inspected("owner/model", HF_HUB_OFFLINE="1")
         assert done.returncode == 1 and done.stdout == ""
-        assert (
-            "HF_HUB_OFFLINE forbids" in done.stderr
-            and "`mlx-spec pull owner/model` fetches it" in done.stderr
-        )
+        assert "HF_HUB_OFFLINE forbids" in done.stderr
         assert done.stderr.count("\n") == 1
