@@ -16,7 +16,7 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import new_folder, sha256
+from mlx_spec.hub.files import check_space, new_folder, sha256
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
@@ -37,7 +37,6 @@ from .write import (
     TARGET,
     Files,
     Part,
-    check_space,
     write_manifest,
     write_tensors,
     write_text,
@@ -139,7 +138,7 @@ def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool
         if plan.is_embedded:
             unused -= drafter.used
             drafter = replace(drafter, dropped={})  # it is the target's
-    check_space(plan.folder, needed)
+    check_space(plan.target.name, needed, plan.folder.parent, "write to another disk")
     left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
     written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), progress)
     if drafter is None or plan.drafter is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +16,14 @@ from mlx_lm.utils import make_shards
 
 from mlx_spec import __version__
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub import NoSpace
 from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.checkpoint import INDEX
-from mlx_spec.hub.files import human_bytes, one_line
+from mlx_spec.hub.files import one_line
 from mlx_spec.hub.progress import StageProgress
 
 FORMAT = 1  # of pair.json
 TARGET, DRAFTER = "target", "drafter"
 NOT_RUN: dict[str, Any] = {"result": "not run", "why": "--no-self-test"}
-MARGIN, SPARE_BYTES = 1.02, 1 << 26  # of the space needed: small files and those of the file system
 BLOCK = 1 << 24  # bytes written at a time
 MLX = {"format": "mlx"}  # the metadata of a file
 DTYPE_CODES = {
@@ -64,16 +61,6 @@ def write_manifest(
     }
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return manifest
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise NoSpace unless `needed` bytes fit on the disk of `folder` and some stay free."""
-    free, needed = shutil.disk_usage(folder).free, int(MARGIN * needed) + SPARE_BYTES
-    if free < needed:
-        raise NoSpace(
-            f"the disk of {folder.parent} has {human_bytes(free)} free and {human_bytes(needed)} are needed: "
-            "make room there, or write to another disk"
-        )
 
 
 # --- the files

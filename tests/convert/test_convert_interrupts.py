@@ -16,10 +16,8 @@ from commands import run
 from test_convert import GOLDEN, converted
 from waiting import LIMIT, wait_until
 
-from mlx_spec.convert import write
-from mlx_spec.convert.write import check_space
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub import NoSpace
+from mlx_spec.hub import NoSpace, files
 from mlx_spec.hub.files import new_folder
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +90,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_interrupted_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(folder: Path, needed: int) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mlx_spec.convert.convert.check_space", interrupt)
@@ -111,11 +109,8 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_space(tmp_path, 1000)
-    with pytest.raises(NoSpace, match=r"the disk of .* has .* free and .* are needed: make room there"):
-        check_space(tmp_path, 1 << 60)
-    monkeypatch.setattr(write, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(NoSpace):
+    monkeypatch.setattr(files, "SPARE_BYTES", 1 << 60)
+    with pytest.raises(NoSpace, match="target needs .* on the disk of .* are free: make room there, or write"):
         converted("e2b", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
