@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import check_space, new_folder, sha256
+from mlx_spec.hub.files import check_space, new_folder, write_json
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
@@ -35,11 +34,10 @@ from .write import (
     DRAFTER,
     NOT_RUN,
     TARGET,
-    Files,
     Part,
+    describe_files,
     write_manifest,
     write_tensors,
-    write_text,
 )
 
 AUTO = "auto"
@@ -154,6 +152,7 @@ def _write_part(
     """Write one half of the pair. Return its entry of pair.json."""
     count = len(part.tensors)
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
+    _write_folder(plan.folder / role, tokenizer, part.config, part.tensors, progress)
     entry = {
         "name": source.name,
         "revision": source.revision,
@@ -164,7 +163,7 @@ def _write_part(
         "left_out": dict(Counter(part.dropped.values())),
         "unquantized": part.unquantized,
         "notes": part.notes,
-        "files": _write_folder(plan.folder / role, tokenizer, part.config, part.tensors, progress),
+        "files": describe_files(plan.folder / role),
     }
     return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 
@@ -175,20 +174,18 @@ def _write_folder(
     config: Mapping[str, Any],
     tensors: dict[str, mx.array],
     progress: StageProgress,
-) -> Files:
+) -> None:
     """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
     folder.mkdir()
     progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
     limit = mx.set_cache_limit(0)  # freed memory goes back at once
     try:
-        files = write_tensors(folder, tensors, progress)
+        write_tensors(folder, tensors, progress)
     finally:
         mx.set_cache_limit(limit)
-    files |= write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
     for file in source.side_files() if source else []:
-        copy = Path(shutil.copyfile(file, folder / file.name))
-        files[copy.name] = {"bytes": copy.stat().st_size, "sha256": sha256(copy)}
-    return files
+        shutil.copyfile(file, folder / file.name)
 
 
 def _self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:

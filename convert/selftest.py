@@ -171,11 +171,10 @@ def _error(
 
 def _settings(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return bits, group size and mode of one layer."""
-    quantization = config["quantization"]
-    own = quantization.get(path)
-    chosen = own if isinstance(own, dict) else quantization
-    defaults = {"bits": 4, "group_size": 64, "mode": "affine"}
-    return {key: chosen.get(key, default) for key, default in defaults.items()}
+    usual = config["quantization"]
+    own = usual.get(path)
+    chosen = usual | (own if isinstance(own, dict) else {})
+    return {key: chosen[key] for key in ("bits", "group_size", "mode")}
 
 
 # --- the drafter

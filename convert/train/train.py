@@ -35,6 +35,7 @@ from mlx_spec.hub.files import (
     sha256,
     typed_path,
     write_atomically,
+    write_json,
 )
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import folders, load
@@ -327,5 +328,5 @@ def _write(
         for name, array in flat(network.parameters()).items()
     }
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    write_json(folder / "config.json", config)
+    write_json(folder / REPORT, report)

@@ -8,7 +8,6 @@ other families exceed float16, so that theirs become bfloat16.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import sys
 from collections import Counter
@@ -31,6 +30,7 @@ from mlx_spec.hub.files import (
     new_folder,
     one_line,
     shortened,
+    write_json,
 )
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
 from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
@@ -132,12 +132,12 @@ def _write(file: Path, out: Path) -> None:
             target = folder / "target"
             target.mkdir()
             tokenizer.save(str(target / "tokenizer.json"))
-            _write_json(target / "tokenizer_config.json", tokenizer_config)
-            _write_json(target / "generation_config.json", {"eos_token_id": ends})
+            write_json(target / "tokenizer_config.json", tokenizer_config)
+            write_json(target / "generation_config.json", {"eos_token_id": ends})
             config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
-            _write_json(target / "config.json", config)
+            write_json(target / "config.json", config)
             test = {"result": "not run", "why": f"read from {file}"}
-            _write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
+            write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
     except SpecError:
         raise
     except OSError as error:
@@ -146,10 +146,6 @@ def _write(file: Path, out: Path) -> None:
         ) from error
     except Exception as error:  # of damaged metadata; the tokenizers library raises nothing narrower
         raise BadCheckpoint(f"{file} is damaged ({one_line(error)}): {AGAIN}") from error
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # --- what it is

@@ -356,13 +356,12 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     ),
     "two layers": (
         lambda: synthetic.native("glm4_moe").changed(model__layers__3__eh_proj__weight=mx.zeros((D, 2 * D))),
-        "the GLM MTP head has 2 MTP layers: this version converts heads of one layer",
+        "the GLM MTP head has several MTP layers: this version converts heads of one layer",
     ),
     "stripped DeepSeek": (
         lambda: stripped("deepseek_v3", "model.layers.2."),
-        "config.json of the DeepSeek MTP head promises 1 MTP layer (num_nextn_predict_layers), but the "
-        "checkpoint has no model.layers.2.*: the head was stripped; take the original repository "
-        "(deepseek-ai/...)",
+        "the DeepSeek MTP head was stripped, the checkpoint has no model.layers.2.* although its config.json "
+        "promises them: take the original repository (deepseek-ai/...)",
     ),
     "an indexer of DeepSeek": (
         lambda: indexed("deepseek_v3", "deepseek_v32"),
