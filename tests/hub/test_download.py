@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,15 +153,16 @@ def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pyt
     assert sum("safetensors" in path for path in served.asked) < 20 and partials(cache) == []
 
 
-def test_ctrl_c(
-    served: Hub,
-    cache: Path,
-    start: Callable[..., subprocess.Popen[bytes]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c(served: Hub, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served.breaks.clear()
     served.cut_after, served.cuts = 60_000, 1
-    process = start("pull", "gemma-4-e2b")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "mlx_spec", "pull", "gemma-4-e2b"],
+        env=served.variables(tmp_path / "home"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     wait_until(lambda: not served.cuts or process.poll() is not None)
     assert served.cuts == 0 and process.poll() is None
     before = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +22,7 @@ COMMIT = "0" * 39 + "1"
 class Hub:
     """The served repositories, the requests, and the faults. Weights are served as LFS files."""
 
-    repositories: Mapping[str, Path]  # owner/name -> folder; names with "gated" or "torn" answer so
+    repositories: dict[str, Path]  # owner/name -> folder; names with "gated" or "torn" answer so
     url: str = ""
     asked: list[str] = field(default_factory=list)  # paths, "PATH from N" for a part
     sent: int = 0  # bytes
@@ -44,7 +44,7 @@ class Hub:
 
 
 @contextmanager
-def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
+def serving(repositories: dict[str, Path]) -> Iterator[Hub]:
     """A hub with these repositories, for as long as the block runs."""
     hub = Hub(repositories)
     hub.breaks.set()
