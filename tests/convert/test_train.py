@@ -177,7 +177,7 @@ def test_a_run_in_pieces_is_a_run_in_one(demo: Pair, answers: list[Path], tmp_pa
             (answers[:-1], answers[-1:]),
             folder,
             window=64,
-            epochs=2,
+            epochs=3,
             fine_tunes=False,
             seed=1,
         )
