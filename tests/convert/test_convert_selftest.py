@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
     return dict(converted(pair, out, skip_test=False, **changes)["self_test"])
-
-
-@pytest.fixture
-def damaged(tmp_path: Path) -> Callable[[Callable[[dict[str, mx.array]], object]], Path]:
-    """A golden pair whose assistant is changed."""
-
-    def damage(edit: Callable[[dict[str, mx.array]], object]) -> Path:
-        folder = Path(shutil.copytree(GOLDEN / PAIR, tmp_path / "source"))
-        edit_tensors(folder / "assistant", edit)
-        return folder
-
-    return damage
 
 
 def failure(pair: str | Path, out: Path, **changes: Any) -> str:
@@ -113,18 +100,14 @@ def test_a_drafter_that_learnt_nothing(tmp_path: Path) -> None:
     assert converted("e2b", tmp_path / "out")["self_test"]["result"] == "not run"
 
 
-def _shift_norms(tensors: dict[str, mx.array]) -> None:
-    tensors.update({name: t - 1 for name, t in tensors.items() if name.endswith("norm.weight")})
+def test_a_damaged_drafter(tmp_path: Path) -> None:
+    def swap_inputs(tensors: dict[str, mx.array]) -> None:
+        left, right = mx.split(tensors["pre_projection.weight"], 2, axis=-1)
+        tensors["pre_projection.weight"] = mx.concatenate([right, left], axis=-1)
 
-
-def _swap_inputs(tensors: dict[str, mx.array]) -> None:
-    left, right = mx.split(tensors["pre_projection.weight"], 2, axis=-1)
-    tensors["pre_projection.weight"] = mx.concatenate([right, left], axis=-1)
-
-
-@pytest.mark.parametrize("edit", [_shift_norms, _swap_inputs])
-def test_damaged_drafters(edit: Any, damaged: Any, tmp_path: Path) -> None:
-    text = failure(damaged(edit), tmp_path / "out", drafter_bits="8")
+    source = Path(shutil.copytree(GOLDEN / PAIR, tmp_path / "source"))
+    edit_tensors(source / "assistant", swap_inputs)
+    text = failure(source, tmp_path / "out", drafter_bits="8")
     assert "likely the drafter of another target" in text and "--no-self-test" in text
 
 
