@@ -118,8 +118,10 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
         if weight is None:
             wrong.append(name)
         elif found.get("scales") is None:
-            wrong += [] if _is_same(weight, source) else [name]
-            infinite += [] if _is_finite(weight) else [name]
+            floats = bool(mx.issubdtype(source.dtype, mx.floating))
+            same = weight.dtype == source.dtype and bool(mx.array_equal(weight, source, equal_nan=floats))
+            wrong += [] if same else [name]
+            infinite += [name] if floats and not mx.isfinite(weight).all() else []
         else:
             errors[name] = _error(source, weight, found, _settings(config, stem.removesuffix(".")))
             wrong += [] if errors[name] < MAX_ERROR else [name]  # nan is not
@@ -137,17 +139,6 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
         )
     equal, error = count - len(errors), max(errors.values(), default=0.0)
     return {"equal": equal, "quantized": len(errors), "error": error}
-
-
-def _is_same(a: mx.array, b: mx.array) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    floating = mx.issubdtype(a.dtype, mx.floating)
-    return bool(mx.array_equal(a, b, equal_nan=floating))
-
-
-def _is_finite(a: mx.array) -> bool:
-    return not mx.issubdtype(a.dtype, mx.floating) or bool(mx.isfinite(a).all())
 
 
 def _error(

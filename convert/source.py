@@ -29,7 +29,7 @@ GROUP_SIZE = 64
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bits of a weight, weights that share a scale, and MLX's mode."""
+    """Bits of a weight, weights that share a scale, and MLX's mode, by their names in config.json."""
 
     bits: int
     group_size: int
@@ -38,10 +38,6 @@ class Quantization:
     def __str__(self) -> str:
         name = f"{self.bits}-bit" if self.mode == "affine" else self.mode
         return f"{name}, groups of {self.group_size}"
-
-    def settings(self) -> dict[str, Any]:
-        """Return the values that config.json holds."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 @dataclass(frozen=True)

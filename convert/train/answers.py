@@ -21,7 +21,7 @@ from mlx_spec.hub.files import one_line
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
@@ -37,14 +37,13 @@ class RecordedAnswer:
     greedy: bool  # False if it was sampled
     tokens: mx.array  # [A] int32
     hidden: mx.array  # [A, D]: the rows whose logits the tokens were drawn from
-    keys: dict[str, mx.array]  # by attention type, [H, P + A - 1, Dk]
-    values: dict[str, mx.array]  # by attention type, [H, P + A - 1, Dv]
+    shared: dict[str, KVRows]  # by attention type, [1, H, P + A - 1, Dk]
     logsumexp: mx.array  # [A] float32: of the target's logits in these rows
 
     @property
     def prompt_tokens(self) -> int:
         """Return P."""
-        return next(iter(self.keys.values())).shape[1] + 1 - self.tokens.size
+        return next(iter(self.shared.values())).keys.shape[2] + 1 - self.tokens.size
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,10 @@ class Recorder(SequenceDrafter):
             not question.sampling.temperature,
             mx.array(list(self._history[-len(hidden) :]), dtype=mx.int32),
             hidden.astype(KEPT),
-            {kind: each.keys[0, :, -size:].astype(KEPT) for kind, each in rows.items()},
-            {kind: each.values[0, :, -size:].astype(KEPT) for kind, each in rows.items()},
+            {
+                kind: KVRows(*(a[:, :, -size:].astype(KEPT) for a in (each.keys, each.values)))
+                for kind, each in rows.items()
+            },
             mx.logsumexp(logits, axis=-1),
         )
 
@@ -136,19 +137,19 @@ def record(
 def write_answer(file: Path, answer: RecordedAnswer) -> None:
     """Write what `read_answer` reads."""
     arrays = {"tokens": answer.tokens, "hidden": answer.hidden, "logsumexp": answer.logsumexp}
-    arrays |= {KEYS + kind: rows for kind, rows in answer.keys.items()}
-    arrays |= {VALUES + kind: rows for kind, rows in answer.values.items()}
+    for kind, rows in answer.shared.items():
+        arrays |= {KEYS + kind: rows.keys, VALUES + kind: rows.values}
     write_arrays(file, arrays, {"kind": answer.kind, "greedy": str(answer.greedy)})
 
 
 def read_answer(file: Path) -> RecordedAnswer:
     """Read a recorded answer. Raises BadCheckpoint for a damaged file."""
     found, metadata = read_arrays(file)
-    keys = {name.removeprefix(KEYS): a for name, a in found.items() if name.startswith(KEYS)}
-    values = {name.removeprefix(VALUES): a for name, a in found.items() if name.startswith(VALUES)}
+    kinds = [name.removeprefix(KEYS) for name in found if name.startswith(KEYS)]
+    shared = {kind: KVRows(found[KEYS + kind], found[VALUES + kind]) for kind in kinds}
     greedy = metadata["greedy"] == str(True)
     return RecordedAnswer(
-        metadata["kind"], greedy, found["tokens"], found["hidden"], keys, values, found["logsumexp"]
+        metadata["kind"], greedy, found["tokens"], found["hidden"], shared, found["logsumexp"]
     )
 
 

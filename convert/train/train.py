@@ -233,12 +233,12 @@ def _new_config(
     target: Mapping[str, Any], answer: RecordedAnswer, vocab_size: int, request: TrainingRequest
 ) -> dict[str, Any]:
     """Return the config.json of a new drafter for a target. Raises Mismatch if it has no full attention."""
-    if FULL not in answer.keys:
+    if FULL not in answer.shared:
         raise Mismatch(
             f"{request.target} has no full attention, whose K/V a drafter reads: it cannot be trained for"
         )
     text, width = text_config(target), answer.hidden.shape[-1]
-    heads, head_dim = answer.keys[FULL].shape[0], answer.keys[FULL].shape[-1]
+    _, heads, _, head_dim = answer.shared[FULL].keys.shape
     queries = int(text.get("num_attention_heads") or heads)
     hidden = request.width or min(width, NEW_WIDTH)
     rope = text.get("rope_parameters") or {}

@@ -58,11 +58,11 @@ def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) ->
     distance = places[..., None] - mx.arange(S)  # to each row of K/V
     masks = {SLIDING: (distance > 0) & (distance < window)}
     shared = {}
-    for kind in answers[0].keys:
+    for kind in answers[0].shared:
         mask = masks.get(kind, distance > 0)[:, None]
-        keys = mx.stack([pad(answer.keys[kind], 1, S) for answer in answers]).astype(dtype)
-        values = mx.stack([pad(answer.values[kind], 1, S) for answer in answers]).astype(dtype)
-        shared[kind] = KVRows(keys, values, mask)
+        keys = mx.concatenate([pad(answer.shared[kind].keys, 2, S) for answer in answers])
+        values = mx.concatenate([pad(answer.shared[kind].values, 2, S) for answer in answers])
+        shared[kind] = KVRows(keys.astype(dtype), values.astype(dtype), mask)
     return TrainingRows(
         mx.stack([pad(answer.tokens, 0, A) for answer in answers]),
         mx.stack([pad(answer.hidden, 0, A) for answer in answers]).astype(dtype),

@@ -99,8 +99,8 @@ def test_answers_are_those_of_the_target_alone(demo: Pair, answers: list[Path]) 
     assert mx.allclose(mx.logsumexp(logits.astype(mx.float32), axis=-1), answer.logsumexp, atol=0.1)
     parts.target.commit(len(alone))
     for kind, rows in parts.target.shared_kv().items():
-        size = answer.keys[kind].shape[1]
-        assert mx.allclose(rows.keys[0, :, -size:].astype(mx.float32), answer.keys[kind], atol=0.1)
+        keys = answer.shared[kind].keys
+        assert mx.allclose(rows.keys[:, :, -keys.shape[2] :].astype(mx.float32), keys, atol=0.1)
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -114,11 +114,8 @@ def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path
             weight[...] = 1.0
     seen = answer.prompt_tokens + place  # rows of K/V, without the pending token's
     rows = {
-        kind: KVRows(
-            answer.keys[kind][None, :, :seen].astype(mx.float32),
-            answer.values[kind][None, :, :seen].astype(mx.float32),
-        )
-        for kind, keys in answer.keys.items()
+        kind: KVRows(*(a[:, :, :seen].astype(mx.float32) for a in (kept.keys, kept.values)))
+        for kind, kept in answer.shared.items()
     }
     drafter = Gemma4Assistant(network, 64, demo.parts)
     history = [0] * seen + [int(answer.tokens[place])]
@@ -128,19 +125,16 @@ def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path
 
     tokens = mx.array([*answer.tokens.tolist()[: place + 1], *drafted, 0])
     size = len(tokens)
-    pad = [
-        (0, 0),
-        (0, max(answer.prompt_tokens + size - 1 - answer.keys["full_attention"].shape[1], 0)),
-        (0, 0),
-    ]
-    changed = type(answer)(
-        "chat",
-        True,
-        tokens,
-        mx.broadcast_to(answer.hidden[place], (size, 192)),
-        {kind: mx.pad(a, pad)[:, : answer.prompt_tokens + size - 1] for kind, a in answer.keys.items()},
-        {kind: mx.pad(a, pad)[:, : answer.prompt_tokens + size - 1] for kind, a in answer.values.items()},
-        mx.zeros(size),
+    end, pad = answer.prompt_tokens + size - 1, [(0, 0), (0, 0), (0, size), (0, 0)]
+    changed = replace(
+        answer,
+        tokens=tokens,
+        hidden=mx.broadcast_to(answer.hidden[place], (size, 192)),
+        shared={
+            kind: KVRows(*(mx.pad(a, pad)[:, :, :end] for a in (kept.keys, kept.values)))
+            for kind, kept in answer.shared.items()
+        },
+        logsumexp=mx.zeros(size),
     )
     batch = batch_of([changed], 64, mx.float32)
     heads = heads_of(network, demo.parts, network.draft_ids)
