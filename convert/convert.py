@@ -20,7 +20,6 @@ from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
 from .families import Converted, Family, family_of
-from .measure import UNQUANTIZED, ConversionPlan
 from .parts import (
     DRAFT_MODEL,
     convert_drafter,
@@ -28,7 +27,7 @@ from .parts import (
     explain_left_out,
     family_or_model,
 )
-from .selftest import self_test
+from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import Source, check_hashes, open_source, parse_quantization
 from .write import (
     DRAFTER,

@@ -43,9 +43,8 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
-from .answers import RecordedAnswer, read_answer
+from .answers import AnswerPlan, RecordedAnswer, own_prompts, read_answer
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
-from .prompts import AnswerPlan, own_prompts
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
 SETTINGS, REPORT = "run.json", "training.json"

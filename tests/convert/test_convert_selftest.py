@@ -15,10 +15,9 @@ from commands import run
 from test_convert import GOLDEN, converted
 
 import mlx_spec
-from mlx_spec.convert import measure, selftest
-from mlx_spec.convert.measure import ConversionPlan, SelfTestFailed
+from mlx_spec.convert import selftest
 from mlx_spec.convert.parts import convert_model
-from mlx_spec.convert.selftest import check_lossless, compare, self_test
+from mlx_spec.convert.selftest import ConversionPlan, SelfTestFailed, check_lossless, compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.progress import StageProgress
@@ -31,9 +30,9 @@ PAIR = "12b-trained"
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts, few and short continuations: enough to tell a trained drafter from a broken one."""
     monkeypatch.setattr(selftest, "GENERATED", 10)
-    monkeypatch.setattr(measure, "TEXT_LENGTH", 16)
-    monkeypatch.setattr(measure, "PROMPTS", measure.PROMPTS[1:3])
-    monkeypatch.setattr(measure, "QUESTIONS", ())
+    monkeypatch.setattr(selftest, "TEXT_LENGTH", 16)
+    monkeypatch.setattr(selftest, "PROMPTS", selftest.PROMPTS[1:3])
+    monkeypatch.setattr(selftest, "QUESTIONS", ())
 
 
 def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:

@@ -15,11 +15,26 @@ from mlx.utils import tree_flatten
 
 import mlx_spec
 from mlx_spec.convert.train import command
-from mlx_spec.convert.train.answers import AnswerRequest, read_answer, record, recording, write_answer
-from mlx_spec.convert.train.fit import Fit, frequent_tokens, start_linear
-from mlx_spec.convert.train.prompts import bundled_prompts, own_prompts, quoting_prompts
+from mlx_spec.convert.train.answers import (
+    AnswerRequest,
+    bundled_prompts,
+    own_prompts,
+    quoting_prompts,
+    read_answer,
+    record,
+    recording,
+    write_answer,
+)
+from mlx_spec.convert.train.fit import (
+    Fit,
+    batch_of,
+    frequent_tokens,
+    heads_of,
+    loss_of,
+    start_linear,
+    unroll,
+)
 from mlx_spec.convert.train.train import WORK, of_all_kinds
-from mlx_spec.convert.train.unroll import batch_of, heads_of, loss_of, unroll
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4Assistant
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.pair import Pair

@@ -21,7 +21,7 @@ from mlx_lm.models import gemma2, gemma3_text, qwen2
 from mlx_lm.utils import dequantize_model, load_model
 from vocabularies import byte_level
 
-from mlx_spec.convert.measure import load_lazily
+from mlx_spec.convert.selftest import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.gguf import GGUF, TYPES, StoredTensor
