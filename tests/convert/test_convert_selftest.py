@@ -93,12 +93,6 @@ def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # --- what is wrong is named
 
 
-def test_a_drafter_that_learnt_nothing(tmp_path: Path) -> None:
-    text = failure("e2b", tmp_path / "out")
-    assert "0% of the drafter's first tokens" in text and "weights damaged by a conversion" in text
-    assert converted("e2b", tmp_path / "out")["self_test"]["result"] == "not run"
-
-
 def test_a_damaged_drafter(tmp_path: Path) -> None:
     def swap_inputs(tensors: dict[str, mx.array]) -> None:
         left, right = mx.split(tensors["pre_projection.weight"], 2, axis=-1)

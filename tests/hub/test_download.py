@@ -138,13 +138,6 @@ def test_disk_that_cannot_be_written(
 # --- interruptions
 
 
-def test_connection_that_breaks(served: Hub) -> None:
-    """huggingface_hub goes on where the connection broke."""
-    served.cut_after, served.cuts = 50_000, 1
-    assert check_weights(hub.find(E2B)) > 200_000
-    assert served.cuts == 0
-
-
 def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     served.cut_after, served.cuts = 0, 100
