@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
 from .families import Converted, Family, family_of
+from .options import ConversionOptions
 from .parts import (
     DRAFT_MODEL,
     convert_drafter,
@@ -43,52 +44,38 @@ AUTO = "auto"
 DEFAULT_BITS = "4"  # of a target that is not quantized yet
 
 
-@dataclass(frozen=True)
-class Request:
-    """A conversion as the command line asks for it."""
-
-    target: str  # a folder or a repository
-    drafter: str  # the same, "auto" or "none"
-    out: Path
-    quantization: str | None  # bits, a mode or "none"; None for 4 bits, or as it is if it is quantized
-    group_size: int | None
-    drafter_bits: str  # or "none"
-    dtype: str | None  # None as in the sources
-    skip_test: bool
-
-
-def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
-    """Convert a pair into the new folder `request.out`. Return its pair.json.
+def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, Any]:
+    """Convert a pair into the new folder `options.out`. Return its pair.json.
 
     Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
     """
-    with new_folder(request.out) as folder:
-        plan = _make_plan(request, folder, progress)
-        target, drafter = _write(plan, progress, allow_unknown=request.skip_test)
-        found = NOT_RUN if request.skip_test else _self_test(plan, progress)
+    with new_folder(options.out) as folder:
+        plan = _make_plan(options, folder, progress)
+        target, drafter = _write(plan, progress, allow_unknown=options.skip_test)
+        found = NOT_RUN if options.skip_test else _self_test(plan, progress)
         progress.end()
-        return write_manifest(folder, target, drafter, request.dtype, found)
+        return write_manifest(folder, target, drafter, options.dtype, found)
 
 
-def _make_plan(request: Request, folder: Path, progress: StageProgress) -> ConversionPlan:
-    choice = request.quantization
+def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress) -> ConversionPlan:
+    choice: str | None = options.quantization
     if choice is not None:
-        parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
-    target = open_source(request.target)
+        parse_quantization(choice, options.group_size)  # refuse before anything is downloaded
+    target = open_source(options.target)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
     text = read_text(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
         choice = NONE if done else DEFAULT_BITS
-    own = parse_quantization(choice, request.group_size)
-    drafter, family = _find_drafter(request.drafter, target, text)
+    own = parse_quantization(choice, options.group_size)
+    drafter, family = _find_drafter(options.drafter, target, text)
     size = own.group_size if own and own.mode == "affine" else None
-    drafter_quantization = parse_quantization(request.drafter_bits, size)
+    drafter_quantization = parse_quantization(options.drafter_bits, size)
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
         hashes[DRAFTER] = check_hashes(drafter, progress)
-    return ConversionPlan(folder, target, drafter, family, request.dtype, own, drafter_quantization, hashes)
+    return ConversionPlan(folder, target, drafter, family, options.dtype, own, drafter_quantization, hashes)
 
 
 def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, Family | None]:

@@ -14,7 +14,8 @@ from commands import run
 from mlx.utils import tree_flatten
 
 import mlx_spec
-from mlx_spec.convert.train import command
+from mlx_spec.convert.command import run_training
+from mlx_spec.convert.options import TrainingOptions
 from mlx_spec.convert.train.answers import (
     AnswerRequest,
     bundled_prompts,
@@ -214,7 +215,7 @@ def test_train_interrupted_and_gone_on(
     out, prompts, work = tmp_path / "drafter", tmp_path / "prompts.txt", tmp_path / f"drafter{WORK}"
     names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:12]]
     prompts.write_text("\n".join(f"What does {name} do?" for name in names))
-    options = command.Options("demo", out, None, [prompts], 12, 20, 2.0, 512, 48)  # fewer than typer lets in
+    options = TrainingOptions("demo", out, None, [prompts], 12, 20, 2.0, 512, 48)  # fewer than typer lets in
 
     def interrupt(file: Path, answer: Any) -> None:
         write_answer(file, answer)
@@ -223,13 +224,13 @@ def test_train_interrupted_and_gone_on(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("mlx_spec.convert.train.answers.write_answer", interrupt)
-        command._run(options)
+        run_training(options)
     assert f"the same command goes on from {work}" in capsys.readouterr().err
     with pytest.raises(InvalidValue, match=r"epochs 2\.0, this one has 3\.0"):
-        command._run(replace(options, epochs=3.0))
+        run_training(replace(options, epochs=3.0))
     monkeypatch.setattr("mlx_spec.convert.train.train.TEST_TOKENS", 16)
     capsys.readouterr()
-    assert command._run(options) == 0
+    assert run_training(options) == 0
     shown = capsys.readouterr()
     assert "answers: 4 of 12" in shown.err and f"chat --target demo --drafter {out}" in shown.out
     report = json.loads((out / "training.json").read_text())

@@ -18,8 +18,9 @@ from lossless import GREEDY, emitted
 
 import mlx_spec
 from mlx_spec.convert import selftest
-from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert.convert import convert
 from mlx_spec.convert.families import family_of
+from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.engine import decode
 from mlx_spec.hub.progress import StageProgress
@@ -107,7 +108,7 @@ def converted(
     target: Path, drafter: Path | str, out: Path, shown: io.StringIO | None = None, **changes: Any
 ) -> dict[str, Any]:
     """Convert a pair, unquantized, in float32 and untested unless changed. Return its manifest."""
-    asked = Request(str(target), str(drafter), out, "none", None, "none", "float32", True)
+    asked = ConversionOptions(str(target), out, str(drafter), "none", None, "none", "float32", True)
     return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()))
 
 
