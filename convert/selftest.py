@@ -10,7 +10,6 @@ import contextlib
 import gc
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 from mlx_lm.utils import dequantize_model
 from numpy.typing import NDArray
 
+from mlx_spec.device import memory_for_models
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
@@ -64,7 +64,6 @@ GENERATED = 48  # tokens after each prompt
 # The share of first draft tokens that must be accepted: the larger of MIN_ACCEPTANCE and CHANCE_FACTOR times
 # chance, but at most MAX_FLOOR, for targets that repeat themselves.
 MIN_ACCEPTANCE, CHANCE_FACTOR, MAX_FLOOR = 0.1, 1.5, 0.3
-MEMORY_SHARE = 0.6  # of the machine's memory that an unquantized target may fill
 LIKELY_CAUSES = "likely the drafter of another target or version of it, or weights damaged by a conversion"
 # Two steps of a logit of the type, relative. A block of rows and a single row may be summed in another order,
 # and in a tie within the last bits both tokens are the most likely one.
@@ -145,9 +144,7 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
     # In standard deviations of the original; a quantized target has other logits.
     difference = float(np.abs(found - expected).max()) / (float(expected.std()) or 1.0)
     narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
-    tolerance: float | None = NARROWED if narrows else SAME_TYPE
-    if plan.quantization is not None:
-        tolerance = None
+    tolerance = None if plan.quantization else NARROWED if narrows else SAME_TYPE
     if tolerance is not None and not difference <= tolerance:
         raise SelfTestFailed(
             f"the logits of the converted target differ from the original's by {difference:.2g} standard "
@@ -347,8 +344,7 @@ def _why_not_before(plan: ConversionPlan) -> str | None:
     """Return why the original pair is not measured, None if it is."""
     if not (plan.dtype or plan.quantization or plan.drafter_quantization):
         return "nothing was changed"
-    limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    size = plan.target.size
+    limit, size = memory_for_models(), plan.target.size
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 

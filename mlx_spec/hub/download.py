@@ -234,8 +234,6 @@ def explain(name: str, error: BaseException) -> str:
         return f"there is no repository {page}: check its name, or run `hf auth login` if it is private"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{page} has no such revision: {one_line(error)}"
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        return f"{name} is not in the local cache and {page} cannot be reached: check the network"
     return (
         f"{page} cannot be downloaded ({type(error).__name__}: {one_line(error)}): check the network and run "
         "it again, complete files are kept"

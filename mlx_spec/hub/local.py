@@ -152,7 +152,8 @@ def _repository(folder: Path) -> LocalModel | None:
         return LocalModel(name, "cached", folder, _size(folder), 0.0, None, one_line(error))
     if not isinstance(found, CheckpointInfo) or not (found.kind or mlx_lm_module(found.family)):
         return None
-    if not whole and _is_other_format(place):
+    is_partial = any(folder.glob("blobs/*.incomplete"))
+    if not (whole or is_partial) and other_format(place, [file.name for file in place.iterdir()]):
         return None
     problem = found.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
     return LocalModel(name, "cached", folder, _size(folder), _last_used(place), found, problem)
@@ -166,13 +167,6 @@ def _snapshot(folder: Path) -> Path | None:
         if place.is_dir():
             return place
     return max(_folders_in(folder / "snapshots"), key=lambda place: place.stat().st_mtime, default=None)
-
-
-def _is_other_format(snapshot: Path) -> bool:
-    """Return True for complete weights of a format that is never read."""
-    if any(snapshot.parent.parent.glob("blobs/*.incomplete")):
-        return False
-    return other_format(snapshot, [file.name for file in snapshot.iterdir()]) is not None
 
 
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
