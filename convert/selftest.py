@@ -35,7 +35,6 @@ from mlx_spec.load import is_dequantized, load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.text import Text, read_text
-from mlx_spec.text.chat_template import special_tokens
 
 from .families import Family
 from .parts import convert_drafter, convert_model, load_unread
@@ -247,23 +246,17 @@ def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
     return model
 
 
-def encode(folder: Path, text: Text, string: str) -> list[int]:
-    """Return the tokens of `string`, after the beginning-of-text token if there is one."""
-    begin = text.token_id(special_tokens(folder).get("bos_token", ""))
-    return [*([] if begin is None else [begin]), *text.encode(string)]
-
-
 def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
     """Return the built-in texts [B, S], cut to one length."""
     text = read_text(folder, config)
-    encoded = [encode(folder, text, string) for string in TEXTS]
+    encoded = [text.prompt_tokens(string) for string in TEXTS]
     length = min(TEXT_LENGTH, *(len(tokens) for tokens in encoded))
     return mx.array([tokens[:length] for tokens in encoded])
 
 
-def prompts(folder: Path, text: Text) -> list[list[int]]:
+def prompts(text: Text) -> list[list[int]]:
     """Return the built-in prompts; questions only if the target has a chat template."""
-    result = [encode(folder, text, string) for string in PROMPTS]
+    result = [text.prompt_tokens(string) for string in PROMPTS]
     for question in QUESTIONS if text.chats else ():
         with contextlib.suppress(InvalidValue):  # a template that wants more than a question
             result.append(text.prompt([{"role": "user", "content": question}]))
@@ -306,7 +299,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     progress.stage("drafting with the converted pair")
     pair = load(target, plan.folder / DRAFTER, num_draft_tokens=K)
     info, text, policies = pair.info, pair.text, pair.policies
-    built_in = prompts(target, text)
+    built_in = prompts(text)
     ours = draft(pair, built_in)
     del pair
     gc.collect()
