@@ -249,7 +249,7 @@ def encode(text: Text, prompt: TrainingPrompt) -> list[int]:
     """Return the tokens of a prompt; without a chat template those of its last message."""
     if text.chats:
         return text.prompt([dict(message) for message in prompt.messages])
-    return text.encode(prompt.messages[-1]["content"])
+    return text.prompt_tokens(prompt.messages[-1]["content"])
 
 
 def _bundled() -> dict[str, Any]:

@@ -12,13 +12,17 @@ import mlx.core as mx
 import pytest
 from commands import run
 from mlx.utils import tree_flatten
+from tokenizers import processors
+from vocabularies import byte_level
 
 import mlx_spec
 from mlx_spec.convert.command import run_training
 from mlx_spec.convert.options import TrainingOptions
 from mlx_spec.convert.train.answers import (
     AnswerRequest,
+    TrainingPrompt,
     bundled_prompts,
+    encode,
     own_prompts,
     quoting_prompts,
     read_answer,
@@ -40,6 +44,7 @@ from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4As
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
+from mlx_spec.text import Text
 from mlx_spec.types import Features, KVRows
 
 ROOT = Path(__file__).parents[2]
@@ -256,6 +261,17 @@ def test_all_kinds_are_tested() -> None:
         counts = Counter(kind for kind, _ in of_all_kinds(prompts, least))
         assert len(counts) == 4 and max(counts.values()) - min(counts.values()) <= 1
         assert sum(counts.values()) >= min(least, 64)
+
+
+def test_a_prompt_without_a_template_begins_as_when_it_is_answered() -> None:
+    """The token at the beginning was missing."""
+    tokenizer = byte_level()
+    beginning = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.post_processor = beginning
+    prompt = TrainingPrompt("own", ({"role": "user", "content": "Hi"},))
+    assert encode(Text(tokenizer, None, ()), prompt)[0] == 0
 
 
 def test_prompts(tmp_path: Path) -> None:
