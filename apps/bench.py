@@ -115,7 +115,7 @@ class Speed:
 
 def chat_questions(text: Text) -> list[Question]:
     """Return built-in questions as chat prompts, or texts to continue if there is no chat template."""
-    from mlx_spec.convert.measure import TEXTS
+    from mlx_spec.convert.selftest import TEXTS
 
     if not text.chats:
         return [Question(f"text {i + 1}", tuple(text.prompt_tokens(t))) for i, t in enumerate(TEXTS)]

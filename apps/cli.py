@@ -32,8 +32,12 @@ PROGRAMS = {
     "serve": Program("mlx_spec.apps.server:main", "mlx_spec.apps.server.settings:Options", ANSWERS),
     "launch": Program("mlx_spec.apps.launch:main", "mlx_spec.apps.launch:Options", ANSWERS),
     "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar:options", ANSWERS),
-    "convert": Program("mlx_spec.convert.command:main", "mlx_spec.convert.command:Options", MODELS),
-    "train": Program("mlx_spec.convert.train.command:main", "mlx_spec.convert.train.command:Options", MODELS),
+    "convert": Program(
+        "mlx_spec.convert.command:convert_main", "mlx_spec.convert.options:ConversionOptions", MODELS
+    ),
+    "train": Program(
+        "mlx_spec.convert.command:train_main", "mlx_spec.convert.options:TrainingOptions", MODELS
+    ),
     "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:Inspect", MODELS),
     "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:ListOptions", MODELS),
     "pull": Program("mlx_spec.apps.models:pull_main", "mlx_spec.apps.models:Pull", MODELS),

@@ -88,8 +88,7 @@ def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | No
         parts = {"target": as_json(found.target), "drafter": as_json(found.drafter)}
         rest = {"retokenized": found.retokenized, "problem": found.problem}
         return {"name": found.name, **parts, "self_test": dict(found.self_test), **rest}
-    values = dataclasses.asdict(found)
-    del values["offers"]
+    values = {"name": found.name} | dataclasses.asdict(found)
     if values["needs"]:
         values["needs"] = {key: value for key, value in values["needs"].items() if value is not None}
     return values | {"speculative_heads": None if found.kind else found.speculative_heads}
@@ -151,9 +150,8 @@ def _heads(found: CheckpointInfo) -> str | None:
     if found.heads is None:
         return None
     text = f"{found.heads} of {found.head_dim}, {found.kv_heads} for K/V"
-    if found.global_head_dim or found.global_kv_heads:
-        dim, heads = found.global_head_dim or found.head_dim, found.global_kv_heads or found.kv_heads
-        text += f"; of {dim} and {heads} for K/V in full attention"
+    if (found.global_head_dim, found.global_kv_heads) != (found.head_dim, found.kv_heads):
+        text += f"; of {found.global_head_dim} and {found.global_kv_heads} for K/V in full attention"
     return text
 
 
@@ -250,7 +248,7 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
     head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
     if not isinstance(head, CheckpointInfo) or not isinstance(tail, CheckpointInfo) or not tail.needs:
         return
-    unfit = misfits(tail.needs, head.offers)
+    unfit = misfits(tail.needs, head)
     if unfit:
         raise Mismatch(
             f"both are here, but {drafter} does not fit {target}, it expects {', '.join(unfit)}: "

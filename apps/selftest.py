@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_spec.convert.measure import TEXTS
+from mlx_spec.convert.selftest import TEXTS
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.engine import RunningSequence, decode
 from mlx_spec.hub.files import one_line

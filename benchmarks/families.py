@@ -29,7 +29,8 @@ from arms import Decoder, Folders, Prompt, ours
 from round_costs import Live, of_checkpoint
 from timing import AGAIN, PLAIN, Run, finish, in_turns, interval, latin_square, parser, shape, table
 
-from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert.convert import convert
+from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.pair import Pair
 
@@ -102,7 +103,8 @@ def opened(name: str, folder: Path, settings: argparse.Namespace) -> Family:
     target, drafter = (path if path == "auto" else str(GOLDEN / path) for path in PAIRS[name])
     out = folder / name
     convert(
-        Request(target, drafter, out, "none", None, "none", "float32", True), StageProgress(io.StringIO())
+        ConversionOptions(target, out, drafter, "none", None, "none", "float32", True),
+        StageProgress(io.StringIO()),
     )
     folders = Folders(out / "target", out / "drafter")
     pair, arms = ours(folders, settings.seed)

@@ -95,11 +95,11 @@ def chat_request() -> set[str]:
 
 def conversion() -> set[str]:
     """Convert a tiny pair, with its self-test."""
-    from mlx_spec.convert.command import main
+    from mlx_spec.convert.command import convert_main
 
     with tempfile.TemporaryDirectory() as folder, noted() as files:
         source = [str(GOLDEN / "target"), "--drafter", str(GOLDEN / "assistant")]
-        assert main([*source, "-o", f"{folder}/pair", "-q", "8"]) == 0
+        assert convert_main([*source, "-o", f"{folder}/pair", "-q", "8"]) == 0
     return {name for name in files if name.startswith(CONVERTING)}
 
 

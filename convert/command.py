@@ -1,4 +1,4 @@
-"""`mlx-spec convert`: Hugging Face weights to a pair that is tested before it gets its name."""
+"""`mlx-spec convert` and `mlx-spec train`: run them, and say what came out."""
 
 from __future__ import annotations
 
@@ -6,56 +6,18 @@ import errno
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from typer import Argument
-
-from mlx_spec.apps.command import flag, option, program
+from mlx_spec.apps.command import program
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.progress import StageProgress
 
+from .options import ConversionOptions, TrainingOptions
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Convert a target and its drafter, in Hugging Face format or GGUF, to a pair that `mlx-spec chat` runs.
-
-    The pair is tested before it gets its name.
-    """
-
-    target: Annotated[str, Argument(metavar="TARGET", help="a folder, a GGUF file or a repository")]
-    out: Annotated[Path, option("--out", "-o", value="OUT", help="the folder to create")]
-    drafter: Annotated[
-        str,
-        option(
-            value="REPO|auto|none",
-            help="a folder or a repository; auto: the one published for TARGET, or the draft heads inside it",
-        ),
-    ] = "auto"
-    quantization: Annotated[
-        Literal["4", "5", "6", "8", "mxfp4", "nvfp4", "none"] | None,
-        option(
-            "-q",
-            help="bits of the target, or a mode",
-            default="4, and none where TARGET is quantized already",
-        ),
-    ] = None
-    group_size: Annotated[int | None, option(value="N", help="weights that share a scale", default="64")] = (
-        None
-    )
-    drafter_bits: Annotated[Literal["4", "8", "none"], option(help="bits of the drafter")] = "4"
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        option(help="type of the weights that are not quantized", default="as in the sources"),
-    ] = None
-    skip_test: Annotated[bool, flag("--no-self-test", "write the pair without the test; it is recorded")] = (
-        False
-    )
 
 
 @contextmanager
@@ -77,12 +39,13 @@ def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
         progress.end()
 
 
-def _run(options: Options) -> int:
+def run_conversion(options: ConversionOptions) -> int:
+    """Convert, and show what was measured. Returns the exit status."""
     require_backend()
-    from mlx_spec.convert.convert import Request, convert
+    from mlx_spec.convert.convert import convert
 
     with long_run(options.out, "interrupted, nothing was written") as progress:
-        manifest = convert(Request(**vars(options)), progress)
+        manifest = convert(options, progress)
     print("\n".join(_report(manifest, options.out)))
     return 0
 
@@ -123,4 +86,30 @@ def _describe_acceptance(found: Mapping[str, Any]) -> str:
     return f"{now} ({before}{loss})"
 
 
-main = program("convert", Options, _run)
+# --- training
+
+
+def run_training(options: TrainingOptions) -> int:
+    """Train, and show what the drafter accepts. Returns the exit status."""
+    require_backend()
+    from mlx_spec.convert.train.train import WORK, train
+
+    interrupted = f"interrupted; the same command goes on from {options.out}{WORK}"
+    with long_run(options.out, interrupted) as progress:
+        report = train(options, progress)
+    print("\n".join(_describe_training(report, options)))
+    return 0
+
+
+def _describe_training(report: Mapping[str, Any], options: TrainingOptions) -> list[str]:
+    """Return what was made, and what it accepts on held-out prompts."""
+    lines = [f"{options.out}: trained on {report['rows']} tokens in {report['steps']} steps"]
+    for temperature, kinds in report["tokens_a_round"].items():
+        others = ", ".join(f"{kind} {n:.2f}" for kind, n in kinds.items() if kind != "all")
+        lines.append(f"temperature {temperature}: {kinds['all']:.2f} tokens a round ({others})")
+    lines.append(f"use it with: mlx-spec chat --target {options.target} --drafter {options.out}")
+    return lines
+
+
+convert_main = program("convert", ConversionOptions, run_conversion)
+train_main = program("train", TrainingOptions, run_training)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import new_folder, sha256
+from mlx_spec.hub.files import check_space, new_folder, write_json
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
 from .families import Converted, Family, family_of
-from .measure import UNQUANTIZED, ConversionPlan
+from .options import ConversionOptions
 from .parts import (
     DRAFT_MODEL,
     convert_drafter,
@@ -29,70 +28,54 @@ from .parts import (
     explain_left_out,
     family_or_model,
 )
-from .selftest import self_test
+from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import Source, check_hashes, open_source, parse_quantization
 from .write import (
     DRAFTER,
     NOT_RUN,
     TARGET,
-    Files,
     Part,
-    check_space,
+    describe_files,
     write_manifest,
     write_tensors,
-    write_text,
 )
 
 AUTO = "auto"
 DEFAULT_BITS = "4"  # of a target that is not quantized yet
 
 
-@dataclass(frozen=True)
-class Request:
-    """A conversion as the command line asks for it."""
-
-    target: str  # a folder or a repository
-    drafter: str  # the same, "auto" or "none"
-    out: Path
-    quantization: str | None  # bits, a mode or "none"; None for 4 bits, or as it is if it is quantized
-    group_size: int | None
-    drafter_bits: str  # or "none"
-    dtype: str | None  # None as in the sources
-    skip_test: bool
-
-
-def convert(request: Request, progress: StageProgress) -> dict[str, Any]:
-    """Convert a pair into the new folder `request.out`. Return its pair.json.
+def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, Any]:
+    """Convert a pair into the new folder `options.out`. Return its pair.json.
 
     Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
     """
-    with new_folder(request.out) as folder:
-        plan = _make_plan(request, folder, progress)
-        target, drafter = _write(plan, progress, allow_unknown=request.skip_test)
-        found = NOT_RUN if request.skip_test else _self_test(plan, progress)
+    with new_folder(options.out) as folder:
+        plan = _make_plan(options, folder, progress)
+        target, drafter = _write(plan, progress, allow_unknown=options.skip_test)
+        found = NOT_RUN if options.skip_test else _self_test(plan, progress)
         progress.end()
-        return write_manifest(folder, target, drafter, request.dtype, found)
+        return write_manifest(folder, target, drafter, options.dtype, found)
 
 
-def _make_plan(request: Request, folder: Path, progress: StageProgress) -> ConversionPlan:
-    choice = request.quantization
+def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress) -> ConversionPlan:
+    choice: str | None = options.quantization
     if choice is not None:
-        parse_quantization(choice, request.group_size)  # refuse before anything is downloaded
-    target = open_source(request.target)
+        parse_quantization(choice, options.group_size)  # refuse before anything is downloaded
+    target = open_source(options.target)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
     text = read_text(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
         choice = NONE if done else DEFAULT_BITS
-    own = parse_quantization(choice, request.group_size)
-    drafter, family = _find_drafter(request.drafter, target, text)
+    own = parse_quantization(choice, options.group_size)
+    drafter, family = _find_drafter(options.drafter, target, text)
     size = own.group_size if own and own.mode == "affine" else None
-    drafter_quantization = parse_quantization(request.drafter_bits, size)
+    drafter_quantization = parse_quantization(options.drafter_bits, size)
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
         hashes[DRAFTER] = check_hashes(drafter, progress)
-    return ConversionPlan(folder, target, drafter, family, request.dtype, own, drafter_quantization, hashes)
+    return ConversionPlan(folder, target, drafter, family, options.dtype, own, drafter_quantization, hashes)
 
 
 def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, Family | None]:
@@ -139,7 +122,7 @@ def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool
         if plan.is_embedded:
             unused -= drafter.used
             drafter = replace(drafter, dropped={})  # it is the target's
-    check_space(plan.folder, needed)
+    check_space(plan.target.name, needed, plan.folder.parent, "write to another disk")
     left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
     written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), progress)
     if drafter is None or plan.drafter is None:
@@ -155,6 +138,7 @@ def _write_part(
     """Write one half of the pair. Return its entry of pair.json."""
     count = len(part.tensors)
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
+    _write_folder(plan.folder / role, tokenizer, part.config, part.tensors, progress)
     entry = {
         "name": source.name,
         "revision": source.revision,
@@ -165,7 +149,7 @@ def _write_part(
         "left_out": dict(Counter(part.dropped.values())),
         "unquantized": part.unquantized,
         "notes": part.notes,
-        "files": _write_folder(plan.folder / role, tokenizer, part.config, part.tensors, progress),
+        "files": describe_files(plan.folder / role),
     }
     return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 
@@ -176,20 +160,18 @@ def _write_folder(
     config: Mapping[str, Any],
     tensors: dict[str, mx.array],
     progress: StageProgress,
-) -> Files:
+) -> None:
     """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
     folder.mkdir()
     progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
     limit = mx.set_cache_limit(0)  # freed memory goes back at once
     try:
-        files = write_tensors(folder, tensors, progress)
+        write_tensors(folder, tensors, progress)
     finally:
         mx.set_cache_limit(limit)
-    files |= write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
     for file in source.side_files() if source else []:
-        copy = Path(shutil.copyfile(file, folder / file.name))
-        files[copy.name] = {"bytes": copy.stat().st_size, "sha256": sha256(copy)}
-    return files
+        shutil.copyfile(file, folder / file.name)
 
 
 def _self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:

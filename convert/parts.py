@@ -222,10 +222,6 @@ def convert_drafter(
     if family is None:
         model = convert_model(source, quantization, dtype)
         return replace(model, dropped=explain_left_out(model.unused, source.config))
-    if any(name.endswith(".scales") for name in tensors):
-        raise InvalidValue(
-            f"{source.name} is quantized already: it is loaded as it is, or give the original to convert"
-        )
     if dtype == "float32":  # before anything is computed of the weights, such as folded norms
         tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
     converted = family.convert(tensors, source.config, target_config)
@@ -235,7 +231,7 @@ def convert_drafter(
         ours = {name: cast(array, DTYPES[dtype]) for name, array in ours.items()}
     if quantization is not None:
         ours, unquantized = _quantize_tensors(ours, converted, quantization)
-        config["quantization"] = quantization.settings()
+        config["quantization"] = vars(quantization)
     return replace(converted, config=config, tensors=ours, unquantized=unquantized)
 
 
@@ -250,7 +246,7 @@ def _quantize_tensors(
         if array.ndim < 2 or not mx.issubdtype(array.dtype, mx.floating):
             result[name] = array
         elif name.endswith(".weight") and converted.quantizable(name) and fits:
-            parts = mx.quantize(array, **quantization.settings())
+            parts = mx.quantize(array, **vars(quantization))
             names = (name, *(f"{name.removesuffix('weight')}{part}" for part in ("scales", "biases")))
             result |= dict(zip(names, parts, strict=False))
         else:

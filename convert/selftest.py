@@ -6,9 +6,10 @@ that it changes no text. A failed check raises SelfTestFailed, and nothing is ke
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +19,39 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.utils import dequantize_model
+from numpy.typing import NDArray
 
+from mlx_spec.device import memory_for_models
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
-from mlx_spec.errors import BadCheckpoint
+from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.hub.files import human_bytes, shortened
 from mlx_spec.hub.progress import StageProgress
-from mlx_spec.load import load
+from mlx_spec.load import is_dequantized, load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
+from mlx_spec.text import Text, read_text
 
-from .measure import ConversionPlan, SelfTestFailed, load_lazily, measure, prompts, texts
-from .parts import convert_drafter, convert_model
-from .source import DTYPES
+from .families import Family
+from .parts import convert_drafter, convert_model, load_unread
+from .source import DTYPES, Quantization, Source
 from .write import DRAFTER, TARGET
+
+Floats = NDArray[np.float32]
+TEXT_LENGTH = 64  # tokens of each text
+ROWS = 4  # last rows of each text, whose logits are compared
+UNQUANTIZED = ".unquantized"  # for the time of the test: the drafter in our form but not quantized
+
+# Built in, so that the self-test needs no network: prompts to be continued as they are, and questions to be
+# answered where the target has a chat template.
+BUILT_IN: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("texts.json").read_text(encoding="utf-8")
+)
+TEXTS, PROMPTS, QUESTIONS = (BUILT_IN[key] for key in ("texts", "prompts", "questions"))
 
 SAME_TYPE, NARROWED = 1e-4, 0.5  # tolerated differences of logits
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
@@ -46,11 +63,55 @@ GENERATED = 48  # tokens after each prompt
 # The share of first draft tokens that must be accepted: the larger of MIN_ACCEPTANCE and CHANCE_FACTOR times
 # chance, but at most MAX_FLOOR, for targets that repeat themselves.
 MIN_ACCEPTANCE, CHANCE_FACTOR, MAX_FLOOR = 0.1, 1.5, 0.3
-MEMORY_SHARE = 0.6  # of the machine's memory that an unquantized target may fill
 LIKELY_CAUSES = "likely the drafter of another target or version of it, or weights damaged by a conversion"
 # Two steps of a logit of the type, relative. A block of rows and a single row may be summed in another order,
 # and in a tie within the last bits both tokens are the most likely one.
 TIE_TOLERANCE = {mx.bfloat16: 2.0**-6, mx.float16: 2.0**-9, mx.float32: 1e-4}
+
+
+class SelfTestFailed(SpecError):
+    """A converted pair that differs from its source."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Both sources, what to make of them, and where. A type or a quantization of None is the source's."""
+
+    folder: Path  # of the converted parts
+    target: Source
+    drafter: Source | None  # the target for native heads, None without a drafter
+    family: Family | None  # of the drafter, None for a language model or no drafter
+    dtype: str | None
+    quantization: Quantization | None  # of the target
+    drafter_quantization: Quantization | None
+    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return True if the drafter is a head inside the target's checkpoint."""
+        return self.drafter is self.target
+
+    @property
+    def unquantized_folder(self) -> Path:
+        """Return the folder of the drafter in our form, not quantized."""
+        return self.folder / (UNQUANTIZED if self.drafter_quantization else DRAFTER)
+
+    @property
+    def original_drafter(self) -> Path:
+        """Return the drafter to compare with: a language model as published, others in our form."""
+        assert self.drafter is not None
+        return self.drafter.folder if self.family is None else self.unquantized_folder
+
+    def reference_dtype(self) -> mx.Dtype | None:
+        """Return the wider of the target's type and the new one, None as stored."""
+        if self.dtype is None:
+            return None
+        sizes: Counter[mx.Dtype] = Counter()
+        for array in self.target.tensors().values():
+            if mx.issubdtype(array.dtype, mx.floating):
+                sizes[array.dtype] += array.size
+        stored = sizes.most_common(1)[0][0]
+        return (mx.zeros(1, dtype=stored) + mx.zeros(1, dtype=DTYPES[self.dtype])).dtype
 
 
 def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
@@ -82,9 +143,7 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
     # In standard deviations of the original; a quantized target has other logits.
     difference = float(np.abs(found - expected).max()) / (float(expected.std()) or 1.0)
     narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
-    tolerance: float | None = NARROWED if narrows else SAME_TYPE
-    if plan.quantization is not None:
-        tolerance = None
+    tolerance = None if plan.quantization else NARROWED if narrows else SAME_TYPE
     if tolerance is not None and not difference <= tolerance:
         raise SelfTestFailed(
             f"the logits of the converted target differ from the original's by {difference:.2g} standard "
@@ -118,8 +177,10 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
         if weight is None:
             wrong.append(name)
         elif found.get("scales") is None:
-            wrong += [] if _is_same(weight, source) else [name]
-            infinite += [] if _is_finite(weight) else [name]
+            floats = bool(mx.issubdtype(source.dtype, mx.floating))
+            same = weight.dtype == source.dtype and bool(mx.array_equal(weight, source, equal_nan=floats))
+            wrong += [] if same else [name]
+            infinite += [name] if floats and not mx.isfinite(weight).all() else []
         else:
             errors[name] = _error(source, weight, found, _settings(config, stem.removesuffix(".")))
             wrong += [] if errors[name] < MAX_ERROR else [name]  # nan is not
@@ -137,17 +198,6 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
         )
     equal, error = count - len(errors), max(errors.values(), default=0.0)
     return {"equal": equal, "quantized": len(errors), "error": error}
-
-
-def _is_same(a: mx.array, b: mx.array) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    floating = mx.issubdtype(a.dtype, mx.floating)
-    return bool(mx.array_equal(a, b, equal_nan=floating))
-
-
-def _is_finite(a: mx.array) -> bool:
-    return not mx.issubdtype(a.dtype, mx.floating) or bool(mx.isfinite(a).all())
 
 
 def _error(
@@ -171,11 +221,63 @@ def _error(
 
 def _settings(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return bits, group size and mode of one layer."""
-    quantization = config["quantization"]
-    own = quantization.get(path)
-    chosen = own if isinstance(own, dict) else quantization
-    defaults = {"bits": 4, "group_size": 64, "mode": "affine"}
-    return {key: chosen.get(key, default) for key, default in defaults.items()}
+    usual = config["quantization"]
+    own = usual.get(path)
+    chosen = usual | (own if isinstance(own, dict) else {})
+    return {key: chosen[key] for key in ("bits", "group_size", "mode")}
+
+
+# --- the measurement
+
+
+def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
+    """Return the model in `folder`, its weights unread, cast to `dtype` if given.
+
+    It is dense and in float32 where `load` makes it so.
+    """
+    seen: dict[str, mx.array] = {}
+    model, _ = load_unread(folder, seen)
+    seen.clear()
+    if dtype is not None:
+        model.set_dtype(dtype)
+    if is_dequantized(read_config(folder)):
+        model.set_dtype(mx.float32)
+        model = dequantize_model(model)
+    return model
+
+
+def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
+    """Return the built-in texts [B, S], cut to one length."""
+    text = read_text(folder, config)
+    encoded = [text.prompt_tokens(string) for string in TEXTS]
+    length = min(TEXT_LENGTH, *(len(tokens) for tokens in encoded))
+    return mx.array([tokens[:length] for tokens in encoded])
+
+
+def prompts(text: Text) -> list[list[int]]:
+    """Return the built-in prompts; questions only if the target has a chat template."""
+    result = [text.prompt_tokens(string) for string in PROMPTS]
+    for question in QUESTIONS if text.chats else ():
+        with contextlib.suppress(InvalidValue):  # a template that wants more than a question
+            result.append(text.prompt([{"role": "user", "content": question}]))
+    return result
+
+
+def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[float, Floats]:
+    """Return the perplexity of texts [B, S] together, and the logits [R, V] of a few rows.
+
+    The graph alone holds the weights, so that each is read when its turn comes and dropped afterwards: a
+    model that is larger than memory can be measured.
+    """
+    model = load_lazily(folder, dtype)
+    logits = model(tokens).astype(mx.float32)
+    del model
+    scores = logits[:, :-1] - mx.logsumexp(logits[:, :-1], axis=-1, keepdims=True)
+    loss = -mx.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
+    rows = logits[:, -ROWS:].reshape(-1, logits.shape[-1])
+    del logits, scores
+    mx.eval(loss, rows)
+    return math.exp(min(float(loss), 700)), np.array(rows)
 
 
 # --- the drafter
@@ -197,7 +299,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     progress.stage("drafting with the converted pair")
     pair = load(target, plan.folder / DRAFTER, num_draft_tokens=K)
     info, text, policies = pair.info, pair.text, pair.policies
-    built_in = prompts(target, text)
+    built_in = prompts(text)
     ours = draft(pair, built_in)
     del pair
     gc.collect()
@@ -235,8 +337,7 @@ def _why_not_before(plan: ConversionPlan) -> str | None:
     """Return why the original pair is not measured, None if it is."""
     if not (plan.dtype or plan.quantization or plan.drafter_quantization):
         return "nothing was changed"
-    limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    size = plan.target.size
+    limit, size = memory_for_models(), plan.target.size
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,11 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import INDEX, WEIGHTS, check_weights, read_published
+from mlx_spec.hub.download import published_hash
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-SHA256 = re.compile(r"[0-9a-f]{64}")  # the name of a weight file in the Hugging Face cache
 COPIED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.tiktoken", "tokenizer.model")
 NOT_COPIED = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
 
@@ -30,7 +29,7 @@ GROUP_SIZE = 64
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bits of a weight, weights that share a scale, and MLX's mode."""
+    """Bits of a weight, weights that share a scale, and MLX's mode, by their names in config.json."""
 
     bits: int
     group_size: int
@@ -39,10 +38,6 @@ class Quantization:
     def __str__(self) -> str:
         name = f"{self.bits}-bit" if self.mode == "affine" else self.mode
         return f"{name}, groups of {self.group_size}"
-
-    def settings(self) -> dict[str, Any]:
-        """Return the values that config.json holds."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
 
     Returns the hashes by file name, none for a folder, whose hashes are not published.
     """
-    blobs = {file: file.resolve() for file in source.files if SHA256.fullmatch(file.resolve().name)}
+    blobs = {file: file.resolve() for file in source.files if published_hash(file.resolve())}
     if blobs:
         size = sum(file.stat().st_size for file in blobs)
         progress.stage(f"checking the hashes of {source.name}", size=size)

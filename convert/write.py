@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +15,14 @@ from mlx_lm.utils import make_shards
 
 from mlx_spec import __version__
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub import NoSpace
 from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.checkpoint import INDEX
-from mlx_spec.hub.files import human_bytes, one_line
+from mlx_spec.hub.files import one_line, sha256, write_json
 from mlx_spec.hub.progress import StageProgress
 
 FORMAT = 1  # of pair.json
 TARGET, DRAFTER = "target", "drafter"
 NOT_RUN: dict[str, Any] = {"result": "not run", "why": "--no-self-test"}
-MARGIN, SPARE_BYTES = 1.02, 1 << 26  # of the space needed: small files and those of the file system
 BLOCK = 1 << 24  # bytes written at a time
 MLX = {"format": "mlx"}  # the metadata of a file
 DTYPE_CODES = {
@@ -45,8 +41,14 @@ DTYPE_CODES = {
 }
 
 
-Files = dict[str, dict[str, Any]]  # name -> its bytes and sha256
 Part = dict[str, Any]  # an entry of pair.json
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return bytes and SHA-256 of each file."""
+    return {
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())
+    }
 
 
 def write_manifest(
@@ -62,33 +64,14 @@ def write_manifest(
         "parts": {TARGET: target, **({DRAFTER: drafter} if drafter else {})},
         "self_test": dict(self_test),
     }
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_json(folder / MANIFEST, manifest)
     return manifest
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise NoSpace unless `needed` bytes fit on the disk of `folder` and some stay free."""
-    free, needed = shutil.disk_usage(folder).free, int(MARGIN * needed) + SPARE_BYTES
-    if free < needed:
-        raise NoSpace(
-            f"the disk of {folder.parent} has {human_bytes(free)} free and {human_bytes(needed)} are needed: "
-            "make room there, or write to another disk"
-        )
 
 
 # --- the files
 
 
-def write_text(file: Path, text: str) -> Files:
-    """Write a small file."""
-    data = text.encode()
-    with file.open("wb") as stream:
-        stream.write(data)
-        os.fsync(stream.fileno())
-    return {file.name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-
-
-def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> Files:
+def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> None:
     """Write `tensors` in files of at most 5 GiB with an index. Empties `tensors`.
 
     Each tensor is computed when its turn comes and dropped at once, if the caller holds no other reference to
@@ -101,38 +84,26 @@ def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StagePro
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else ["model.safetensors"]
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    written: Files = {}
     for name, shard in zip(names, shards, strict=True):
-        written |= _write_shard(folder / name, shard, progress)
+        _write_shard(folder / name, shard, progress)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return written | write_text(folder / INDEX, json.dumps(index, indent=2))
+    write_json(folder / INDEX, index)
 
 
-def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress) -> Files:
-    digest = hashlib.sha256()
-    size = 0
+def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress) -> None:
     with file.open("xb") as stream:
-
-        def write(data: bytes | memoryview) -> None:
-            nonlocal size
-            stream.write(data)
-            digest.update(data)
-            size += len(data)
-
-        write(safetensors_header(shard))
+        stream.write(safetensors_header(shard))
         for name in list(shard):
             try:
                 data = _bytes(shard.pop(name))
             except RuntimeError as error:
                 raise BadCheckpoint(f"tensor {name} cannot be read: {one_line(error)}") from error
             for start in range(0, len(data), BLOCK):
-                write(data[start : start + BLOCK])
-                progress.advance(len(data[start : start + BLOCK]))
+                progress.advance(stream.write(data[start : start + BLOCK]))
             del data
             mx.clear_cache()
         stream.flush()
         os.fsync(stream.fileno())
-    return {file.name: {"bytes": size, "sha256": digest.hexdigest()}}
 
 
 def safetensors_header(arrays: Mapping[str, mx.array], metadata: Mapping[str, str] = MLX) -> bytes:

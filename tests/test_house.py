@@ -40,8 +40,11 @@ LAYERS = (
     ("model.ranks",),
     ("pair",),
     ("load",),
-    ("", "convert"),  # "" is mlx_spec/__init__.py, the public face
-    ("apps", "convert.command", "convert.train.command"),
+    ("",),  # mlx_spec/__init__.py, the public face
+    ("apps.command",),
+    ("convert.options",),
+    ("convert",),
+    ("apps", "convert.command"),
     ("__main__", "chat", "serve", "menubar"),
 )
 

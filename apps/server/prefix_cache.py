@@ -27,12 +27,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec import __version__
-from mlx_spec.convert.write import check_space, safetensors_header
+from mlx_spec.convert.write import safetensors_header
 from mlx_spec.device import device_name
 from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.checkpoint import WEIGHTS, fingerprint
-from mlx_spec.hub.files import human_bytes, one_line
+from mlx_spec.hub.files import check_space, human_bytes, one_line
 from mlx_spec.model.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.pair import CALIBRATION_TEXT, Pair
 from mlx_spec.types import CacheState
@@ -243,7 +243,7 @@ class CacheFolder:
     ) -> None:
         try:
             self._make_room(size)
-            check_space(self.path, size)
+            check_space("a prompt", size, self.path, "give another --cache-folder")
             handle, temporary = tempfile.mkstemp(dir=self.path, prefix=".", suffix=".tmp")
             try:
                 with os.fdopen(handle, "wb") as stream:

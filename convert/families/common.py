@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import KEY, Conventions, required
+from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import shortened
@@ -321,8 +322,17 @@ def resolve_map(source: PublishedTensors, vocab_size: int, draft_vocab_size: int
     return notes
 
 
-def names_of(source: PublishedTensors, layer: Config) -> set[str]:
-    """Return the names of the tensors, and of the biases that the config of the layers promises."""
+def finish_layers(
+    source: PublishedTensors,
+    network: Callable[[LayerConfig], nn.Module],
+    config: dict[str, Any],
+    target: Config,
+    notes: tuple[str, ...],
+) -> Converted:
+    """Return a drafter as `finish` does, whose layers have the biases that their config promises."""
+    layer = config["layer_config"]
     parts = ("q_proj", "k_proj", "v_proj") if layer.get("attention_bias") else ()
     layers = range(int(layer.get("num_hidden_layers") or 1))
-    return {*source.tensors, *(f"layers.{i}.self_attn.{part}.bias" for i in layers for part in parts)}
+    names = {*source.tensors, *(f"layers.{i}.self_attn.{part}.bias" for i in layers for part in parts)}
+    shape = LayerConfig.from_dict(config, names, target)
+    return finish(source, network(shape), config, all_but("fc.weight"), notes)

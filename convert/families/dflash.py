@@ -13,7 +13,6 @@ from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.dflash import DFlashNetwork
-from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import DFLASH as KIND
 
@@ -62,9 +61,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         draft_vocab_size=sizes["draft_vocab_size"],
         **_block(special, vocab),
     )
-    names = common.names_of(source, layer)
-    network = DFlashNetwork(LayerConfig.from_dict(written, names, target))
-    return common.finish(source, network, written, common.all_but("fc.weight"), (note, *notes))
+    return common.finish_layers(source, DFlashNetwork, written, target, (note, *notes))
 
 
 def captured(special: Config) -> tuple[tuple[int, ...], str]:

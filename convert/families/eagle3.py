@@ -20,7 +20,6 @@ from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network, PEagleNetwork
-from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
 
@@ -68,8 +67,7 @@ def _convert(
     conventions = Conventions(hidden="layers", capture=capture, chain=chain)
     switches = {key: bool(config.get(key)) for key in SWITCHES}
     written = common.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
-    shape = LayerConfig.from_dict(written, common.names_of(source, layer), target)
-    return common.finish(source, network(shape), written, common.all_but("fc.weight"), (note, *notes))
+    return common.finish_layers(source, network, written, target, (note, *notes))
 
 
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:

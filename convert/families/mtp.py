@@ -14,7 +14,7 @@ decoder layer after the last of L, `model.layers.{L}.*`, with copies of the targ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 
 import mlx.core as mx
@@ -80,27 +80,22 @@ NEXTN_HEAD = (
 # --- both
 
 
-def _stripped(title: str, text: Config, key: str, prefix: str, origin: str) -> BadCheckpoint:
-    """Return the error for a checkpoint without tensors below `prefix`."""
-    count = text.get(key)
-    if isinstance(count, int) and count > 0:
-        return BadCheckpoint(
-            f"config.json of {title} promises {count} MTP layer{'s' if count > 1 else ''} ({key}), but the "
-            f"checkpoint has no {prefix}*: the head was stripped; take the original repository ({origin})"
+def _read_head(
+    title: str, origin: str, tensors: Tensors, config: Config, prefix: str, further: str, own: Prefixes
+) -> PublishedTensors:
+    """Return the tensors below `prefix`, experts stacked and latent K and V split as by mlx-lm.
+
+    `origin` has complete checkpoints. Raises BadCheckpoint for a head that was stripped, and for one of more
+    layers, which has tensors below `further`.
+    """
+    names = [common.spelled(name, SPELLINGS) for name in tensors]
+    if not any(name.startswith(prefix) for name in names):
+        raise BadCheckpoint(
+            f"{title} was stripped, the checkpoint has no {prefix}* although its config.json promises them: "
+            f"take the original repository ({origin})"
         )
-    return BadCheckpoint(f"{title} has no MTP head: neither tensors {prefix}* nor {key} in its config.json")
-
-
-def _check_depth(title: str, names: Iterable[str], prefix: str) -> None:
-    """Raise BadCheckpoint for heads of more than one layer below `prefix`."""
-    indices = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
-    count = len([index for index in indices if index.isdigit()])
-    if count > 1:
-        raise BadCheckpoint(f"{title} has {count} MTP layers: this version converts heads of one layer")
-
-
-def _read_head(title: str, tensors: Tensors, config: Config, prefix: str, own: Prefixes) -> PublishedTensors:
-    """Return the tensors below `prefix`, experts stacked and latent K and V split as by mlx-lm."""
+    if any(name.startswith(further) for name in names):
+        raise BadCheckpoint(f"{title} has several MTP layers: this version converts heads of one layer")
     text, below = text_config(config), [(prefix + theirs, ours) for theirs, ours in own]
     try:
         source = common.read(title, tensors, config, SPELLINGS, below, in_target=True)
@@ -192,11 +187,8 @@ def _recognizes_qwen(config: Config, names: Collection[str]) -> bool:
 
 def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted:
     prefix = "" if "pre_fc_norm_hidden.weight" in tensors else "mtp."
-    names = [common.spelled(name, SPELLINGS) for name in tensors]
-    if not any(name.startswith(prefix) for name in names):
-        raise _stripped(QWEN_TITLE, text_config(config), QWEN_KEY, "mtp.", "Qwen/..., in full precision")
-    _check_depth(QWEN_TITLE, names, f"{prefix}layers.")
-    source = _read_head(QWEN_TITLE, tensors, config, prefix, QWEN_HEAD)
+    origin, further = "Qwen/..., in full precision", f"{prefix}layers.1."
+    source = _read_head(QWEN_TITLE, origin, tensors, config, prefix, further, QWEN_HEAD)
     notes = _fold_norms(source)
     return _finish("qwen_mtp", source, tensors, config, target, notes)
 
@@ -239,7 +231,7 @@ def _recognizes_nextn(model_types: Collection[str], config: Config, names: Colle
 def _convert_nextn(
     name: str, title: str, origin: str, tensors: Tensors, config: Config, target: Config
 ) -> Converted:
-    """Convert a head that is kept as a further layer. `origin` has complete checkpoints."""
+    """Convert a head that is kept as a further layer."""
     text = text_config(config)
     if text.get("index_n_heads"):
         raise BadCheckpoint(
@@ -248,20 +240,9 @@ def _convert_nextn(
             "with --drafter none, or with another drafter"
         )
     depth = common.size(text, "num_hidden_layers", title)
-    prefix = f"model.layers.{depth}."
-    head = [
-        found for found in (common.spelled(n, SPELLINGS) for n in tensors) if _layer_index(found) >= depth
-    ]
-    if not head:
-        raise _stripped(title, text, NEXTN_KEY, prefix, origin)
-    _check_depth(title, head, "model.layers.")
-    source = _read_head(title, tensors, config, prefix, NEXTN_HEAD)
+    prefix, further = f"model.layers.{depth}.", f"model.layers.{depth + 1}."
+    source = _read_head(title, origin, tensors, config, prefix, further, NEXTN_HEAD)
     return _finish(name, source, tensors, config, target)
-
-
-def _layer_index(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdigit() else -1
 
 
 QWEN_MTP = Family("qwen_mtp", _convert_qwen, recognizes=_recognizes_qwen)

@@ -1,32 +1,50 @@
-"""Record a target's own answers with what a drafter reads and has to predict: hidden states and K/V.
+"""Prompts, and a target's own answers to them with what a drafter reads and predicts.
 
 The target decodes many prompts in one batch. A drafter that drafts nothing sees the rows of each answer and
 writes them to a file when the answer ends, so that an interrupted run loses the unfinished answers only.
+
+Bundled prompts join an instruction with a topic. Those about a text quote the beginning of an answer that the
+target gave before, so they are made after the others were answered. The plan says how each answer is sampled,
+which are held out, and where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.engine import PREFILL_STEP
-from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.files import one_line
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.hub.files import one_line, typed_path
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.text import Text
+from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
 MIN_TOKENS = 8  # of an answer worth keeping; shorter ones have no place for a chain of drafts
 KEYS, VALUES = "keys.", "values."
+
+BUNDLED = Path(__file__).with_name("prompts.json")
+QUOTED_SHARE = 0.25  # of the prompts, which quote an answer: as often as people ask about a text of theirs
+QUOTED_CHARACTERS = 600  # of a quoted answer, about 130 tokens: a longer one leaves less time for answers
+OWN = "own"  # kind of the prompts in a user's files
+HELD_OUT = 25  # every so many answers one is held out: a few dozen of a run tell 2 % of acceptance apart
+TEMPERATURES = 0.0, 1.0  # in turns: greedy answers and the whole distribution are both drafted for later
+SAME = 4  # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
+
+
+# --- recorded answers
 
 
 @dataclass(frozen=True)
@@ -37,14 +55,13 @@ class RecordedAnswer:
     greedy: bool  # False if it was sampled
     tokens: mx.array  # [A] int32
     hidden: mx.array  # [A, D]: the rows whose logits the tokens were drawn from
-    keys: dict[str, mx.array]  # by attention type, [H, P + A - 1, Dk]
-    values: dict[str, mx.array]  # by attention type, [H, P + A - 1, Dv]
+    shared: dict[str, KVRows]  # by attention type, [1, H, P + A - 1, Dk]
     logsumexp: mx.array  # [A] float32: of the target's logits in these rows
 
     @property
     def prompt_tokens(self) -> int:
         """Return P."""
-        return next(iter(self.keys.values())).shape[1] + 1 - self.tokens.size
+        return next(iter(self.shared.values())).keys.shape[2] + 1 - self.tokens.size
 
 
 @dataclass(frozen=True)
@@ -91,8 +108,10 @@ class Recorder(SequenceDrafter):
             not question.sampling.temperature,
             mx.array(list(self._history[-len(hidden) :]), dtype=mx.int32),
             hidden.astype(KEPT),
-            {kind: each.keys[0, :, -size:].astype(KEPT) for kind, each in rows.items()},
-            {kind: each.values[0, :, -size:].astype(KEPT) for kind, each in rows.items()},
+            {
+                kind: KVRows(*(a[:, :, -size:].astype(KEPT) for a in (each.keys, each.values)))
+                for kind, each in rows.items()
+            },
             mx.logsumexp(logits, axis=-1),
         )
 
@@ -136,19 +155,19 @@ def record(
 def write_answer(file: Path, answer: RecordedAnswer) -> None:
     """Write what `read_answer` reads."""
     arrays = {"tokens": answer.tokens, "hidden": answer.hidden, "logsumexp": answer.logsumexp}
-    arrays |= {KEYS + kind: rows for kind, rows in answer.keys.items()}
-    arrays |= {VALUES + kind: rows for kind, rows in answer.values.items()}
+    for kind, rows in answer.shared.items():
+        arrays |= {KEYS + kind: rows.keys, VALUES + kind: rows.values}
     write_arrays(file, arrays, {"kind": answer.kind, "greedy": str(answer.greedy)})
 
 
 def read_answer(file: Path) -> RecordedAnswer:
     """Read a recorded answer. Raises BadCheckpoint for a damaged file."""
     found, metadata = read_arrays(file)
-    keys = {name.removeprefix(KEYS): a for name, a in found.items() if name.startswith(KEYS)}
-    values = {name.removeprefix(VALUES): a for name, a in found.items() if name.startswith(VALUES)}
+    kinds = [name.removeprefix(KEYS) for name in found if name.startswith(KEYS)]
+    shared = {kind: KVRows(found[KEYS + kind], found[VALUES + kind]) for kind in kinds}
     greedy = metadata["greedy"] == str(True)
     return RecordedAnswer(
-        metadata["kind"], greedy, found["tokens"], found["hidden"], keys, values, found["logsumexp"]
+        metadata["kind"], greedy, found["tokens"], found["hidden"], shared, found["logsumexp"]
     )
 
 
@@ -168,3 +187,169 @@ def read_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
             f"{file} cannot be read ({one_line(error)}): remove it and train again"
         ) from error
     return cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
+
+
+# --- prompts
+
+
+@dataclass(frozen=True)
+class TrainingPrompt:
+    """A prompt, and what kind of text it wants."""
+
+    kind: str
+    messages: tuple[Mapping[str, str], ...]
+
+
+def bundled_prompts(count: int, seed: int) -> list[TrainingPrompt]:
+    """Return that many prompts without quotations; the kinds take turns."""
+    material, chance = _bundled(), random.Random(seed)
+    kinds: dict[str, list[str]] = material["kinds"]
+    prompts = []
+    for i in range(count):
+        kind = list(kinds)[i % len(kinds)]
+        topic, other = chance.sample(material["topics"], 2)
+        language, task = chance.choice(material["languages"]), chance.choice(material["tasks"])
+        text = chance.choice(kinds[kind]).format(topic=topic, other=other, language=language, task=task)
+        prompts.append(_question(kind, text))
+    return prompts
+
+
+def quoting_prompts(answers: Iterator[tuple[str, str]], seed: int) -> Iterator[TrainingPrompt]:
+    """Return a prompt about each answer, given as its kind and its text."""
+    material, chance = _bundled()["texts"], random.Random(seed + 1)
+    for answered, text in answers:
+        kind = "edit code" if answered == "code" else chance.choice(["summary", "edit"])
+        quoted = text[:QUOTED_CHARACTERS].rsplit(" ", 1)[0]
+        yield _question(kind.split()[0], chance.choice(material[kind]).replace("{text}", quoted))
+
+
+def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
+    """Read prompts of the user: one on each line, or a conversation that the chat saved.
+
+    A line may be a JSON string. Each message of the user in a conversation is a prompt, with all before it.
+    Raises BadCheckpoint for a file that cannot be read, InvalidValue if there is no prompt.
+    """
+    prompts = []
+    for file in files:
+        try:
+            text = typed_path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadCheckpoint(
+                f"{file} cannot be read ({error}): give a text file with a prompt on each line"
+            ) from error
+        prompts += _conversation(text) or [
+            _question(OWN, line) for line in map(_unquoted, text.splitlines()) if line
+        ]
+    if files and not prompts:
+        raise InvalidValue(f"{', '.join(map(str, files))}: there is no prompt in it: write one on each line")
+    return prompts
+
+
+def encode(text: Text, prompt: TrainingPrompt) -> list[int]:
+    """Return the tokens of a prompt; without a chat template those of its last message."""
+    if text.chats:
+        return text.prompt([dict(message) for message in prompt.messages])
+    return text.prompt_tokens(prompt.messages[-1]["content"])
+
+
+def _bundled() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(BUNDLED.read_text(encoding="utf-8"))
+    return found
+
+
+def _question(kind: str, text: str) -> TrainingPrompt:
+    return TrainingPrompt(kind, ({"role": "user", "content": text},))
+
+
+def _unquoted(line: str) -> str:
+    if line.startswith('"'):
+        try:
+            return str(json.loads(line))
+        except ValueError:
+            pass
+    return line.strip()
+
+
+def _conversation(text: str) -> list[TrainingPrompt]:
+    """Return the prompts in a saved conversation; none if the text is no conversation."""
+    try:
+        messages = json.loads(text)["messages"]
+        turns = [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]
+    except (ValueError, KeyError, TypeError):
+        return []
+    ends = [i + 1 for i, turn in enumerate(turns) if turn["role"] == "user"]
+    return [TrainingPrompt(OWN, tuple(turns[:end])) for end in ends]
+
+
+# --- the answers of one run
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """The prompts to answer. The same plan gives the same answers, so that a run can be cut into pieces."""
+
+    folder: Path  # of the answers' files
+    count: int
+    max_tokens: int  # of one answer
+    seed: int
+    own: tuple[TrainingPrompt, ...] = ()  # of the user; they replace the bundled ones
+
+    def record(self, pair: Pair, max_running: int) -> Iterator[int]:
+        """Record what has no file yet. Yields the number of tokens in each new answer."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recorder = recording(pair)
+        for prompts in (self._first(), self._second(pair)):
+            questions = (
+                AnswerRequest(self._file(i), prompt.kind, encode(pair.text, prompt), self._sampling(i))
+                for i, prompt in prompts
+                if not self._file(i).exists()
+            )
+            for _, tokens in record(recorder, questions, self.max_tokens, max_running):
+                yield tokens
+
+    def answers(self, *, held_out: bool) -> list[Path]:
+        """Return the files of the answers to train with, or of those to test with."""
+        files = [self._file(i) for i in range(self.count) if self._is_held_out(i) == held_out]
+        return [file for file in files if file.exists()]
+
+    def tests(self, pair: Pair) -> Iterator[tuple[str, list[int]]]:
+        """Yield kind and tokens of the prompts whose answers are held out."""
+        for prompts in (self._first(), self._second(pair)):
+            for i, prompt in prompts:
+                if self._is_held_out(i):
+                    yield prompt.kind, encode(pair.text, prompt)
+
+    @property
+    def _split(self) -> int:
+        """Return how many prompts quote nothing. It makes a quotation held out where its answer is."""
+        return self.count if self.own else int(self.count * (1 - QUOTED_SHARE)) // HELD_OUT * HELD_OUT
+
+    def _first(self) -> Iterator[tuple[int, TrainingPrompt]]:
+        own = self.own
+        prompts = (
+            [own[i % len(own)] for i in range(self.count)] if own else bundled_prompts(self._split, self.seed)
+        )
+        yield from enumerate(prompts)
+
+    def _second(self, pair: Pair) -> Iterator[tuple[int, TrainingPrompt]]:
+        """Yield the prompts that quote the first answers."""
+        quoted = [i for i in range(self.count - self._split) if self._file(i).exists()]
+        answers = (_text(pair, read_answer(self._file(i))) for i in quoted)
+        for i, prompt in zip(quoted, quoting_prompts(answers, self.seed), strict=True):
+            yield self._split + i, prompt
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f"{index:06d}.safetensors"
+
+    def _is_held_out(self, index: int) -> bool:
+        """Return True for an answer that no weight is fitted to; its prompt is in no other answer."""
+        own = len(self.own) or self.count
+        return index % own % HELD_OUT == min(HELD_OUT, own) - 1
+
+    def _sampling(self, index: int) -> Sampling:
+        temperature = TEMPERATURES[index // SAME % len(TEMPERATURES)]
+        return Sampling(temperature=temperature, seed=self.seed + index if temperature else None)
+
+
+def _text(pair: Pair, answer: RecordedAnswer) -> tuple[str, str]:
+    return answer.kind, pair.text.decode(cast(list[int], answer.tokens.tolist()))

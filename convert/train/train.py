@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from mlx_spec.hub.files import (
     sha256,
     typed_path,
     write_atomically,
+    write_json,
 )
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import folders, load
@@ -42,9 +43,9 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
-from .answers import RecordedAnswer, read_answer
+from ..options import TrainingOptions
+from .answers import AnswerPlan, RecordedAnswer, own_prompts, read_answer
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
-from .prompts import AnswerPlan, own_prompts
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
 SETTINGS, REPORT = "run.json", "training.json"
@@ -55,46 +56,29 @@ TESTS, TEST_TOKENS = 32, 96  # held-out prompts for the real engine, at least, a
 TEMPERATURES = 0.0, 0.8  # at which acceptance is measured
 
 
-@dataclass(frozen=True)
-class TrainingRequest:
-    """A run as the command line asks for it."""
-
-    target: str
-    out: Path
-    source: str | None  # a drafter to improve; None for a new one
-    prompts: tuple[Path, ...]  # of the user; the bundled ones if there are none
-    answers: int
-    answer_tokens: int
-    epochs: float
-    vocabulary: int
-    width: int | None
-    parallel: int  # answers that are made at a time
-    seed: int
-
-
-def train(request: TrainingRequest, progress: StageProgress) -> dict[str, Any]:
-    """Train a drafter and write it to `request.out`. Return its report.
+def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
+    """Train a drafter and write it to `options.out`. Return its report.
 
     Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
     """
-    out = typed_path(request.out).absolute()
+    out = typed_path(options.out).absolute()
     refuse_existing(out)
     work = out.with_name(out.name + WORK)
-    own = tuple(own_prompts(request.prompts))
-    pair = load(request.target, NONE)
+    own = tuple(own_prompts(options.prompts or ()))
+    pair = load(options.target, NONE)
     work.mkdir(parents=True, exist_ok=True)
     with locked(work):
-        _check_settings(work / SETTINGS, _settings(request))
-        plan = AnswerPlan(work / "answers", request.answers, request.answer_tokens, request.seed, own)
-        check_space(out.name, _announce(pair, request), work, "give another OUT")
-        _record(pair, plan, request, progress)
-        network, config = _network(pair, plan, request)
+        _check_settings(work / SETTINGS, _settings(options))
+        plan = AnswerPlan(work / "answers", options.answers, options.answer_tokens, options.seed, own)
+        check_space(out.name, _announce(pair, options), work, "give another OUT")
+        _record(pair, plan, options, progress)
+        network, config = _network(pair, plan, options)
         files = plan.answers(held_out=False), plan.answers(held_out=True)
         if "draft_ids" in network:
             ids = network.draft_ids
         else:  # its own table has a row for every token; the rows of others than these are not trained
             size = pair.info.vocab_size
-            ids = frequent_tokens(files[0], min(request.vocabulary, size), size)
+            ids = frequent_tokens(files[0], min(options.vocabulary, size), size)
             network.model.embed_tokens.freeze()
         network.freeze(recurse=False, keys=["draft_ids"])
         fit = Fit(
@@ -104,9 +88,9 @@ def train(request: TrainingRequest, progress: StageProgress) -> dict[str, Any]:
             files,
             work,
             window=config["text_config"]["sliding_window"],
-            epochs=request.epochs,
-            fine_tunes=request.source is not None,
-            seed=request.seed,
+            epochs=options.epochs,
+            fine_tunes=options.source is not None,
+            seed=options.seed,
         )
         for done in fit.run():
             last = done.curve[-1]
@@ -115,10 +99,10 @@ def train(request: TrainingRequest, progress: StageProgress) -> dict[str, Any]:
             progress.show("training", done.step, fit.steps, figures)
         fit.take_best()
         tests = _test(pair, plan, network, config, progress)
-        report = _report(request, plan, fit, tests)
-        if request.source is not None and fit.best_step == 0:
+        report = _report(options, plan, fit, tests)
+        if options.source is not None and fit.best_step == 0:
             raise InvalidValue(
-                f"{request.source} was not improved on held-out answers and stays as it is: remove {work} "
+                f"{options.source} was not improved on held-out answers and stays as it is: remove {work} "
                 "and give more --answers"
             )
         with new_folder(out) as folder:
@@ -130,11 +114,11 @@ def train(request: TrainingRequest, progress: StageProgress) -> dict[str, Any]:
 # --- before it begins
 
 
-def _settings(request: TrainingRequest) -> dict[str, Any]:
+def _settings(options: TrainingOptions) -> dict[str, Any]:
     """Return what must not change while a run is cut into pieces."""
-    files = {str(file): sha256(typed_path(file)) for file in request.prompts}
+    files = {str(file): sha256(typed_path(file)) for file in options.prompts or ()}
     chosen = {
-        key: value for key, value in asdict(request).items() if key not in ("out", "parallel", "prompts")
+        key: value for key, value in asdict(options).items() if key not in ("out", "parallel", "prompts")
     }
     return {**chosen, "prompts": files, "version": __version__}
 
@@ -153,18 +137,18 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
             )
 
 
-def _announce(pair: Pair, request: TrainingRequest) -> int:
+def _announce(pair: Pair, options: TrainingOptions) -> int:
     """Say what memory and disk a run takes. Returns the bytes on the disk."""
     parts = pair.open()
     parts.target.prefill([0, 0])
-    rows = request.answers * request.answer_tokens
+    rows = options.answers * options.answer_tokens
     width = parts.target.parts.embed(mx.array([0])).shape[-1]
     shared = sum(each.keys.nbytes + each.values.nbytes for each in parts.target.shared_kv().values()) // 2
     disk = rows * (2 * width + shared)
-    caches = request.parallel * request.answer_tokens * 2 * parts.target.row_bytes
+    caches = options.parallel * options.answer_tokens * 2 * parts.target.row_bytes
     memory = pair.info.target_bytes + caches
     print(
-        f"{request.answers} answers of up to {request.answer_tokens} tokens: at most {human_bytes(memory)} "
+        f"{options.answers} answers of up to {options.answer_tokens} tokens: at most {human_bytes(memory)} "
         f"of memory and {human_bytes(disk)} on the disk until it is done",
         file=sys.stderr,
     )
@@ -174,32 +158,32 @@ def _announce(pair: Pair, request: TrainingRequest) -> int:
 # --- stages
 
 
-def _record(pair: Pair, plan: AnswerPlan, request: TrainingRequest, progress: StageProgress) -> None:
+def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: StageProgress) -> None:
     done = sum(file.exists() for held in (True, False) for file in plan.answers(held_out=held))
     tokens = 0
-    for count in plan.record(pair, request.parallel):
+    for count in plan.record(pair, options.parallel):
         done, tokens = done + 1, tokens + count
-        progress.show("answers", min(done, request.answers), request.answers, f"{tokens} tokens")
+        progress.show("answers", min(done, options.answers), options.answers, f"{tokens} tokens")
     for held_out in (True, False):
         if not plan.answers(held_out=held_out):
             raise InvalidValue(
-                f"{request.answers} answers are too few to train and to test: give more --answers, or "
+                f"{options.answers} answers are too few to train and to test: give more --answers, or "
                 "prompts that the target answers at greater length"
             )
 
 
 def _network(
-    pair: Pair, plan: AnswerPlan, request: TrainingRequest
+    pair: Pair, plan: AnswerPlan, options: TrainingOptions
 ) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, with its first weights, and its config.json."""
-    target = repair_config(read_config(find(folders(request.target, NONE)[0])))
-    if request.source is not None:
-        return _published(request.source, target)
+    target = repair_config(read_config(find(folders(options.target, NONE)[0])))
+    if options.source is not None:
+        return _published(options.source, target)
     files = plan.answers(held_out=False)
-    config = _new_config(target, read_answer(files[0]), pair.info.vocab_size, request)
+    config = _new_config(target, read_answer(files[0]), pair.info.vocab_size, options)
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target)
-    mx.random.seed(request.seed)
+    mx.random.seed(options.seed)
     network = AssistantNetwork(assistant)
     network.draft_ids = frequent_tokens(files, config["draft_vocab_size"], pair.info.vocab_size)
     start_linear(network, pair.parts.embed, files[:LINEAR_ANSWERS])
@@ -229,17 +213,17 @@ def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork
 
 
 def _new_config(
-    target: Mapping[str, Any], answer: RecordedAnswer, vocab_size: int, request: TrainingRequest
+    target: Mapping[str, Any], answer: RecordedAnswer, vocab_size: int, options: TrainingOptions
 ) -> dict[str, Any]:
     """Return the config.json of a new drafter for a target. Raises Mismatch if it has no full attention."""
-    if FULL not in answer.keys:
+    if FULL not in answer.shared:
         raise Mismatch(
-            f"{request.target} has no full attention, whose K/V a drafter reads: it cannot be trained for"
+            f"{options.target} has no full attention, whose K/V a drafter reads: it cannot be trained for"
         )
     text, width = text_config(target), answer.hidden.shape[-1]
-    heads, head_dim = answer.keys[FULL].shape[0], answer.keys[FULL].shape[-1]
+    _, heads, _, head_dim = answer.shared[FULL].keys.shape
     queries = int(text.get("num_attention_heads") or heads)
-    hidden = request.width or min(width, NEW_WIDTH)
+    hidden = options.width or min(width, NEW_WIDTH)
     rope = text.get("rope_parameters") or {}
     rope = rope.get(FULL) or {"rope_type": "default", **(text.get("rope_scaling") or {}), **rope}
     rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
@@ -248,8 +232,8 @@ def _new_config(
         "backbone_hidden_size": width,
         "use_ordered_embeddings": False,
         "tie_word_embeddings": True,
-        **({} if Path(request.target).exists() else {"base_model_name_or_path": request.target}),
-        "draft_vocab_size": min(request.vocabulary, vocab_size),
+        **({} if Path(options.target).exists() else {"base_model_name_or_path": options.target}),
+        "draft_vocab_size": min(options.vocabulary, vocab_size),
         KEY: {"hidden": "post_norm", "chain": "post_norm", "rope": "target", "shift": 1, "capture": []},
         "text_config": {
             "vocab_size": vocab_size,
@@ -302,11 +286,11 @@ def of_all_kinds(prompts: Iterable[tuple[str, list[int]]], least: int) -> list[t
 
 
 def _report(
-    request: TrainingRequest, plan: AnswerPlan, fit: Fit, tests: Mapping[str, Mapping[str, float]]
+    options: TrainingOptions, plan: AnswerPlan, fit: Fit, tests: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     progress = fit.progress
     return {
-        **_settings(request),
+        **_settings(options),
         "training_answers": len(plan.answers(held_out=False)),
         "held_out_answers": len(plan.answers(held_out=True)),
         "rows": fit.rows,
@@ -327,5 +311,5 @@ def _write(
         for name, array in flat(network.parameters()).items()
     }
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    write_json(folder / "config.json", config)
+    write_json(folder / REPORT, report)

@@ -17,7 +17,7 @@ from mlx_spec.hub.files import AGAIN, read_object, shortened
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
-SHARD = re.compile(r"-\d+-of-(?P<count>\d+)\.safetensors$")
+SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
 GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
@@ -109,15 +109,8 @@ def check_weights(folder: Path) -> int:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if config.json and all weight files exist, whole or not. A link may be dead."""
-    files = list(folder.glob(WEIGHTS))
-    numbered = [match for file in files if (match := SHARD.search(file.name))]
-    try:
-        wanted = [folder / name for name in ("config.json", *indexed_files(folder))]
-    except BadCheckpoint:
-        return False
-    complete = all(len(numbered) >= int(match["count"]) for match in numbered)
-    return bool(files) and complete and all(file.is_file() for file in [*files, *wanted])
+    """Return True if config.json and all weight files exist, whole or not."""
+    return (folder / "config.json").is_file() and not any(_missing_files(folder))
 
 
 def other_format(place: object, names: Collection[str]) -> str | None:
@@ -203,11 +196,6 @@ def parse_header(file: Path, header: bytes) -> dict[str, TensorInfo]:
         raise BadCheckpoint(f"{file} has a damaged header: {AGAIN}") from error
 
 
-def indexed_files(folder: Path) -> list[str]:
-    """Return the weight files that the index lists. Raises BadCheckpoint."""
-    return sorted({str(name) for name in indexed_tensors(folder).values()})
-
-
 def indexed_tensors(folder: Path) -> Mapping[str, Any]:
     """Return tensor -> file of the index, empty without an index. Raises BadCheckpoint."""
     if not (folder / INDEX).is_file():
@@ -219,14 +207,20 @@ def indexed_tensors(folder: Path) -> Mapping[str, Any]:
 
 
 def _missing_files(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with the list of weight files: by the index, and by the numbers in their names."""
+    found = [file.name for file in folder.glob(WEIGHTS)]
     try:
-        missing = [name for name in indexed_files(folder) if not (folder / name).is_file()]
+        wanted = {str(name) for name in indexed_tensors(folder).values()}
     except BadCheckpoint as error:
         yield str(error)
         return
+    for match in filter(None, map(SHARD.fullmatch, found)):
+        stem, number, count = match.groups()
+        wanted |= {f"{stem}-{i + 1:0{len(number)}}-of-{count}.safetensors" for i in range(int(count))}
+    missing = sorted(name for name in {*wanted, *found} if not (folder / name).is_file())
     if missing:
-        yield f"{folder} lacks {shortened(missing)}, which {INDEX} lists: {AGAIN}"
-    if any(folder.glob(WEIGHTS)):
+        yield f"{folder} lacks {shortened(missing)}: {AGAIN}"
+    if found:
         return
     if problem := other_format(folder, [file.name for file in folder.iterdir()]):
         yield problem

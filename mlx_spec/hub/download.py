@@ -10,9 +10,10 @@ import errno
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +25,33 @@ from mlx_spec.hub.files import NoSpace, check_space, human_bytes, one_line, sha2
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
 PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
-SHA256_LENGTH = 64  # hexadecimal digits
-HEX = re.compile("[0-9a-f]+")
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository."""
-
-    name: str
-    size: int  # bytes
-    blob: str  # name among the blobs of the cache: the SHA-256 of a large file
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Download:
-    """The files of a repository that a checkpoint needs, and their place in the cache."""
+    """The files of a repository that a checkpoint needs."""
 
     name: str
     revision: str | None  # as requested
     commit: str
-    folder: Path  # of this repository in the cache
-    files: tuple[RemoteFile, ...]
+    sizes: Mapping[str, int]  # bytes by file
 
     @property
     def total(self) -> int:
         """Return the bytes of all files."""
-        return sum(file.size for file in self.files)
+        return sum(self.sizes.values())
 
     @property
     def missing(self) -> int:
         """Return the bytes of the files that are not in the cache now."""
-        return sum(file.size for file in self.files if not self.blob(file).exists())
+        return sum(size for file, size in self.sizes.items() if not self.has(file))
 
-    def blob(self, file: RemoteFile) -> Path:
-        """Return the place of the content of `file`."""
-        return self.folder / "blobs" / file.blob
+    def has(self, file: str) -> bool:
+        """Return True if a file is in the cache."""
+        from huggingface_hub import try_to_load_from_cache
+
+        return isinstance(try_to_load_from_cache(self.name, file, revision=self.commit), str)
 
 
 def find(name: str) -> Path:
@@ -142,7 +134,6 @@ def plan(name: str, *, revision: str | None = None) -> Download:
     Raises NotFound, and BadCheckpoint for a repository without safetensors.
     """
     from huggingface_hub import HfApi, constants, errors
-    from huggingface_hub.file_download import repo_folder_name
 
     if constants.is_offline_mode():
         raise NotFound(
@@ -160,15 +151,12 @@ def plan(name: str, *, revision: str | None = None) -> Download:
     siblings = info.siblings or []
     if problem := other_format(f"https://huggingface.co/{name}", [file.rfilename for file in siblings]):
         raise BadCheckpoint(problem)
-    files = []
-    for file in siblings:
-        if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS):
-            blob = file.lfs.sha256 if file.lfs else file.blob_id or ""
-            # The name becomes a path: only hexadecimal digits may go in.
-            blob = blob if HEX.fullmatch(blob) else "unknown"
-            files.append(RemoteFile(file.rfilename, file.size or 0, blob))
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-    return Download(name, revision, info.sha or "", folder, tuple(files))
+    sizes = {
+        file.rfilename: file.size or 0
+        for file in siblings
+        if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS)
+    }
+    return Download(name, revision, info.sha or "", sizes)
 
 
 def fetch(download: Download) -> Path:
@@ -176,14 +164,17 @@ def fetch(download: Download) -> Path:
 
     Raises NotFound, BadCheckpoint for damaged files, or NoSpace before anything is written.
     """
-    check_space(download.name, download.missing, download.folder)
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    check_space(download.name, download.missing, cache)
     try:
         return _fetch(download)
     except SpecError:
         raise
     except Exception as error:  # the errors of the Hub, of its HTTP library and of the disk
         if isinstance(error, OSError) and error.errno is not None:
-            problem = f"{download.name} cannot be written to {download.folder} ({error.strerror})"
+            problem = f"{download.name} cannot be written to {cache} ({error.strerror})"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NoSpace(
                     f"{problem}: make room there and run it again, complete files are kept"
@@ -196,19 +187,27 @@ def _fetch(download: Download) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     name, revision = download.name, download.revision
-    weights = [file for file in download.files if fnmatch(file.name, WEIGHTS)]
-    new = [file for file in weights if not download.blob(file).exists()]
-    snapshot = partial(
-        snapshot_download, name, revision=revision, allow_patterns=PATTERNS, tqdm_class=_silent_bar()
+    new = [file for file in download.sizes if fnmatch(file, WEIGHTS) and not download.has(file)]
+    folder = snapshot_download(
+        name,
+        revision=revision,
+        allow_patterns=PATTERNS,
+        ignore_patterns=[WEIGHTS],
+        tqdm_class=_silent_bar(),
     )
-    snapshot(ignore_patterns=[WEIGHTS])
     for file in new:
         # In this thread, not in snapshot_download's: Ctrl-C then stops at once and removes the partial file.
-        hf_hub_download(name, file.name, revision=download.commit)
-        _check_hash(download, file)
-        for left in (download.folder / "blobs").glob(f"{file.blob}*.incomplete"):  # by killed processes
+        blob = Path(hf_hub_download(name, file, revision=download.commit)).resolve()
+        expected = published_hash(blob)
+        if expected is not None and (found := sha256(blob)) != expected:
+            blob.unlink()
+            raise BadCheckpoint(
+                f"{file} of {name} arrived with the SHA-256 {found} instead of {expected} and was deleted: "
+                "download it again"
+            )
+        for left in blob.parent.glob(f"{blob.name}*.incomplete"):  # by killed processes
             left.unlink(missing_ok=True)
-    return Path(snapshot())
+    return Path(folder)
 
 
 def _silent_bar() -> type[Any]:
@@ -219,18 +218,9 @@ def _silent_bar() -> type[Any]:
     return type("SilentBar", (base,), {"__init__": partialmethod(base.__init__, disable=True)})
 
 
-def _check_hash(download: Download, file: RemoteFile) -> None:
-    """Compare a file with the Hub's SHA-256. Deletes a wrong one, raises BadCheckpoint."""
-    blob = download.blob(file)
-    if len(file.blob) != SHA256_LENGTH or not blob.exists():
-        return
-    found = sha256(blob)
-    if found != file.blob:
-        blob.unlink()
-        raise BadCheckpoint(
-            f"{file.name} of {download.name} arrived with the SHA-256 {found} instead of {file.blob} and "
-            "was deleted: download it again"
-        )
+def published_hash(blob: Path) -> str | None:
+    """Return the SHA-256 that the Hub publishes for a blob in the cache, its name; None for another file."""
+    return blob.name if SHA256.fullmatch(blob.name) else None
 
 
 def explain(name: str, error: BaseException) -> str:
@@ -244,8 +234,6 @@ def explain(name: str, error: BaseException) -> str:
         return f"there is no repository {page}: check its name, or run `hf auth login` if it is private"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{page} has no such revision: {one_line(error)}"
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        return f"{name} is not in the local cache and {page} cannot be reached: check the network"
     return (
         f"{page} cannot be downloaded ({type(error).__name__}: {one_line(error)}): check the network and run "
         "it again, complete files are kept"

@@ -59,6 +59,14 @@ def read_pair(file: Path) -> tuple[str | None, str | None] | None:
     return None
 
 
+def write_json(file: Path, value: object) -> None:
+    """Write a new file, and wait until the disk has it. Raises OSError."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def write_atomically(file: Path, text: str) -> None:
     """Replace `file` by `text` at once, readable by its owner only. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,7 @@ STRING, ARRAY = 8, 9
 
 Bytes = npt.NDArray[Any]  # of uint8, which its operations do not say
 Floats = npt.NDArray[Any]
-
-
-class Unpacked(NamedTuple):
-    """Unpacked blocks: w = scales * integers + biases."""
-
-    integers: Bytes  # [blocks, weights]
-    scales: Floats  # [blocks, groups]
-    biases: Floats
+Arrays = dict[str, Bytes | Floats]  # weight, and scales and biases if it is quantized; each [blocks, ..]
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class BlockType:
     weights: int  # in a block
     nbytes: int  # of a block
     bits: int = 0  # of an integer in MLX; 0 for floats
-    unpack: Callable[[Bytes], Unpacked] | None = None
+    unpack: Callable[[Bytes], Arrays] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +75,8 @@ class GGUF:
     tensors: dict[str, StoredTensor]
     content: Bytes
 
-    def read(self, name: str) -> dict[str, Floats | Bytes]:
-        """Return the arrays of a tensor: weight, and scales and biases if it is quantized.
+    def read(self, name: str) -> Arrays:
+        """Return the arrays of a tensor.
 
         bfloat16 comes as its bits in uint16, packed integers come as uint32.
         """
@@ -95,16 +88,8 @@ class GGUF:
         blocks = raw.reshape(-1, kind.nbytes)
         step = max(1, CHUNK // kind.weights)
         parts = [kind.unpack(blocks[i : i + step]) for i in range(0, len(blocks), step)]
-        scales, biases = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-        if not kind.bits:
-            values = [part.integers.view(np.int8) * np.repeat(part.scales, 16, axis=1) for part in parts]
-            return {"weight": np.concatenate(values).astype(np.float32).reshape(shape)}
-        packed = np.concatenate([_pack(part.integers, kind.bits) for part in parts])
-        rows = shape[:-1]
         return {
-            "weight": packed.view(np.uint32).reshape(*rows, -1),
-            "scales": scales.reshape(*rows, -1),
-            "biases": biases.reshape(*rows, -1),
+            key: np.concatenate([part[key] for part in parts]).reshape(*shape[:-1], -1) for key in parts[0]
         }
 
 
@@ -192,24 +177,21 @@ class _Reader:
 # --- types
 
 
-def _pack(integers: Bytes, bits: int) -> Bytes:
-    """Return integers as MLX packs them: `bits` of each, the lowest first."""
+def _pack(integers: Bytes, bits: int, scales: Floats, biases: Floats) -> Arrays:
+    """Return w = scales * integers + biases as MLX packs it: `bits` of each integer, the lowest first."""
     if bits == 8:
-        return np.ascontiguousarray(integers)
-    if bits == 4:
-        pairs: Bytes = integers[:, ::2] | integers[:, 1::2] << 4
-        return pairs
-    single = np.unpackbits(integers[..., None], axis=-1, count=bits, bitorder="little")
-    return np.packbits(single.reshape(len(integers), -1), axis=1, bitorder="little")
+        packed = np.ascontiguousarray(integers)
+    elif bits == 4:
+        packed = integers[:, ::2] | integers[:, 1::2] << 4
+    else:
+        single = np.unpackbits(integers[..., None], axis=-1, count=bits, bitorder="little")
+        packed = np.packbits(single.reshape(len(integers), -1), axis=1, bitorder="little")
+    return {"weight": packed.view(np.uint32), "scales": scales, "biases": biases}
 
 
 def _halves(part: Bytes) -> Bytes:
     """Return the low, then the high four bits of each byte."""
     return np.concatenate([part & 15, part >> 4], axis=1)
-
-
-def _fifth_bits(part: Bytes) -> Bytes:
-    return np.unpackbits(part, axis=1, bitorder="little") << 4
 
 
 def _shifted(part: Bytes, bits: Iterable[int]) -> Bytes:
@@ -222,28 +204,19 @@ def _float16(part: Bytes) -> Floats:
     return np.ascontiguousarray(part).view(np.float16)
 
 
-def _q4_0(block: Bytes) -> Unpacked:
-    scales = _float16(block[:, :2])
-    return Unpacked(_halves(block[:, 2:]), scales, scales * np.float16(-8))
+def _simple(bits: int, has_bias: bool) -> Callable[[Bytes], Arrays]:
+    """Return what unpacks a scale, perhaps a bias, perhaps the fifth bits, and the other bits."""
+    rest = 4 if has_bias else 2
 
+    def unpack(block: Bytes) -> Arrays:
+        scales = _float16(block[:, :2])
+        biases = _float16(block[:, 2:4]) if has_bias else scales * np.float16(-1 << bits - 1)
+        integers = block[:, rest:] ^ 128 if bits == 8 else _halves(block[:, -16:])
+        if bits == 5:
+            integers = integers | np.unpackbits(block[:, rest : rest + 4], axis=1, bitorder="little") << 4
+        return _pack(integers, bits, scales, biases)
 
-def _q4_1(block: Bytes) -> Unpacked:
-    return Unpacked(_halves(block[:, 4:]), _float16(block[:, :2]), _float16(block[:, 2:4]))
-
-
-def _q5_0(block: Bytes) -> Unpacked:
-    scales = _float16(block[:, :2])
-    return Unpacked(_halves(block[:, 6:]) | _fifth_bits(block[:, 2:6]), scales, scales * np.float16(-16))
-
-
-def _q5_1(block: Bytes) -> Unpacked:
-    integers = _halves(block[:, 8:]) | _fifth_bits(block[:, 4:8])
-    return Unpacked(integers, _float16(block[:, :2]), _float16(block[:, 2:4]))
-
-
-def _q8_0(block: Bytes) -> Unpacked:
-    scales = _float16(block[:, :2])
-    return Unpacked(block[:, 2:] ^ 128, scales, scales * np.float16(-128))
+    return unpack
 
 
 def _k_scales(block: Bytes) -> tuple[Floats, Floats]:
@@ -260,32 +233,33 @@ def _k_halves(part: Bytes) -> Bytes:
     return _halves(part.reshape(-1, GROUP)).reshape(len(part), -1)
 
 
-def _q4_k(block: Bytes) -> Unpacked:
-    return Unpacked(_k_halves(block[:, 16:]), *_k_scales(block))
+def _q4_k(block: Bytes) -> Arrays:
+    return _pack(_k_halves(block[:, 16:]), 4, *_k_scales(block))
 
 
-def _q5_k(block: Bytes) -> Unpacked:
+def _q5_k(block: Bytes) -> Arrays:
     high = _shifted(block[:, None, 16:48], range(8)) & 1
-    return Unpacked(_k_halves(block[:, 48:]) | high.reshape(len(block), -1) << 4, *_k_scales(block))
+    return _pack(_k_halves(block[:, 48:]) | high.reshape(len(block), -1) << 4, 5, *_k_scales(block))
 
 
-def _q6_k(block: Bytes) -> Unpacked:
+def _q6_k(block: Bytes) -> Arrays:
     low = _shifted(block[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & 15
     high = _shifted(block[:, 128:192].reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & 3
     integers = low.reshape(len(block), -1) | high.reshape(len(block), -1) << 4
     scales = block[:, 192:208].view(np.int8) * _float16(block[:, 208:]).astype(np.float32)
-    return Unpacked(integers - np.uint8(32), scales, scales)
+    values = (integers - np.uint8(32)).view(np.int8) * np.repeat(scales, 16, axis=1)
+    return {"weight": values.astype(np.float32, copy=False)}
 
 
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
-    2: BlockType("Q4_0", 32, 18, 4, _q4_0),
-    3: BlockType("Q4_1", 32, 20, 4, _q4_1),
-    6: BlockType("Q5_0", 32, 22, 5, _q5_0),
-    7: BlockType("Q5_1", 32, 24, 5, _q5_1),
-    8: BlockType("Q8_0", 32, 34, 8, _q8_0),
+    2: BlockType("Q4_0", 32, 18, 4, _simple(4, False)),
+    3: BlockType("Q4_1", 32, 20, 4, _simple(4, True)),
+    6: BlockType("Q5_0", 32, 22, 5, _simple(5, False)),
+    7: BlockType("Q5_1", 32, 24, 5, _simple(5, True)),
+    8: BlockType("Q8_0", 32, 34, 8, _simple(8, False)),
     12: BlockType("Q4_K", 256, 144, 4, _q4_k),
     13: BlockType("Q5_K", 256, 176, 5, _q5_k),
     14: BlockType("Q6_K", 256, 210, 0, _q6_k),  # groups of 16, which MLX has not

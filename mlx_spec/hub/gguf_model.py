@@ -8,7 +8,6 @@ other families exceed float16, so that theirs become bfloat16.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import sys
 from collections import Counter
@@ -31,6 +30,7 @@ from mlx_spec.hub.files import (
     new_folder,
     one_line,
     shortened,
+    write_json,
 )
 from mlx_spec.hub.gguf import GGUF, GROUP, read_gguf
 from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the folders written here; raised when older ones must be written again
 SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
+ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 LAYER = {
@@ -131,12 +132,12 @@ def _write(file: Path, out: Path) -> None:
             target = folder / "target"
             target.mkdir()
             tokenizer.save(str(target / "tokenizer.json"))
-            _write_json(target / "tokenizer_config.json", tokenizer_config)
-            _write_json(target / "generation_config.json", {"eos_token_id": ends})
+            write_json(target / "tokenizer_config.json", tokenizer_config)
+            write_json(target / "generation_config.json", {"eos_token_id": ends})
             config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
-            _write_json(target / "config.json", config)
+            write_json(target / "config.json", config)
             test = {"result": "not run", "why": f"read from {file}"}
-            _write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
+            write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
     except SpecError:
         raise
     except OSError as error:
@@ -145,10 +146,6 @@ def _write(file: Path, out: Path) -> None:
         ) from error
     except Exception as error:  # of damaged metadata; the tokenizers library raises nothing narrower
         raise BadCheckpoint(f"{file} is damaged ({one_line(error)}): {AGAIN}") from error
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # --- what it is
@@ -206,7 +203,7 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
 
 def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any] | None:
     kind = values.get("rope.scaling.type", "none")
-    if "rope_freqs.weight" in gguf.tensors:
+    if ROPE_FREQS in gguf.tensors:
         return _llama3_scaling(gguf, config)
     if kind == "linear":
         return {"rope_type": "linear", "type": "linear", "factor": values["rope.scaling.factor"]}
@@ -219,7 +216,7 @@ def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict
 
 def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
     """Return the parameters of which the file holds only the result. Raises BadCheckpoint for other ones."""
-    stored = gguf.read("rope_freqs.weight")["weight"].astype(np.float64)
+    stored = gguf.read(ROPE_FREQS)["weight"].astype(np.float64)
     factor = float(stored.max())
     low, high, old = LLAMA3_ROPE.values()
     exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
@@ -259,8 +256,8 @@ def _gemma4(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, 
     widths = _for_layers(config["intermediate_size"], layers)
     full = slides.index(False)
     turned = 1.0
-    if "rope_freqs.weight" in gguf.tensors:  # 1 where full attention turns, else beyond all positions
-        turned = float((gguf.read("rope_freqs.weight")["weight"] == 1).mean())
+    if ROPE_FREQS in gguf.tensors:  # 1 where full attention turns, else beyond all positions
+        turned = float((gguf.read(ROPE_FREQS)["weight"] == 1).mean())
     full_rope = {"rope_type": "proportional", "partial_rotary_factor": turned}
     return {
         "head_dim": values["attention.key_length_swa"],
@@ -295,27 +292,20 @@ FAMILIES = {"gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4}
 
 def _names(gguf: GGUF, found: Architecture) -> dict[str, str]:
     """Return the name in the checkpoint of each tensor, without ".weight". Raises BadCheckpoint."""
-    names = {name: _name(name, found) for name in gguf.tensors if name != "rope_freqs.weight"}
-    unknown = [name for name, new in names.items() if new is None]
+    layers = {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
+    parts = {
+        f"blk.{i}.{part}": f"model.layers.{i}.{new}" for i in layers for part, new in found.layer.items()
+    }
+    parts |= MODEL
+    names = {f"{part}.weight": new for part, new in parts.items()}
+    names |= {f"{part}.bias": f"{new}.bias" for part, new in parts.items()}
+    unknown = [name for name in gguf.tensors if name not in names and name != ROPE_FREQS]
     if unknown:
         raise BadCheckpoint(
             f"{gguf.file} has tensors that {gguf.metadata['general.architecture']} is not known to have "
             f"({shortened(unknown)}): get the model in safetensors"
         )
-    return {name: new for name, new in names.items() if new is not None}
-
-
-def _name(name: str, found: Architecture) -> str | None:
-    base, _, kind = name.rpartition(".")
-    if kind not in ("weight", "bias"):
-        return None
-    block, _, rest = base.partition(".")
-    if block != "blk":
-        new = MODEL.get(base)
-    else:
-        index, _, part = rest.partition(".")
-        new = f"model.layers.{index}.{found.layer[part]}" if part in found.layer else None
-    return None if new is None else f"{new}.bias" if kind == "bias" else new
+    return {name: names[name] for name in gguf.tensors if name != ROPE_FREQS}
 
 
 def _write_weights(

@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,9 @@ SHAPE_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """One target or drafter. Values are None if config.json lacks them."""
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo(TargetShape):
+    """One target or drafter, with its shape as a target. Values are None if config.json lacks them."""
 
     name: str
     family: str  # model_type
@@ -69,23 +69,14 @@ class CheckpointInfo:
     parameters: int
     size: int  # bytes of the weights
     precision: str
-    layers: int | None
     layer_types: Mapping[str, int]  # attention type -> layers, empty if all are the same
-    hidden_size: int | None
     heads: int | None
-    kv_heads: int | None
-    global_kv_heads: int | None  # of full layers, where they differ
-    head_dim: int | None
-    global_head_dim: int | None
-    vocab_size: int | None
-    window: int | None  # tokens
     context: int | None  # tokens
     has_tokenizer: bool
     has_template: bool
     prediction_layers: int  # that config.json promises inside a target
     prediction_tensors: int  # that exist
     needs: TargetShape | None  # of a drafter: what it asks of its target
-    offers: TargetShape = field(repr=False)  # its shape as a target
     goes_with: tuple[str, ...]  # published targets of a drafter, published drafters of a target
     problem: str | None
 
@@ -142,7 +133,7 @@ def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
     drafter, drafter_problem = _inspect_part(folder, place, "drafter") if place is not None else (None, None)
     problem = target_problem or drafter_problem
     if not problem and target and drafter and drafter.needs:
-        unfit = misfits(drafter.needs, target.offers)
+        unfit = misfits(drafter.needs, target)
         problem = f"the drafter expects {', '.join(unfit)} of the target" if unfit else None
     test = manifest.get("self_test")
     is_model = not problem and drafter is not None and drafter.kind is None
@@ -155,18 +146,15 @@ def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
     config, headers = read_published(folder), read_headers(folder)
     problem = headers.problem or _inconsistency(folder, headers.tensors)
     headers = dataclasses.replace(headers, problem=problem)
-    names = {file.name for file in folder.iterdir()}
-    has_template = _holds_template(folder / "tokenizer_config.json") or "chat_template.json" in names
-    return _describe(name, config, headers, names, has_template=has_template)
+    return _describe(folder, name, config, headers, {file.name for file in folder.iterdir()})
 
 
 def misfits(needs: TargetShape, has: TargetShape) -> list[str]:
     """Return where a target is not what a drafter needs, empty if it fits."""
-    pairs = zip(dataclasses.asdict(needs).items(), dataclasses.asdict(has).values(), strict=True)
     return [
-        f"{SHAPE_WORDS[key]} {need} instead of {found}"
-        for (key, need), found in pairs
-        if need not in (None, found)
+        f"{words} {need} instead of {vars(has)[key]}"
+        for key, words in SHAPE_WORDS.items()
+        if (need := vars(needs)[key]) not in (None, vars(has)[key])
     ]
 
 
@@ -174,14 +162,8 @@ def _inspect_remote(name: str) -> CheckpointInfo:
     """Describe a repository by its config.json and headers; keep nothing."""
     from huggingface_hub import HfApi
 
-    try:
-        download = plan(name)
-    except NotFound as error:
-        if "local cache" in str(error):
-            raise NotFound(f"{error}; `mlx-spec pull {name}` fetches it") from error
-        raise
-    weights = [file for file in download.files if fnmatch(file.name, WEIGHTS)]
-    names = {file.name for file in download.files}
+    download = plan(name)
+    weights = [file for file in download.sizes if fnmatch(file, WEIGHTS)]
     api = HfApi()
 
     def tensors_of(file: str) -> dict[str, TensorInfo]:
@@ -190,24 +172,25 @@ def _inspect_remote(name: str) -> CheckpointInfo:
 
     with tempfile.TemporaryDirectory() as place:
         try:
-            for wanted in {"config.json", "tokenizer_config.json"} & names:
+            for wanted in {"config.json", "tokenizer_config.json"} & download.sizes.keys():
                 api.hf_hub_download(name, wanted, revision=download.commit, local_dir=place)
             with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-                parts = list(pool.map(tensors_of, [file.name for file in weights]))
+                parts = list(pool.map(tensors_of, weights))
         except Exception as error:  # the errors of the Hub and of its HTTP library
             raise NotFound(explain(name, error)) from error
-        config = read_published(Path(place))
-        has_template = _holds_template(Path(place) / "tokenizer_config.json")
-    tensors = {key: tensor for part in parts for key, tensor in part.items()}
-    problem = None if weights else f"{name} holds no weights ({WEIGHTS})"
-    headers = Headers(tensors, sum(file.size for file in weights), problem)
-    return _describe(name, config, headers, names, has_template=has_template)
+        tensors = {key: tensor for part in parts for key, tensor in part.items()}
+        problem = None if weights else f"{name} holds no weights ({WEIGHTS})"
+        headers = Headers(tensors, sum(download.sizes[file] for file in weights), problem)
+        return _describe(Path(place), name, read_published(Path(place)), headers, set(download.sizes))
 
 
 def _describe(
-    name: str, published: Config, headers: Headers, files: set[str], *, has_template: bool
+    folder: Path, name: str, published: Config, headers: Headers, files: set[str]
 ) -> CheckpointInfo:
-    """Describe a checkpoint. Raises BadCheckpoint for a config.json that makes no sense."""
+    """Describe a checkpoint of these files, some of which are in `folder`.
+
+    Raises BadCheckpoint for a config.json that makes no sense.
+    """
     try:
         config = repair_config(published)
     except (AttributeError, TypeError) as error:
@@ -217,7 +200,10 @@ def _describe(
     if kind is None and "model_type" not in config:
         raise BadCheckpoint(f"config.json of {name} has no model_type: download it again")
     types = text.get("layer_types")
+    types = types if isinstance(types, list) else []
+    counts = Counter(str(each).removesuffix("_attention") for each in types)
     promised = max(integer(text, *PREDICTION_LAYERS) or 0, integer(config, *PREDICTION_LAYERS) or 0)
+    needs = _needed_shape(kind, config, tensors) if kind else None
     has_tokenizer = not files.isdisjoint(TOKENIZERS)
     heads = sum(is_mtp(tensor) or MEDUSA_TENSOR.match(tensor) is not None for tensor in tensors)
     return CheckpointInfo(
@@ -227,25 +213,18 @@ def _describe(
         parameters=count_parameters(tensors, config),
         size=headers.size,
         precision=precision(tensors, config),
-        layers=shape.layers,
-        layer_types=_count_types(types) if isinstance(types, list) else {},
-        hidden_size=shape.hidden_size,
+        layer_types=dict(counts) if len(counts) > 1 else {},
         heads=integer(text, "num_attention_heads"),
-        kv_heads=shape.kv_heads,
-        global_kv_heads=shape.global_kv_heads if shape.global_kv_heads != shape.kv_heads else None,
-        head_dim=shape.head_dim,
-        global_head_dim=shape.global_head_dim if shape.global_head_dim != shape.head_dim else None,
-        vocab_size=shape.vocab_size,
-        window=shape.window,
         context=integer(text, "max_position_embeddings"),
         has_tokenizer=has_tokenizer,
-        has_template=has_template or any(fnmatch(file, "*.jinja") for file in files),
+        has_template=_holds_template(folder / "tokenizer_config.json")
+        or any(fnmatch(file, "*.jinja") or file == "chat_template.json" for file in files),
         prediction_layers=0 if kind else promised,
         prediction_tensors=0 if kind else heads,
-        needs=_needed_shape(kind, config, tensors) if kind else None,
-        offers=shape,
-        goes_with=_targets_of(name, kind, config, tensors) if kind else _drafters_of(name, shape),
+        needs=needs,
+        goes_with=_targets_of(name, config, needs) if needs else _drafters_of(name, shape),
         problem=headers.problem or (None if kind or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
+        **vars(shape),
     )
 
 
@@ -292,11 +271,6 @@ def _holds_template(file: Path) -> bool:
         return False
 
 
-def _count_types(types: list[Any]) -> dict[str, int]:
-    counts = Counter(str(kind).removesuffix("_attention") for kind in types)
-    return dict(counts) if len(counts) > 1 else {}
-
-
 def _needed_shape(kind: str, config: Config, tensors: Tensors) -> TargetShape:
     """Return what a drafter of this kind asks of its target."""
     converted = config.get("target")  # our converter records what it converted for
@@ -327,7 +301,7 @@ def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
     return found.shape[axis] if found and axis < len(found.shape) <= 2 else None
 
 
-def _targets_of(name: str, kind: str, config: Config, tensors: Tensors) -> tuple[str, ...]:
+def _targets_of(name: str, config: Config, needs: TargetShape) -> tuple[str, ...]:
     """Return the published targets of a drafter, by name, config.json and shape."""
     found = [MADE_FOR[name]] if name in MADE_FOR else []
     speculators = config.get("speculators_config")
@@ -336,13 +310,9 @@ def _targets_of(name: str, kind: str, config: Config, tensors: Tensors) -> tuple
     named = named or config.get("base_model_name_or_path")
     if isinstance(named, str) and named:
         found.append(named)
-    if kind in (catalog.ASSISTANT, catalog.DFLASH, catalog.EAGLE3, catalog.PEAGLE):
-        needs = _needed_shape(kind, config, tensors)
-        found += [
-            MADE_FOR[DRAFTERS[base]]
-            for base, shape in SHAPES.items()
-            if needs.hidden_size and not misfits(needs, shape)
-        ]
+    if needs.hidden_size and needs.vocab_size:
+        fitting = [base for base, shape in SHAPES.items() if not misfits(needs, shape)]
+        found += [MADE_FOR[DRAFTERS[base]] for base in fitting]
     return tuple(dict.fromkeys(found))
 
 

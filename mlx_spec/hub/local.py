@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +18,6 @@ from mlx_spec.hub.files import default_folder, one_line, read_object, shortened,
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 
 PREFIX = "models--"  # of the folder of a repository in the cache
-REPOSITORY_FOLDER = re.compile(PREFIX + r"\w((?!--)[\w.-])*--\w((?!--)[\w.-])*")
 STRAY = (".DS_Store",)  # the Finder leaves them in every folder that it shows
 
 
@@ -49,12 +45,26 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """The files that `mlx-spec rm` will remove."""
+    """A folder that `mlx-spec rm` will remove, by its parts: what comes in between stays."""
 
     name: str
     folder: Path
     size: int  # bytes that it frees
-    carry_out: Callable[[], None]  # raises NotOurs if the disk does not allow it
+    parts: Sequence[Path]  # in the order in which they go
+
+    def carry_out(self) -> None:
+        """Remove the folder. Raises NotOurs if the disk does not allow it."""
+        try:
+            for part in self.parts:
+                if part.is_dir() and not part.is_symlink():
+                    shutil.rmtree(part)
+                else:
+                    part.unlink(missing_ok=True)
+            self.folder.rmdir()
+        except OSError as error:
+            raise NotOurs(
+                f"{self.folder} cannot be removed ({error.strerror}): change its permissions"
+            ) from error
 
 
 def cache_folder() -> Path:
@@ -91,11 +101,16 @@ def plan_removal(name: str) -> Removal:
     folder = typed_path(name)
     if not (folder.exists() or folder.is_symlink()) and "/" not in name:
         folder = default_folder() / name
-    if folder.exists() or folder.is_symlink():
-        return _plan_pair(name, folder)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _plan_repository(name)
-    raise NotFound(f"there is no {name} to remove: `mlx-spec models` lists what there is")
+    is_pair = folder.exists() or folder.is_symlink()
+    if not is_pair:
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            raise NotFound(f"there is no {name} to remove: `mlx-spec models` lists what there is")
+        folder = cache_folder() / (PREFIX + name.replace("/", "--"))
+    if folder.is_symlink():
+        raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
+    if not is_pair and not folder.is_dir():
+        raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
+    return Removal(name, folder, _size(folder), _parts(folder) if is_pair else list(folder.iterdir()))
 
 
 # --- listing
@@ -120,7 +135,7 @@ def _pairs_in(folder: Path) -> list[LocalModel]:
 
 def _repository(folder: Path) -> LocalModel | None:
     """Return the target or drafter in a folder of the cache, None for anything else."""
-    if not REPOSITORY_FOLDER.fullmatch(folder.name):
+    if not folder.name.startswith(PREFIX):
         return None
     name = folder.name.removeprefix(PREFIX).replace("--", "/")
     try:
@@ -131,11 +146,14 @@ def _repository(folder: Path) -> LocalModel | None:
         if "model_type" not in read_object(place / "config.json"):
             return None
         found = inspect_folder(place, name)
+    except NotFound:  # no repository can have this name
+        return None
     except (SpecError, OSError, ValueError) as error:
         return LocalModel(name, "cached", folder, _size(folder), 0.0, None, one_line(error))
     if not isinstance(found, CheckpointInfo) or not (found.kind or mlx_lm_module(found.family)):
         return None
-    if not whole and _is_other_format(place):
+    is_partial = any(folder.glob("blobs/*.incomplete"))
+    if not (whole or is_partial) and other_format(place, [file.name for file in place.iterdir()]):
         return None
     problem = found.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
     return LocalModel(name, "cached", folder, _size(folder), _last_used(place), found, problem)
@@ -151,13 +169,6 @@ def _snapshot(folder: Path) -> Path | None:
     return max(_folders_in(folder / "snapshots"), key=lambda place: place.stat().st_mtime, default=None)
 
 
-def _is_other_format(snapshot: Path) -> bool:
-    """Return True for complete weights of a format that is never read."""
-    if any(snapshot.parent.parent.glob("blobs/*.incomplete")):
-        return False
-    return other_format(snapshot, [file.name for file in snapshot.iterdir()]) is not None
-
-
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
     head, tail = target.found, drafter.found
     if not isinstance(head, CheckpointInfo) or not isinstance(tail, CheckpointInfo) or head.kind is not None:
@@ -166,7 +177,7 @@ def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
         return True
     if tail.needs in (None, TargetShape()):  # these go by the tokenizer, which shapes do not tell
         return False
-    return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head.offers)
+    return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head)
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -198,70 +209,27 @@ def _last_used(folder: Path) -> float:
 # --- removal
 
 
-def _plan_pair(name: str, folder: Path) -> Removal:
-    if folder.is_symlink():
-        raise NotOurs(
-            f"{folder} is a link, which is not followed: remove the folder {folder.resolve()} by name"
-        )
+def _parts(folder: Path) -> list[Path]:
+    """Return the files of a converted pair. Raises NotOurs for another folder, or anything else in it.
+
+    pair.json goes last: what an interruption leaves is still known as ours.
+    """
     place = folder.resolve()
     if place.is_relative_to(demo.TARGET.parent.resolve()):
         raise NotOurs(f"{folder} is part of mlx_spec: uninstall the package to remove it")
     if not (place / MANIFEST).is_file():
         raise NotOurs(f"{folder} holds no {MANIFEST}, so it is no converted pair: remove it by hand")
-    parts = _parts(place)
-    return Removal(name, place, sum(map(_size, parts)), partial(_remove_pair, place, parts))
-
-
-def _parts(folder: Path) -> list[Path]:
-    """Return the halves of a pair. Raises NotOurs for anything else in the folder."""
-    manifest = read_object(folder / MANIFEST)
+    manifest = read_object(place / MANIFEST)
     named = [manifest.get(role) for role in ("target", "drafter")]
-    parts = [folder / part for part in named if isinstance(part, str)]
+    parts = [place / part for part in named if isinstance(part, str)]
     strange = [
         part
         for part in parts
-        if part.parent != folder or part.name in ("", "..") or part.is_symlink() or part == folder
+        if part.parent != place or part.name in ("", "..") or part.is_symlink() or part == place
     ]
     expected = {*STRAY, MANIFEST, *(part.name for part in parts)}
-    strange += [entry for entry in sorted(folder.iterdir()) if entry.name not in expected]
+    strange += [entry for entry in sorted(place.iterdir()) if entry.name not in expected]
     if strange or not parts:
         what = shortened([str(part) for part in strange]) or "no target"
         raise NotOurs(f"{folder} has {what} beside a converted pair: remove it by hand")
-    return [part for part in parts if part.is_dir()]
-
-
-def _remove_pair(folder: Path, parts: Iterable[Path]) -> None:
-    # pair.json goes last: what an interruption leaves is still known as ours.
-    try:
-        for part in parts:
-            shutil.rmtree(part)
-        for name in (*STRAY, MANIFEST):
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError as error:
-        raise NotOurs(f"{folder} cannot be removed ({error.strerror}): change its permissions") from error
-
-
-def _plan_repository(name: str) -> Removal:
-    folder = cache_folder() / (PREFIX + name.replace("/", "--"))
-    if folder.is_symlink():
-        raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
-    if not folder.is_dir():
-        raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
-    return Removal(name, folder, _size(folder), partial(_remove_repository, name, folder))
-
-
-def _remove_repository(name: str, folder: Path) -> None:
-    from huggingface_hub import scan_cache_dir
-
-    cache = scan_cache_dir()
-    repositories = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name]
-    # Copies of a repository on the Hub share its commits: huggingface_hub must not look at any other.
-    cache = dataclasses.replace(cache, repos=frozenset(repositories))
-    commits = [revision.commit_hash for repo in repositories for revision in repo.revisions]
-    if commits:
-        cache.delete_revisions(*commits).execute()
-    else:  # never complete, or too odd for huggingface_hub
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        raise NotOurs(f"{folder} cannot be removed: change its permissions")
+    return [*parts, *(place / name for name in (*STRAY, MANIFEST))]

@@ -132,8 +132,8 @@ def precision(tensors: Tensors, config: Config) -> str:
     theirs = _foreign_quantization(config)
     if theirs:
         return _foreign_precision(theirs)
-    most = _common_dtype(tensors, floats_only=True)
-    return DTYPE_NAMES.get(most, most) if most else "unknown"
+    most = _common_dtype(tensors)
+    return DTYPE_NAMES.get(most, most)
 
 
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
@@ -164,17 +164,17 @@ def _format(config: Config, tensors: Tensors) -> WeightFormat:
         bits, group_size = integer(found, "bits"), integer(found, "group_size")
         if bits and group_size and bits > 0 < group_size:
             return WeightFormat(bits, group_size, str(found.get("mode", "affine")))
-    dtype = _common_dtype(tensors) or ""
+    dtype = _common_dtype(tensors)
     return WeightFormat(BITS[dtype] if dtype in DTYPE_NAMES and dtype != "F8_E4M3" else 16)
 
 
-def _common_dtype(tensors: Tensors, *, floats_only: bool = False) -> str | None:
-    """Return the dtype that takes most bytes, None if there is none."""
+def _common_dtype(tensors: Tensors) -> str:
+    """Return the dtype of floats that takes most bytes, "unknown" if there is none."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
-        if not floats_only or _is_float(tensor.dtype):
-            sizes[tensor.dtype] += tensor.size if floats_only else tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else None
+        if _is_float(tensor.dtype):
+            sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "unknown"
 
 
 def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
@@ -234,12 +234,8 @@ def _bits(settings: Config) -> int:
     """Return the bits of a weight in a `quantization_config`, 4 if it does not say."""
     groups = settings.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    found = [
-        settings.get("bits"),
-        settings.get("w_bit"),
-        8 if settings.get("load_in_8bit") else None,
-        *(w.get("num_bits") for w in weights if w),
-    ]
+    found = [settings.get("bits"), settings.get("w_bit"), 8 if settings.get("load_in_8bit") else None]
+    found += [each.get("num_bits") for each in weights if each]
     return next((bits for bits in found if isinstance(bits, int) and bits in (2, 3, 4, 5, 6, 8)), 4)
 
 
@@ -253,9 +249,9 @@ def _mlx_precision(settings: Config) -> str:
 
 
 def _foreign_precision(settings: Config) -> str:
-    method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
-    name = QUANTIZER_NAMES.get(method.lower(), method)
     if "quant_method" not in settings and "bits" in settings:
         return _mlx_precision(settings)
+    method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
+    name = QUANTIZER_NAMES.get(method.lower(), method)
     kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
     return name if name in ("FP8", "MXFP4") else f"{name} {kind}"

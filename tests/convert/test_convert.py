@@ -22,8 +22,8 @@ from mlx_lm.utils import load_model
 from test_load import exchanged
 
 import mlx_spec
-from mlx_spec.convert import measure
 from mlx_spec.convert.parts import sources_of
+from mlx_spec.convert.selftest import PROMPTS
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.gemma4 import visible_rows
@@ -94,15 +94,13 @@ def test_unquantized_is_what_transformers_computes(pair: str, tmp_path: Path) ->
         check_golden(tmp_path / "out", pair, case)
 
 
-@pytest.mark.parametrize(
-    ("variant", "choice"), [*((variant, "4") for variant in VARIANTS), ("e2b", "8"), ("26b", "mxfp4")]
-)
+@pytest.mark.parametrize(("variant", "choice"), [("e2b", "8"), ("12b", "4"), ("26b", "mxfp4"), ("31b", "4")])
 def test_speculative_text_is_the_targets_own(variant: str, choice: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     bits = "4" if choice == "mxfp4" else choice
     manifest = converted(f"{variant}-trained", out, quantization=choice, drafter_bits=bits)
     drafted, plain = mlx_spec.load(out, num_draft_tokens=3), mlx_spec.load(out, "none")
-    prompt = [2, *plain.text.encode(measure.PROMPTS[2])]
+    prompt = [2, *plain.text.encode(PROMPTS[2])]
     rounds = list(drafted.generate(prompt, max_tokens=20))
     expected = [t for r in plain.generate(prompt, max_tokens=20) for t in r.tokens]
     assert [t for r in rounds for t in r.tokens] == expected
@@ -266,7 +264,7 @@ def test_quantized_already(tmp_path: Path) -> None:
     weights = [(tmp_path / run / "target" / "model.safetensors").read_bytes() for run in ("first", "second")]
     assert weights[0] == weights[1]
     drafter = str(tmp_path / "first" / "drafter")
-    assert "quantized already" in refusal("12b", tmp_path / "third", InvalidValue, drafter=drafter)
+    assert "quantized already" in refusal("12b", tmp_path / "third", drafter=drafter)
 
 
 def test_values(tmp_path: Path) -> None:

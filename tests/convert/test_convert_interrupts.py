@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
+import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import run
 from test_convert import GOLDEN, converted
-from waiting import LIMIT, wait_until
+from waiting import wait_until
 
-from mlx_spec.convert import write
-from mlx_spec.convert.write import check_space
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub import NoSpace
+from mlx_spec.hub import NoSpace, files
 from mlx_spec.hub.files import new_folder
 
 ROOT = Path(__file__).parents[2]
 PAIR = GOLDEN / "e2b"
-PARTS = [str(PAIR / "target"), "--drafter", str(PAIR / "assistant")]
-CODE = """
-import resource, sys
-from mlx_spec.apps.cli import main
-limit = int(sys.argv.pop(1))
-if limit:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-print("started", flush=True)
-sys.exit(main(["convert", *sys.argv[1:]]))
-"""
 
 
-def start(out: Path, *, file_limit: int = 0, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """A conversion in a process of its own, which may write files of at most `file_limit` bytes."""
-    arguments = [*PARTS, "-o", str(out)]
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CODE, str(file_limit), *arguments, "--no-self-test"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-    )
+def arguments(out: Path) -> list[str]:
+    parts = [str(PAIR / "target"), "--drafter", str(PAIR / "assistant")]
+    return ["convert", *parts, "-o", str(out), "--no-self-test"]
 
 
 def is_complete(out: Path) -> bool:
@@ -56,66 +35,41 @@ def is_complete(out: Path) -> bool:
     )
 
 
-def wait_for(process: subprocess.Popen[bytes], holds: Callable[[], object]) -> None:
-    """Until `holds`, or the process ends."""
-    wait_until(lambda: holds() or process.poll() is not None, pause=0.002)
-
-
-def test_killed_at_any_point(tmp_path: Path) -> None:
-    out, left = tmp_path / "out", 0
-    for point in ("", "/target/model.safetensors", "/drafter/config.json"):
-        with start(out) as process:
-            wait_for(process, lambda point=point: list(tmp_path.glob(f".out.partial-*{point}")))
-            time.sleep(random.uniform(0, 0.01))
-            process.kill()
-        if out.exists():
-            assert is_complete(out)
-            (out / "pair.json").unlink()
-            out.rename(tmp_path / f"done-{point.replace('/', '-')}")
-        left += bool(list(tmp_path.glob(".out.partial-*")))
-    assert left > 0, "every run was killed too late"
-    assert run("convert", *PARTS, "-o", str(out), "--no-self-test") == 0
+def test_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen([sys.executable, "-m", "mlx_spec", *arguments(out)], cwd=ROOT) as process:
+        wait_until(lambda: list(tmp_path.glob(".out.partial-*/target/*")), pause=0.002)
+        process.kill()
+    assert list(tmp_path.glob(".out.partial-*")) and not out.exists(), "it was killed too late"
+    assert run(*arguments(out)) == 0
     assert is_complete(out) and not list(tmp_path.glob(".*"))
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with start(out) as process:
-        wait_for(process, lambda: list(tmp_path.glob(".out.partial-*/target")))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT) in (130, 0)
-        assert process.stderr is not None
-        shown = process.stderr.read().decode()
-    if process.returncode == 130:
-        assert shown.splitlines()[-1] == "mlx-spec: interrupted, nothing was written"
-        assert not list(tmp_path.iterdir())
-
-
-def test_interrupted_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(folder: Path, needed: int) -> None:
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_spec.convert.convert.check_space", interrupt)
-    arguments = [str(PAIR / "target"), "--drafter", "none", "-o", str(tmp_path / "out")]
-    assert run("convert", *arguments) == 130
+    monkeypatch.setattr("mlx_spec.convert.convert.write_manifest", interrupt)
+    assert run(*arguments(tmp_path / "out")) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "mlx-spec: interrupted, nothing was written"
     assert not list(tmp_path.iterdir())
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    with start(tmp_path / "out", file_limit=100_000) as process:
-        assert process.wait(LIMIT) == 1
-        assert process.stderr is not None
-        *_, line = process.stderr.read().decode().splitlines()
+def test_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        assert run(*arguments(tmp_path / "out")) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"mlx-spec: the disk of {tmp_path} is full")
     assert not list(tmp_path.iterdir())
 
 
 def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_space(tmp_path, 1000)
-    with pytest.raises(NoSpace, match=r"the disk of .* has .* free and .* are needed: make room there"):
-        check_space(tmp_path, 1 << 60)
-    monkeypatch.setattr(write, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(NoSpace):
+    monkeypatch.setattr(files, "SPARE_BYTES", 1 << 60)
+    with pytest.raises(NoSpace, match=r"target needs .* on the disk of .* are free: make room there"):
         converted("e2b", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 import synthetic
-from mlx.utils import tree_flatten
-from mlx_lm.models import llama, qwen2, qwen3
 from synthetic import Checkpoint, D, V, W
 
 from mlx_spec.convert.families import FAMILIES, Converted, family_of
@@ -105,17 +103,6 @@ def test_fused_experts_are_stacked_in_order():
         assert mx.array_equal(stack[3], made.tensors[f"{prefix}3.{part}.weight"])
 
 
-def test_eight_bit_weights_are_widened_as_by_mlx_lm():
-    made = synthetic.native("deepseek_v3")
-    name = "model.layers.2.eh_proj.weight"
-    whole = mx.random.normal((D, 2 * D))
-    small, scales = mx.to_fp8(whole * 7), mx.full((1, 1), 1 / 7)
-    result = converted(made.changed(**{name: small, f"{name}_scale_inv": scales}))
-    wide = result.tensors["fc.weight"]
-    assert wide.dtype == mx.bfloat16 and mx.allclose(wide.astype(mx.float32), whole, rtol=0.08, atol=1e-2)
-    assert {name, f"{name}_scale_inv"} <= result.used
-
-
 def test_eight_bit_blocks_take_their_own_scales():
     made = synthetic.native("deepseek_v3")
     name = "model.layers.2.eh_proj.weight"
@@ -123,7 +110,9 @@ def test_eight_bit_blocks_take_their_own_scales():
     config = {**made.config, "quantization_config": {"weight_block_size": [16, 16]}}
     ones = mx.to_fp8(mx.ones((D, 2 * D)))
     result = converted(replace(made.changed(**{name: ones, f"{name}_scale_inv": scales}), config=config))
-    assert mx.array_equal(result.tensors["fc.weight"][::16, ::16].astype(mx.float32), scales)
+    wide = result.tensors["fc.weight"]
+    assert wide.dtype == mx.bfloat16 and mx.array_equal(wide[::16, ::16].astype(mx.float32), scales)
+    assert {name, f"{name}_scale_inv"} <= result.used
     assert "quantization_config" not in result.config["text_config"]
 
 
@@ -192,20 +181,6 @@ def test_a_sidecar_without_prefix_and_a_multimodal_wrapper():
     result = converted(Checkpoint({**names, **vision}, config, config))
     assert result.tensors.keys() == converted(made).tensors.keys()
     assert result.dropped["model.visual.patch_embed.weight"] == "part of the target, not of its head"
-
-
-# --- shapes
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"), [("glm4_moe", "model.layers.2."), ("eagle3", "midlayer."), ("dflash", "layers.1.")]
-)
-def test_swapped_projections(name, layer):
-    made = MADE[name][1]()
-    first, second = f"{layer}self_attn.q_proj.weight", f"{layer}self_attn.o_proj.weight"
-    q, o = made.tensors[first], made.tensors[second]
-    text = refusal(made.changed(**{first: o, second: q}))
-    assert "proj.weight of shape" in text and "(2 tensors differ)" in text
 
 
 # --- EAGLE-3, P-EAGLE
@@ -301,16 +276,6 @@ def test_heads_of_medusa_are_counted():
     assert refusal(replace(whole, tensors=gap)).startswith("the Medusa drafter has the heads [0, 2], ")
 
 
-@pytest.mark.parametrize(("kind", "module"), [("llama", llama), ("qwen2", qwen2), ("qwen3", qwen3)])
-def test_pard_is_a_model_of_mlx_lm(kind, module):
-    made = synthetic.pard(kind)
-    result = converted(made)
-    model = module.Model(module.ModelArgs.from_dict({**ROPE, **result.config["layer_config"]}))
-    assert result.tensors.keys() == dict(tree_flatten(model.parameters())).keys()
-    assert result.dropped == {"lm_head.weight": "tied to embed_tokens"}
-    assert result.config["mask_token_id"] == 63
-
-
 # --- recognition
 
 
@@ -356,13 +321,12 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     ),
     "two layers": (
         lambda: synthetic.native("glm4_moe").changed(model__layers__3__eh_proj__weight=mx.zeros((D, 2 * D))),
-        "the GLM MTP head has 2 MTP layers: this version converts heads of one layer",
+        "the GLM MTP head has several MTP layers: this version converts heads of one layer",
     ),
     "stripped DeepSeek": (
         lambda: stripped("deepseek_v3", "model.layers.2."),
-        "config.json of the DeepSeek MTP head promises 1 MTP layer (num_nextn_predict_layers), but the "
-        "checkpoint has no model.layers.2.*: the head was stripped; take the original repository "
-        "(deepseek-ai/...)",
+        "the DeepSeek MTP head was stripped, the checkpoint has no model.layers.2.* although its config.json "
+        "promises them: take the original repository (deepseek-ai/...)",
     ),
     "an indexer of DeepSeek": (
         lambda: indexed("deepseek_v3", "deepseek_v32"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,44 @@ import mlx.core as mx
 import pytest
 from commands import run
 from mlx.utils import tree_flatten
-from waiting import wait_until
+from tokenizers import processors
+from vocabularies import byte_level
 
 import mlx_spec
-from mlx_spec.convert.selftest import CHANCE_FACTOR, MIN_ACCEPTANCE
-from mlx_spec.convert.train.answers import AnswerRequest, read_answer, record, recording
-from mlx_spec.convert.train.fit import Fit, frequent_tokens, start_linear
-from mlx_spec.convert.train.prompts import bundled_prompts, own_prompts, quoting_prompts
+from mlx_spec.convert.command import run_training
+from mlx_spec.convert.options import TrainingOptions
+from mlx_spec.convert.train.answers import (
+    AnswerRequest,
+    TrainingPrompt,
+    bundled_prompts,
+    encode,
+    own_prompts,
+    quoting_prompts,
+    read_answer,
+    record,
+    recording,
+    write_answer,
+)
+from mlx_spec.convert.train.fit import (
+    Fit,
+    batch_of,
+    frequent_tokens,
+    heads_of,
+    loss_of,
+    start_linear,
+    unroll,
+)
 from mlx_spec.convert.train.train import WORK, of_all_kinds
-from mlx_spec.convert.train.unroll import batch_of, heads_of, loss_of, unroll
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4Assistant
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
+from mlx_spec.text import Text
 from mlx_spec.types import Features, KVRows
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "benchmarks" / "prompts" / "demo" / "facts.jsonl"
 FACTS = ROOT / "benchmarks" / "demo_pair" / "facts.json"
-SMALL = "--answers 60 --answer-tokens 20 --vocabulary 512 --width 48 --epochs 2".split()
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +120,8 @@ def test_answers_are_those_of_the_target_alone(demo: Pair, answers: list[Path]) 
     assert mx.allclose(mx.logsumexp(logits.astype(mx.float32), axis=-1), answer.logsumexp, atol=0.1)
     parts.target.commit(len(alone))
     for kind, rows in parts.target.shared_kv().items():
-        size = answer.keys[kind].shape[1]
-        assert mx.allclose(rows.keys[0, :, -size:].astype(mx.float32), answer.keys[kind], atol=0.1)
+        keys = answer.shared[kind].keys
+        assert mx.allclose(rows.keys[:, :, -keys.shape[2] :].astype(mx.float32), keys, atol=0.1)
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -118,11 +135,8 @@ def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path
             weight[...] = 1.0
     seen = answer.prompt_tokens + place  # rows of K/V, without the pending token's
     rows = {
-        kind: KVRows(
-            answer.keys[kind][None, :, :seen].astype(mx.float32),
-            answer.values[kind][None, :, :seen].astype(mx.float32),
-        )
-        for kind, keys in answer.keys.items()
+        kind: KVRows(*(a[:, :, :seen].astype(mx.float32) for a in (kept.keys, kept.values)))
+        for kind, kept in answer.shared.items()
     }
     drafter = Gemma4Assistant(network, 64, demo.parts)
     history = [0] * seen + [int(answer.tokens[place])]
@@ -132,19 +146,16 @@ def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path
 
     tokens = mx.array([*answer.tokens.tolist()[: place + 1], *drafted, 0])
     size = len(tokens)
-    pad = [
-        (0, 0),
-        (0, max(answer.prompt_tokens + size - 1 - answer.keys["full_attention"].shape[1], 0)),
-        (0, 0),
-    ]
-    changed = type(answer)(
-        "chat",
-        True,
-        tokens,
-        mx.broadcast_to(answer.hidden[place], (size, 192)),
-        {kind: mx.pad(a, pad)[:, : answer.prompt_tokens + size - 1] for kind, a in answer.keys.items()},
-        {kind: mx.pad(a, pad)[:, : answer.prompt_tokens + size - 1] for kind, a in answer.values.items()},
-        mx.zeros(size),
+    end, pad = answer.prompt_tokens + size - 1, [(0, 0), (0, 0), (0, size), (0, 0)]
+    changed = replace(
+        answer,
+        tokens=tokens,
+        hidden=mx.broadcast_to(answer.hidden[place], (size, 192)),
+        shared={
+            kind: KVRows(*(mx.pad(a, pad)[:, :, :end] for a in (kept.keys, kept.values)))
+            for kind, kept in answer.shared.items()
+        },
+        logsumexp=mx.zeros(size),
     )
     batch = batch_of([changed], 64, mx.float32)
     heads = heads_of(network, demo.parts, network.draft_ids)
@@ -181,7 +192,7 @@ def test_a_run_in_pieces_is_a_run_in_one(demo: Pair, answers: list[Path], tmp_pa
             (answers[:-1], answers[-1:]),
             folder,
             window=64,
-            epochs=6,
+            epochs=3,
             fine_tunes=False,
             seed=1,
         )
@@ -202,36 +213,39 @@ def test_a_run_in_pieces_is_a_run_in_one(demo: Pair, answers: list[Path], tmp_pa
     assert float(whole.progress.curve[-1][1]) < float(whole.progress.curve[1][1])
 
 
-def test_train_killed_and_gone_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_train_interrupted_and_gone_on(
+    demo: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command goes on after kill -9, refuses other options, and makes a drafter that keeps the text."""
-    out, prompts = tmp_path / "drafter", tmp_path / "prompts.txt"
-    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:60]]
+    """The command goes on from the answers it has, refuses other options, and the drafter keeps the text."""
+    out, prompts, work = tmp_path / "drafter", tmp_path / "prompts.txt", tmp_path / f"drafter{WORK}"
+    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:12]]
     prompts.write_text("\n".join(f"What does {name} do?" for name in names))
-    arguments = ["train", "demo", "-o", str(out), "--prompts", str(prompts), *SMALL]
-    work = out.with_name(f"drafter{WORK}")
-    with subprocess.Popen([sys.executable, "-m", "mlx_spec", *arguments], cwd=ROOT) as process:
-        wait_until(lambda: len(list(work.glob("answers/*"))) >= 6)
-        process.send_signal(signal.SIGKILL)
-    assert len(list(work.glob("answers/0*"))) >= 5  # the last one may be a temporary file
-    assert run(*arguments, "--epochs", "3") == 1
-    assert "epochs 2.0, this one has 3.0" in capsys.readouterr().err
+    options = TrainingOptions("demo", out, None, [prompts], 12, 20, 2.0, 512, 48)  # fewer than typer lets in
+
+    def interrupt(file: Path, answer: Any) -> None:
+        write_answer(file, answer)
+        if len(list(work.glob("answers/*"))) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("mlx_spec.convert.train.answers.write_answer", interrupt)
+        run_training(options)
+    assert f"the same command goes on from {work}" in capsys.readouterr().err
+    with pytest.raises(InvalidValue, match=r"epochs 2\.0, this one has 3\.0"):
+        run_training(replace(options, epochs=3.0))
     monkeypatch.setattr("mlx_spec.convert.train.train.TEST_TOKENS", 16)
-    assert run(*arguments) == 0
+    capsys.readouterr()
+    assert run_training(options) == 0
+    shown = capsys.readouterr()
+    assert "answers: 4 of 12" in shown.err and f"chat --target demo --drafter {out}" in shown.out
     report = json.loads((out / "training.json").read_text())
-    assert report["tokens_a_round"]["0"]["all"] > 1 + CHANCE_FACTOR * MIN_ACCEPTANCE
-    losses = [point[1] for point in report["curve"][1:]]
-    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])  # of single batches, which differ much
+    assert report["tokens_a_round"]["0"]["all"] > 1  # some drafts are accepted after so few steps
     assert not work.exists()
 
-    plain, fast = mlx_spec.load("demo", "none"), mlx_spec.load("demo", out, num_draft_tokens=4)
-    for name in names[:2]:
-        prompt = plain.text.prompt([{"role": "user", "content": f"What does {name} do?"}])
-        texts = [
-            [t for r in pair.generate(prompt, max_tokens=30) for t in r.tokens] for pair in (plain, fast)
-        ]
-        assert texts[0] == texts[1]
+    fast = mlx_spec.load("demo", out, num_draft_tokens=4)
+    prompt = fast.text.prompt([{"role": "user", "content": f"What does {names[0]} do?"}])
+    texts = [[t for r in pair.generate(prompt, max_tokens=20) for t in r.tokens] for pair in (demo, fast)]
+    assert texts[0] == texts[1]
 
 
 def test_a_place_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,6 +261,17 @@ def test_all_kinds_are_tested() -> None:
         counts = Counter(kind for kind, _ in of_all_kinds(prompts, least))
         assert len(counts) == 4 and max(counts.values()) - min(counts.values()) <= 1
         assert sum(counts.values()) >= min(least, 64)
+
+
+def test_a_prompt_without_a_template_begins_as_when_it_is_answered() -> None:
+    """The token at the beginning was missing."""
+    tokenizer = byte_level()
+    beginning = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.post_processor = beginning
+    prompt = TrainingPrompt("own", ({"role": "user", "content": "Hi"},))
+    assert encode(Text(tokenizer, None, ()), prompt)[0] == 0
 
 
 def test_prompts(tmp_path: Path) -> None:

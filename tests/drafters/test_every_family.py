@@ -38,7 +38,8 @@ from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert.convert import convert
+from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.drafters.conditioned import MAX_WAITING
 from mlx_spec.engine import decode
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -227,7 +228,7 @@ def converted(family: str, folder: Path, bits: tuple[str, str] = ("none", "none"
     """Convert a fitted pair to `folder`/out and return its manifest; bits of target and drafter."""
     model, _, _, published = fit(family)
     target, drafter = write_target(folder / "target", model), published.write(folder / "drafter")
-    asked = Request(str(target), str(drafter), folder / "out", bits[0], 32, bits[1], None, True)
+    asked = ConversionOptions(str(target), folder / "out", str(drafter), bits[0], 32, bits[1], None, True)
     return convert(asked, StageProgress(io.StringIO()))
 
 

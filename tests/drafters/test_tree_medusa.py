@@ -21,7 +21,8 @@ from synthetic import Checkpoint
 from test_logprobs import recorded
 
 from mlx_spec import load
-from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert.convert import convert
+from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.medusa import GuessRates
 from mlx_spec.drafters.model_free import GrammarFilter
@@ -217,7 +218,8 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
     target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", True), StageProgress(io.StringIO()))
+    options = ConversionOptions(target, out, heads, "none", None, "none", "float32", True)
+    convert(options, StageProgress(io.StringIO()))
     return out
 
 

@@ -1,17 +1,14 @@
-"""A Hub with three repositories, an empty cache, and commands in processes of their own."""
+"""A Hub with three repositories, and an empty cache."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 import pytest
 import sparse
-from hub_stand_in import ASSISTANT, E2B, ROOT, Hub, serving
+from hub_stand_in import ASSISTANT, E2B, Hub, serving
 from huggingface_hub import constants
 
 
@@ -36,7 +33,7 @@ def served(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def cache(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache and an empty folder of pairs, which processes started by `start` use, too."""
+    """An empty cache and an empty folder of pairs."""
     folder = tmp_path / "home" / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "ENDPOINT", served.url)
@@ -44,15 +41,3 @@ def cache(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(platformdirs, "user_data_path", lambda name: tmp_path / "data" / name)
     return folder
-
-
-@pytest.fixture
-def start(served: Hub, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """Start a command of mlx-spec in a process of its own."""
-
-    def start(*arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-        command = [sys.executable, "-W", "error", "-m", "mlx_spec", *arguments]
-        return subprocess.Popen(command, env=served.variables(tmp_path / "home"), cwd=ROOT, **pipes)
-
-    return start

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from waiting import wait_until
 from mlx_spec import hub
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.checkpoint import check_weights
+from mlx_spec.hub.files import sha256
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -138,13 +138,6 @@ def test_disk_that_cannot_be_written(
 # --- interruptions
 
 
-def test_connection_that_breaks(served: Hub) -> None:
-    """huggingface_hub goes on where the connection broke."""
-    served.cut_after, served.cuts = 50_000, 1
-    assert check_weights(hub.find(E2B)) > 200_000
-    assert served.cuts == 0
-
-
 def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     served.cut_after, served.cuts = 0, 100
@@ -153,15 +146,16 @@ def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pyt
     assert sum("safetensors" in path for path in served.asked) < 20 and partials(cache) == []
 
 
-def test_ctrl_c(
-    served: Hub,
-    cache: Path,
-    start: Callable[..., subprocess.Popen[bytes]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c(served: Hub, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served.breaks.clear()
     served.cut_after, served.cuts = 60_000, 1
-    process = start("pull", "gemma-4-e2b")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "mlx_spec", "pull", "gemma-4-e2b"],
+        env=served.variables(tmp_path / "home"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     wait_until(lambda: not served.cuts or process.poll() is not None)
     assert served.cuts == 0 and process.poll() is None
     before = time.monotonic()
@@ -177,8 +171,8 @@ def test_ctrl_c(
 
 
 def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
-    large = next(file for file in hub.plan(E2B).files if file.name == "model.safetensors")
-    stale = hub.plan(E2B).blob(large).with_name(f"{large.blob}.0badcafe.incomplete")
+    digest = sha256(served.repositories[E2B] / "model.safetensors")
+    stale = cache / ("models--" + E2B.replace("/", "--")) / "blobs" / f"{digest}.0badcafe.incomplete"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(bytes(1000))
     assert check_weights(hub.find(E2B)) > 200_000 and partials(cache) == []
@@ -187,16 +181,9 @@ def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
 def test_content_with_another_hash(served: Hub, cache: Path) -> None:
     whole = (served.repositories[E2B] / "model.safetensors").read_bytes()
     served.swapped = b"x" * len(whole)
-    digest = hashlib.sha256(whole).hexdigest()
+    digest = sha256(served.repositories[E2B] / "model.safetensors")
     with pytest.raises(BadCheckpoint, match=f"instead of {digest} and was deleted"):
         hub.find(E2B)
     assert not list(cache.rglob(digest)) and hub.cached(E2B) is None
     served.swapped = None
     assert check_weights(hub.find(E2B)) > 200_000
-
-
-def test_hash_that_is_a_path(served: Hub, tmp_path: Path) -> None:
-    served.sha256 = "../../../../outside"
-    assert all(file.blob.isalnum() for file in hub.plan(E2B).files)
-    assert check_weights(hub.find(E2B)) > 200_000
-    assert not list(tmp_path.glob("outside*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,14 @@ def reference(metadata: dict[str, Any]) -> Tokenizer:
     return convert_gguf_tokenizer("llama", {named.get(key, key): value for key, value in values.items()})[0]
 
 
+@cache
+def vocabulary() -> Tokenizer:
+    return byte_level(CORPUS, size=1200)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_tokens_of_byte_level_vocabularies(cut: str) -> None:
-    metadata = tokenizer_metadata(byte_level(CORPUS, size=1200), pre=cut)
+    metadata = tokenizer_metadata(vocabulary(), pre=cut)
     tokenizer, config, ends = read_gguf_tokenizer(Path("x.gguf"), metadata)
     expected = reference(metadata)
     if cut in ("smollm", "starcoder", "refact", "command-r", "codeshell"):  # transformers does not know these

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import sparse
 from commands import run
-from hub_stand_in import ROOT, serving
+from hub_stand_in import ROOT, Hub
+from huggingface_hub import constants
 
 from mlx_spec.apps import models
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
@@ -43,7 +44,7 @@ def test_target(tmp_path: Path) -> None:
     assert found.size == (folder / "model.safetensors").stat().st_size > 800e6
     assert (found.layers, found.hidden_size, found.heads, found.kv_heads) == (35, 1536, 8, 1)
     assert (found.vocab_size, found.window, found.context) == (262144, 512, 131072)
-    assert (found.head_dim, found.global_head_dim, found.global_kv_heads) == (256, 512, None)
+    assert (found.head_dim, found.global_head_dim, found.global_kv_heads) == (256, 512, 1)
     assert (found.has_tokenizer, found.has_template, found.problem) == (True, True, None)
     assert found.goes_with == ("google/gemma-4-E2B-it-assistant",)
     assert found.speculative_heads == "none"
@@ -239,33 +240,24 @@ sys.exit(code)
     assert "gemma4_assistant" in done.stdout and "no " not in done.stderr
 
 
-def test_repository_that_is_not_here(tmp_path: Path) -> None:
+def test_repository_that_is_not_here(
+    served: Hub,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = sparse.checkpoint(tmp_path / "repo", sparse.gemma4("E2B"), {"a.weight": ("BF16", (4096, 4096))})
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (folder / "own.py").touch()
 
-    def inspected(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-m", "mlx_spec", "inspect", *arguments],
-            env=hub.variables(tmp_path / "home") | environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    with serving({"owner/model": folder}) as hub:
-        done = inspected("owner/model", "--json")
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["parameters"] == 4096 * 4096 and found["size"] > 33e6
-        assert (found["family"], found["has_tokenizer"], found["has_template"]) == ("gemma4", True, True)
-        assert not (tmp_path / "home" / "hub").exists()
-        assert hub.sent < 1e6
-        done = inspected("owner/model", HF_HUB_OFFLINE="1")
-        assert done.returncode == 1 and done.stdout == ""
-        assert (
-            "HF_HUB_OFFLINE forbids" in done.stderr
-            and "`mlx-spec pull owner/model` fetches it" in done.stderr
-        )
-        assert done.stderr.count("\n") == 1
+    served.repositories["owner/model"] = folder
+    assert run("inspect", "owner/model", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 4096 * 4096 and found["size"] > 33e6
+    assert (found["family"], found["has_tokenizer"], found["has_template"]) == ("gemma4", True, True)
+    assert served.sent < 1e6 and not cache.exists()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run("inspect", "owner/model") == 1
+    out, err = capsys.readouterr()
+    assert "HF_HUB_OFFLINE forbids" in err and err.count("\n") == 1 and out == ""

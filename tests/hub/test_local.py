@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import pty
 import shutil
-import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,22 +181,18 @@ def test_remove_refuses(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixtu
         assert name in refused(name)
 
 
-@pytest.mark.parametrize(
-    ("answer", "removed"), [(b"n\n", False), (b"\n", False), (b"\x04", False), (b"y\n", True)]
-)
-def test_remove_asks(
-    cache: Path, start: Callable[..., subprocess.Popen[bytes]], answer: bytes, removed: bool
-) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "removed"), [("n\n", False), ("\n", False), ("", False), ("y\n", True)])
+def test_remove_asks(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, removed: bool) -> None:
     hub.find(ASSISTANT)
-    ours, theirs = pty.openpty()
-    process = start("rm", ASSISTANT, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    while b"[y/N]" not in shown:
-        shown += os.read(ours, 1000)
-    os.write(ours, answer)
-    assert process.wait(timeout=30) == (0 if removed else 1)
-    os.close(ours)
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    assert run("rm", ASSISTANT) == (0 if removed else 1)
+    assert "[y/N]" in shown.getvalue()
     assert repository(cache, ASSISTANT).exists() != removed
 
 

@@ -17,9 +17,10 @@ from fitted import Recorder
 from lossless import GREEDY, emitted
 
 import mlx_spec
-from mlx_spec.convert import measure, selftest
-from mlx_spec.convert.convert import Request, convert
+from mlx_spec.convert import selftest
+from mlx_spec.convert.convert import convert
 from mlx_spec.convert.families import family_of
+from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.engine import decode
 from mlx_spec.hub.progress import StageProgress
@@ -107,7 +108,7 @@ def converted(
     target: Path, drafter: Path | str, out: Path, shown: io.StringIO | None = None, **changes: Any
 ) -> dict[str, Any]:
     """Convert a pair, unquantized, in float32 and untested unless changed. Return its manifest."""
-    asked = Request(str(target), str(drafter), out, "none", None, "none", "float32", True)
+    asked = ConversionOptions(str(target), out, str(drafter), "none", None, "none", "float32", True)
     return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()))
 
 
@@ -115,9 +116,9 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "GENERATED", 12)
-        patch.setattr(measure, "TEXT_LENGTH", 16)
-        patch.setattr(measure, "PROMPTS", measure.PROMPTS[:3])
-        patch.setattr(measure, "QUESTIONS", ())
+        patch.setattr(selftest, "TEXT_LENGTH", 16)
+        patch.setattr(selftest, "PROMPTS", selftest.PROMPTS[:3])
+        patch.setattr(selftest, "QUESTIONS", ())
         return converted(target, drafter, out, skip_test=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,14 +22,13 @@ COMMIT = "0" * 39 + "1"
 class Hub:
     """The served repositories, the requests, and the faults. Weights are served as LFS files."""
 
-    repositories: Mapping[str, Path]  # owner/name -> folder; names with "gated" or "torn" answer so
+    repositories: dict[str, Path]  # owner/name -> folder; names with "gated" or "torn" answer so
     url: str = ""
     asked: list[str] = field(default_factory=list)  # paths, "PATH from N" for a part
     sent: int = 0  # bytes
     cut_after: int = 0  # bytes of weights after which the connection breaks
     cuts: int = 0  # how many times it does
     breaks: threading.Event = field(default_factory=threading.Event)  # until it is set, it stalls instead
-    sha256: str | None = None  # what weights are said to have, instead of their own
     swapped: bytes | None = None  # content that is sent instead of the weights
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -45,7 +44,7 @@ class Hub:
 
 
 @contextmanager
-def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
+def serving(repositories: dict[str, Path]) -> Iterator[Hub]:
     """A hub with these repositories, for as long as the block runs."""
     hub = Hub(repositories)
     hub.breaks.set()
@@ -99,9 +98,6 @@ class _Handler(BaseHTTPRequestHandler):
         if rest and rest[1] not in ("main", COMMIT):
             return self._error(404, "RevisionNotFound")
         files = [_describe(file) for file in sorted(folder.iterdir()) if file.is_file()]
-        for file in files:
-            if self.hub.sha256 is not None and "lfs" in file:
-                file["lfs"]["sha256"] = self.hub.sha256
         whole = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files}
         return self._send(json.dumps(files if rest and rest[0] == "tree" else whole).encode())
 

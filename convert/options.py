@@ -1,21 +1,55 @@
-"""`mlx-spec train`: a drafter for a target that has none."""
+"""The options of `mlx-spec convert` and `mlx-spec train`, as what they start reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 from typer import Argument
 
-from mlx_spec.apps.command import MODEL, option, program
-from mlx_spec.convert.command import long_run
-from mlx_spec.device import require_backend
+from mlx_spec.apps.command import MODEL, flag, option
 
 
 @dataclass(frozen=True)
-class Options:
+class ConversionOptions:
+    """Convert a target and its drafter, in Hugging Face format or GGUF, to a pair that `mlx-spec chat` runs.
+
+    The pair is tested before it gets its name.
+    """
+
+    target: Annotated[str, Argument(metavar="TARGET", help="a folder, a GGUF file or a repository")]
+    out: Annotated[Path, option("--out", "-o", value="OUT", help="the folder to create")]
+    drafter: Annotated[
+        str,
+        option(
+            value="REPO|auto|none",
+            help="a folder or a repository; auto: the one published for TARGET, or the draft heads inside it",
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["4", "5", "6", "8", "mxfp4", "nvfp4", "none"] | None,
+        option(
+            "-q",
+            help="bits of the target, or a mode",
+            default="4, and none where TARGET is quantized already",
+        ),
+    ] = None
+    group_size: Annotated[int | None, option(value="N", help="weights that share a scale", default="64")] = (
+        None
+    )
+    drafter_bits: Annotated[Literal["4", "8", "none"], option(help="bits of the drafter")] = "4"
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        option(help="type of the weights that are not quantized", default="as in the sources"),
+    ] = None
+    skip_test: Annotated[bool, flag("--no-self-test", "write the pair without the test; it is recorded")] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
     """Train a drafter on a target's own answers. The same command goes on where an unfinished run ended.
 
     It takes minutes to hours, and keeps what it needs in OUT.training. The text of the target does not change
@@ -45,28 +79,3 @@ class Options:
     ] = None
     parallel: Annotated[int, option(value="N", min=1, help="answers that are made at a time")] = 64
     seed: Annotated[int, option(value="N", help="the same seed, the same drafter")] = 0
-
-
-def _run(options: Options) -> int:
-    require_backend()
-    from mlx_spec.convert.train.train import WORK, TrainingRequest, train
-
-    request = TrainingRequest(**{**vars(options), "prompts": tuple(options.prompts or ())})
-    interrupted = f"interrupted; the same command goes on from {options.out}{WORK}"
-    with long_run(options.out, interrupted) as progress:
-        report = train(request, progress)
-    print("\n".join(_lines(report, options)))
-    return 0
-
-
-def _lines(report: Mapping[str, Any], options: Options) -> list[str]:
-    """Return what was made, and what it accepts on held-out prompts."""
-    lines = [f"{options.out}: trained on {report['rows']} tokens in {report['steps']} steps"]
-    for temperature, kinds in report["tokens_a_round"].items():
-        others = ", ".join(f"{kind} {n:.2f}" for kind, n in kinds.items() if kind != "all")
-        lines.append(f"temperature {temperature}: {kinds['all']:.2f} tokens a round ({others})")
-    lines.append(f"use it with: mlx-spec chat --target {options.target} --drafter {options.out}")
-    return lines
-
-
-main = program("train", Options, _run)
