@@ -18,7 +18,7 @@ from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conve
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.layer_caches import capacity_for
-from mlx_spec.types import CacheState, Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
 
@@ -243,7 +243,7 @@ def network_source(
     network: nn.Module,
     needs: FeatureSpec,
     vocab_size: int,
-    kind: Callable[..., Drafter] = ChainDrafter,
+    kind: Callable[..., SequenceDrafter] = ChainDrafter,
     *own: object,
 ) -> DrafterSource:
     """Return the source of drafters `kind(network, parts, needs, *own)`.
@@ -251,7 +251,7 @@ def network_source(
     `network` may bring an embedding and an LM head.
     """
 
-    def make(parts: TargetParts) -> Drafter:
+    def make(parts: TargetParts) -> SequenceDrafter:
         return kind(network, own_parts(network, parts, vocab_size), needs, *own)
 
     return DrafterSource(name, needs, vocab_size, make, network)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
@@ -50,7 +51,6 @@ class LMTarget:
         self.parts = parts_of(model)
         self._reset()
         self._recurrent = bool(self._caches.recurrent)
-        self._reads_trees = False  # True once the model was found to read trees
         if self._needs.shared_kv and self._recurrent:
             raise NotRewindable(
                 "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
@@ -155,7 +155,8 @@ class LMTarget:
         """Count tokens that a shared pass committed."""
         self._size += tokens
 
-    def refuses_trees(self) -> str | None:
+    @cached_property
+    def tree_obstacle(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
         layers = decoder_of(self._model)["layers"]
         if self._recurrent:
@@ -181,10 +182,8 @@ class LMTarget:
         """
         start = self.uncommitted
         assert start + tokens.size == len(parents) + 1 <= MAX_UNCOMMITTED, "a tree follows a commit"
-        if not self._reads_trees:
-            if reason := self.refuses_trees():
-                raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
-            self._reads_trees = True
+        if reason := self.tree_obstacle:
+            raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
         with self._eager.on():
             logits = self._write(tokens, tree_of(parents))
         self._uncommitted.append(tokens)

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import mlx.core as mx
 
@@ -243,11 +242,14 @@ class _MatchingSampler(ABC):
         free._processor = self._processor.fresh()
         return free
 
-    def remote_settings(self) -> tuple[dict[str, Any], int]:
+    def remote_settings(self) -> tuple[Sampling, int]:
+        """Return settings without a grammar, and the prompt length, for a sampler in another process.
+
+        With a seed that sampler has the same noise. Without one it is greedy, because noise is not sent.
+        """
         sampling, prompt_length = self._processor.settings
-        if sampling.seed is None:
-            sampling = replace(sampling, temperature=0.0)
-        return {**vars(sampling), "grammar": None}, prompt_length
+        temperature = 0.0 if sampling.seed is None else sampling.temperature
+        return replace(sampling, temperature=temperature, grammar=None), prompt_length
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         scores = self._known_scores(logits, history, drafted)

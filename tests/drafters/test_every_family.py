@@ -223,19 +223,18 @@ def write_target(folder: Path, model: nn.Module) -> Path:
     return folder
 
 
-def converted(family: str, folder: Path, bits: tuple[str, str] = ("none", "none")) -> dict[str, Any]:
-    """Convert a fitted pair to `folder`/out and return its manifest; bits of target and drafter."""
+def converted(family: str, folder: Path) -> dict[str, Any]:
+    """Convert a fitted pair to 8 bits in `folder`/out and return its manifest."""
     model, _, _, published = fit(family)
     target, drafter = write_target(folder / "target", model), published.write(folder / "drafter")
-    asked = Request(str(target), str(drafter), folder / "out", bits[0], 32, bits[1], None, True)
+    asked = Request(str(target), str(drafter), folder / "out", "8", 32, "8", None, True)
     return convert(asked, StageProgress(io.StringIO()))
 
 
-@pytest.mark.parametrize("bits", ["none", "8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantized_pairs_generate_the_target_s_text(family, bits, tmp_path):
+def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
     _, prompt, truth, _ = fit(family)
-    part = converted(family, tmp_path, (bits, "8"))["parts"]["drafter"]
+    part = converted(family, tmp_path)["parts"]["drafter"]
     assert part["family"] == family and "quantization" in part
     pair = mlx_spec.load(tmp_path / "out", num_draft_tokens=4)
     assert pair.drafter_names == (family,)
@@ -243,9 +242,6 @@ def test_quantized_pairs_generate_the_target_s_text(family, bits, tmp_path):
     plain = mlx_spec.load(tmp_path / "out", "none").generate(prompt, max_tokens=len(truth))
     assert emitted(rounds) == emitted(list(plain)) and len(emitted(rounds)) > 10
     assert rounds[-1].finish_reason in ("stop", "length")
-    if bits == "none":
-        assert emitted(rounds) == truth[: len(emitted(rounds))]
-        assert sum(round.accepted for round in rounds) > 0
 
 
 @pytest.mark.parametrize(

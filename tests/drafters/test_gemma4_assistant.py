@@ -150,19 +150,18 @@ def test_rounds_are_those_of_an_exact_engine(pair, case):
     assert {0, 1, 3} <= set(accepted)
 
 
-@pytest.mark.parametrize("K", [0, 1, 4, 7])
+@pytest.mark.parametrize("K", [1, 7])
 @pytest.mark.parametrize("pair", TRAINED)
 def test_same_tokens_as_plain_decoding(pair, K):
     facts, done = golden(pair, "long")[0], speculate(pair, "long", K, 64)
     assert lossless.emitted(done) == facts["greedy"][1:65]
-    assert not K or sum(round.accepted for round in done) > 15
+    assert sum(round.accepted for round in done) > 15
 
 
-@pytest.mark.parametrize(("K", "count"), [(1, 24), (3, 64), (4, 24), (7, 24)])
 @pytest.mark.parametrize("pair", VARIANTS)
-def test_same_tokens_when_all_drafts_fail(pair, K, count):
-    done = speculate(pair, "long", K, count)
-    assert lossless.emitted(done) == golden(pair, "long")[0]["greedy"][1 : count + 1]
+def test_same_tokens_when_all_drafts_fail(pair):
+    done = speculate(pair, "long", 4, 48)
+    assert lossless.emitted(done) == golden(pair, "long")[0]["greedy"][1:49]
     assert sum(round.accepted for round in done) <= 2
 
 
