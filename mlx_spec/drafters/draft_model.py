@@ -221,15 +221,14 @@ def draft_model_source(
 ) -> DrafterSource:
     """Return the source of drafters with `model`, each made by `kind`."""
     remake = partial(draft_model_source, name, vocabulary=vocabulary, kind=kind)
-    needs, size = DraftModel.needs, vocabulary.drafter
-    return DrafterSource(name, needs, size, lambda parts: kind(model, vocabulary), model, remake=remake)
+    return DrafterSource(name, DraftModel.needs, lambda parts: kind(model, vocabulary), model, remake=remake)
 
 
 def open_draft_model(
     path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
 ) -> DrafterSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
-    vocabulary = VocabularySizes(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
+    vocabulary = VocabularySizes(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
     given = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
     return draft_model_source(str(config["model_type"]), load_language_model(path, given), vocabulary)
 
@@ -245,7 +244,8 @@ def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _vocab_size(config: Mapping[str, Any], role: str) -> int:
+def vocab_size_of(config: Mapping[str, Any], role: str) -> int:
+    """Return the size of a model's vocabulary. Raises BadCheckpoint if its config does not say it."""
     size = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
     if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
@@ -256,7 +256,7 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
     """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     Conventions.from_config(config)  # refuses a drafter that was not converted
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-    vocabulary = VocabularySizes(_vocab_size(layers, "drafter"), _vocab_size(target_config, "target"))
+    vocabulary = VocabularySizes(vocab_size_of(layers, "drafter"), vocab_size_of(target_config, "target"))
     model = load_language_model(path, layers)
     mask_token = required(config, "mask_token_id", int, CONFIG)
     return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask_token))

@@ -137,7 +137,6 @@ class DrafterSource:
 
     name: str  # the family, for the user
     needs: FeatureSpec  # what its drafters read from the target
-    vocab_size: int | None  # number of token ids it knows, padding included; None if it knows any
     make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights
     gains: Callable[[], Sequence[float]] | None = None  # see `policy`; None if it learns them by itself

@@ -126,7 +126,7 @@ def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
 
 def lookup_source() -> DrafterSource:
     """Return the source of lookup in any text."""
-    return DrafterSource("lookup", Lookup.needs, None, lambda parts: Lookup())
+    return DrafterSource("lookup", Lookup.needs, lambda parts: Lookup())
 
 
 # --- drafters of one request

@@ -24,7 +24,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, open_draft_model
+from mlx_spec.drafters.draft_model import (
+    MAX_UNWRITTEN,
+    DraftModel,
+    VocabularySizes,
+    open_draft_model,
+    vocab_size_of,
+)
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
@@ -233,7 +239,7 @@ def retokenized_source(
     """Return the source of drafters with `model`. They draft tokens of the target's tokenizer."""
     remake = partial(retokenized_source, name, vocab_size=vocab_size, target=target, drafter=drafter)
     make = partial(Retokenized, model, vocab_size, target, drafter)
-    return DrafterSource(name, DraftModel.needs, None, lambda parts: make(), model, remake=remake)
+    return DrafterSource(name, DraftModel.needs, lambda parts: make(), model, remake=remake)
 
 
 def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> DrafterSource:
@@ -248,6 +254,5 @@ def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, targe
                 'write back the text it encodes: use a drafter with the target\'s vocabulary, or "lookup"'
             )
     source = open_draft_model(path, config, config)
-    assert source.vocab_size is not None
     name = f"{source.name}, re-tokenized"
-    return retokenized_source(name, source.network, source.vocab_size, target, drafter)
+    return retokenized_source(name, source.network, vocab_size_of(config, "drafter"), target, drafter)

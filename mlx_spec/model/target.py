@@ -15,10 +15,10 @@ from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_l
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.tree import (
     Tree,
+    TreeCacheView,
     has_rowwise_ropes,
     rope_obstacle,
     tree_of,
-    tree_view,
     unwrap_ropes,
     wrap_ropes,
 )
@@ -166,7 +166,7 @@ class LMTarget:
         wrap_ropes(layers)
         caches = Caches.of_model(self._model)
         caches.begin(2)
-        views = [tree_view(cache, tree_of((0,))) for cache in caches.attention]
+        views = [TreeCacheView(cache, tree_of((0,))) for cache in caches.attention]
         try:  # builds the graph and computes nothing
             self._model(mx.zeros((1, 2), mx.int32), cache=views)
         except (TypeError, ValueError) as error:
@@ -275,7 +275,7 @@ class LMTarget:
         self._caches.begin(rows.size)
         layers: Sequence[object] = self._caches.layers
         if tree is not None:
-            layers = [tree_view(cache, tree, self.uncommitted) for cache in self._caches.attention]
+            layers = [TreeCacheView(cache, tree, self.uncommitted) for cache in self._caches.attention]
         logits: mx.array = self._model(rows[None], cache=layers)[0]
         before = rows.size - tokens.size
         self._captured.append([each.outputs.pop()[0, before:] for each in self._captures])

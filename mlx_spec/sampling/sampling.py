@@ -252,10 +252,7 @@ class _MatchingSampler(ABC):
         return replace(sampling, temperature=temperature, grammar=None), prompt_length
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
-        scores = self._known_scores(logits, history, drafted)
-        best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
-        order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
-        return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
+        return likeliest(self._known_scores(logits, history, drafted), count)
 
     def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return scores [T, V] with the noise that is known before it is drawn."""
@@ -424,6 +421,13 @@ def _with_drafted(counts: mx.array, drafted: mx.array, rows: int) -> mx.array:
     row = mx.arange(rows)[:, None]
     within = mx.arange(K) <= row + (K - rows)  # [T, K]
     return counts.at[row, drafted].add(within.astype(mx.float32))
+
+
+def likeliest(scores: mx.array, count: int) -> mx.array:
+    """Return the `count` tokens [T, count] of the largest scores [T, V], the largest first."""
+    best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
+    return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
 
 
 def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array | None:

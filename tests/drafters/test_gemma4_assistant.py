@@ -362,7 +362,7 @@ def open_in(folder: Path):
 
 def test_copy_of_the_head_is_ignored(folder):
     change(folder, {"lm_head.weight": mx.zeros((512, 32))})
-    assert open_in(folder).vocab_size == 512
+    assert open_in(folder).name == "gemma4_assistant"
 
 
 @pytest.mark.parametrize(
