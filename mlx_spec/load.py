@@ -211,29 +211,24 @@ def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
     """Raise BadCheckpoint if each rank cannot have as many attention heads as the others."""
     heads = {name: n for name, n in text_config(config).items() if name.endswith("_heads") and n}
     if odd := [f"{name} {n}" for name, n in heads.items() if n % ranks]:
-        common = math.gcd(*heads.values())
-        fitting = [str(n) for n in range(2, common + 1) if common % n == 0]
-        way = f"{' or '.join(fitting)} ranks" if fitting else "one machine"
-        kind = config["model_type"]
-        raise BadCheckpoint(f"{kind} with {' and '.join(odd)} cannot be split over {ranks} ranks: use {way}")
+        common, what = math.gcd(*heads.values()), f"{config['model_type']} with {' and '.join(odd)}"
+        way = f"{common} ranks or a divisor of that" if common > 1 else "one machine"
+        raise BadCheckpoint(f"{what} cannot be split over {ranks} ranks: use {way}")
 
 
 def _identity(folder: Path) -> dict[str, str]:
     """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
+    found = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
     files = [folder / name for name in ("config.json", *TOKENIZERS)]
-    samples = {file.name: _sample(file) for file in [*files, *folder.glob(WEIGHTS)] if file.is_file()}
-    return {**{name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}, **samples}
-
-
-def _sample(file: Path) -> str:
-    """Return 12 digits that change with the size of a file, or with a fine-tune."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
-            stream.seek(at)
-            digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:12]
+    for file in [*filter(Path.is_file, files), *folder.glob(WEIGHTS)]:
+        size = file.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with file.open("rb") as stream:
+            for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                stream.seek(at)
+                digest.update(stream.read(SAMPLE_BYTES))
+        found[file.name] = digest.hexdigest()[:12]
+    return found
 
 
 def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:

@@ -6,8 +6,6 @@ rank 1 takes the likeliest tokens, and rank 0 accepts those that it draws itself
 
 from __future__ import annotations
 
-import itertools
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,12 +24,11 @@ from mlx_spec.types import Draft
 
 
 class DraftRank:
-    """The rank that drafts ahead, as rank 0 sees it."""
+    """The rank that drafts ahead, as rank 0 sees it. It works on one request of each sequence at a time."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.numbers = itertools.count()  # of requests
-        self.waiting: dict[int, Future[Found]] = {}
+        self.waiting: dict[int, Future[Found]] = {}  # by sequence, until it answers
         threading.Thread(target=self._receive, name="mlx_spec draft rank", daemon=True).start()
 
     def open(self, make: Callable[[], SequenceDrafter]) -> Beside:
@@ -40,9 +37,9 @@ class DraftRank:
 
     def _receive(self) -> None:
         while True:
-            number, drafts = self.ranks.receive()
-            found = self.waiting.get(number)
-            if found is not None and found.set_running_or_notify_cancel():
+            sequence, drafts = self.ranks.receive()
+            found = self.waiting.pop(sequence)
+            if found.set_running_or_notify_cancel():
                 found.set_result({tuple(outcome): _draft_of(tokens) for outcome, tokens in drafts})
 
 
@@ -58,55 +55,37 @@ class _RankBeside:
 
     def submit(self, request: AheadRequest) -> None:
         """Send what the rank lacks. Waits for the draft that is verified, not for its pass."""
+        if self._number in self._rank.waiting:  # it is late: nobody waits for that, and not for this either
+            request.found.cancel()
+            return
+        self._rank.waiting[self._number] = request.found
         keep = common_prefix(self._sent, request.history)
         self._sent = request.history
-        number, waiting = next(self._rank.numbers), self._rank.waiting
-        waiting[number] = request.found
-        request.found.add_done_callback(lambda found: waiting.pop(number))
         rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
         sampling, prompt_length = request.sampler.remote_settings()
-        self._rank.ranks.send("ahead", self._number, number, *rows, _packed(sampling), prompt_length)
+        self._rank.ranks.send("ahead", self._number, *rows, _packed(sampling), prompt_length)
 
 
 def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> int:
     """Draft ahead on this rank until rank 0 ends. Return its exit status."""
     check_ahead(source)
     parts = LMTarget(source.network).parts  # it does not read the target's
-    jobs: queue.SimpleQueue[tuple[Future[Found], list[Any]]] = queue.SimpleQueue()
-    threading.Thread(target=_queue_jobs, args=[ranks, jobs], name="mlx_spec requests", daemon=True).start()
-    drafters: dict[int, SequenceDrafter] = {}
-    histories: dict[int, list[int]] = {}
+    sequences: dict[int, tuple[SequenceDrafter, list[int]]] = {}
     while True:
-        match jobs.get():
-            case found, ["ahead", sequence, number, keep, tokens, drafted, limit, guesses, packed, length]:
-                history = histories[sequence] = [*histories.get(sequence, [])[:keep], *tokens]
-                if found.cancelled():
-                    continue
-                if sequence not in drafters:
-                    drafters[sequence] = source.make(parts)
-                sampler = _unpacked(packed).sampler(length, vocab_size).drafting
-                request = AheadRequest(history, _draft_of(drafted), limit, guesses, sampler, found)
-                drafts = drafters[sequence].draft_ahead(request)
-                if not found.cancelled():
-                    ranks.send(number, [[outcome, read_tokens(d.tokens)] for outcome, d in drafts.items()])
-            case _, ["drop", sequence]:
-                drafters.pop(sequence, None)
-                histories.pop(sequence, None)
-            case _, ["end", int(status)]:
+        match ranks.receive():
+            case ["ahead", sequence, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
+                drafter, history = sequences.get(sequence) or (source.make(parts), [])
+                history = [*history[:keep], *tokens]
+                sequences[sequence] = drafter, history
+                sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
+                found = drafter.draft_ahead(
+                    AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
+                )
+                ranks.send(sequence, [[outcome, read_tokens(d.tokens)] for outcome, d in found.items()])
+            case ["drop", sequence]:
+                sequences.pop(sequence, None)
+            case ["end", int(status)]:
                 return status
-
-
-def _queue_jobs(ranks: Ranks, jobs: queue.SimpleQueue[tuple[Future[Found], list[Any]]]) -> None:
-    """Queue what rank 0 wants. The next message of a sequence ends the work for the one before it."""
-    last: dict[int, Future[Found]] = {}
-    while True:
-        _, sequence, *request = message = ranks.receive()
-        if sequence in last:
-            last.pop(sequence).cancel()
-        found = Future[Found]()
-        if request:
-            last[sequence] = found
-        jobs.put((found, message))
 
 
 def _draft_of(tokens: list[int]) -> Draft:
