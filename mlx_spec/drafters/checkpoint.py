@@ -118,7 +118,8 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     try:
         if any(name.endswith(".scales") for name in tensors):
             nn.quantize(module, class_predicate=settings)
-        integers = {name for name, array in tree_flatten(module.parameters()) if _holds_integers(array)}
+        expected = dict(tree_flatten(module.parameters()))
+        integers = {name for name, array in expected.items() if _holds_integers(array)}
         module.load_weights(list(tensors.items()))
         if wrong := integers ^ {name for name, array in tensors.items() if _holds_integers(array)}:
             raise ValueError(f"{min(wrong)} is {tensors[min(wrong)].dtype}")
