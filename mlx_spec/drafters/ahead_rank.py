@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
 from mlx_spec.drafters.ahead import Beside, check_ahead
-from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Found, SequenceDrafter
+from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, SequenceDrafter
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.ranks import Ranks
 from mlx_spec.model.target import LMTarget
@@ -24,11 +24,12 @@ from mlx_spec.types import Draft
 
 
 class DraftRank:
-    """The rank that drafts ahead, as rank 0 sees it. It works on one request of each sequence at a time."""
+    """The rank that drafts ahead, as rank 0 sees it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.waiting: dict[int, Future[Found]] = {}  # by sequence, until it answers
+        # The last request of each sequence, for as long as somebody waits for its drafts.
+        self.waiting: WeakValueDictionary[int, AheadRequest] = WeakValueDictionary()
         threading.Thread(target=self._receive, name="mlx_spec draft rank", daemon=True).start()
 
     def open(self, make: Callable[[], SequenceDrafter]) -> Beside:
@@ -37,10 +38,14 @@ class DraftRank:
 
     def _receive(self) -> None:
         while True:
-            sequence, drafts = self.ranks.receive()
-            found = self.waiting.pop(sequence)
-            if found.set_running_or_notify_cancel():
-                found.set_result({tuple(outcome): _draft_of(tokens) for outcome, tokens in drafts})
+            self._pass_on(*self.ranks.receive())
+
+    def _pass_on(self, sequence: int, size: int, drafts: list[Any]) -> None:
+        request = self.waiting.get(sequence)
+        if request is None or len(request.history) != size:
+            return
+        if request.found.set_running_or_notify_cancel():
+            request.found.set_result({tuple(outcome): _draft_of(tokens) for outcome, tokens in drafts})
 
 
 class _RankBeside:
@@ -55,10 +60,7 @@ class _RankBeside:
 
     def submit(self, request: AheadRequest) -> None:
         """Send what the rank lacks. Waits for the draft that is verified, not for its pass."""
-        if self._number in self._rank.waiting:  # it is late: nobody waits for that, and not for this either
-            request.found.cancel()
-            return
-        self._rank.waiting[self._number] = request.found
+        self._rank.waiting[self._number] = request
         keep = common_prefix(self._sent, request.history)
         self._sent = request.history
         rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
@@ -71,19 +73,25 @@ def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> in
     check_ahead(source)
     parts = LMTarget(source.network).parts  # it does not read the target's
     sequences: dict[int, tuple[SequenceDrafter, list[int]]] = {}
+    wanted: dict[int, list[Any]] = {}  # the last request of each sequence
     while True:
+        if wanted and not ranks.has_received():
+            sequence = next(iter(wanted))
+            drafted, limit, guesses, packed, prompt_length = wanted.pop(sequence)
+            drafter, history = sequences[sequence]
+            sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
+            request = AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
+            drafts = [[o, read_tokens(d.tokens)] for o, d in drafter.draft_ahead(request).items()]
+            ranks.send(sequence, len(history), drafts)
+            continue
         match ranks.receive():
-            case ["ahead", sequence, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
+            case ["ahead", sequence, keep, tokens, *last]:
+                wanted[sequence] = last
                 drafter, history = sequences.get(sequence) or (source.make(parts), [])
-                history = [*history[:keep], *tokens]
-                sequences[sequence] = drafter, history
-                sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
-                found = drafter.draft_ahead(
-                    AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
-                )
-                ranks.send(sequence, [[outcome, read_tokens(d.tokens)] for outcome, d in found.items()])
+                sequences[sequence] = drafter, [*history[:keep], *tokens]
             case ["drop", sequence]:
                 sequences.pop(sequence, None)
+                wanted.pop(sequence, None)
             case ["end", int(status)]:
                 return status
 

@@ -125,6 +125,10 @@ class Ranks:
         """Wait for a message of another rank."""
         return self._received.get()[1]
 
+    def has_received(self) -> bool:
+        """Return True if a message waits already."""
+        return not self._received.empty()
+
     def send(self, *message: Any) -> None:
         """Send a message to rank 0, or from rank 0 to all others. Tokens are sent as their number."""
         line = json.dumps(message, default=_described).encode() + b"\n"

@@ -104,6 +104,9 @@ class Line:
     def receive(self) -> Any:
         return json.loads(self._incoming.get())
 
+    def has_received(self) -> bool:
+        return not self._incoming.empty()
+
     def send(self, *message: Any) -> None:
         self.sent.append(message)
         self._outgoing.put(json.dumps(message))
@@ -515,27 +518,30 @@ def test_load_offers_it() -> None:
 # --- another rank
 
 
-def test_nothing_is_sent_to_a_rank_that_is_late() -> None:
-    """Its draft is a miss, and so is the next one. Then it gets what is new, and forgets ended sequences."""
-    may_draft = threading.Event()
+def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their_place() -> None:
+    may_draft, begun = threading.Event(), list[int]()
 
     class Slow(DraftModel):
         def draft_ahead(self, request: AheadRequest) -> Mapping[Outcome, Draft]:
+            begun.append(len(request.history))
             may_draft.wait()
             return {}
 
     source, history = draft_model_source("other", noisy(), SAME, Slow), list(PROMPT)
     with rank_of(source, kind=DraftRank) as (rank, line):
         drafter = ahead_source(SOURCES["draft model"](), rank.open).make(LMTarget(tiny.full()).parts)
-        for i in range(3):
+        for _ in range(3):
             draft = drafter.draft(history, K, GREEDY)
             assert not draft.ahead
-            if i == 2:
-                may_draft.set()
-                wait_until(lambda: not rank.waiting)
             drafter.prepare(history, draft, GREEDY)
+            wait_until(lambda: begun)
             history += [*read(draft.tokens), 3]
+        may_draft.set()
+        wait_until(lambda: len(begun) == 2)
+        drafter.observe([1, 2, 3], NOTHING)
+        wait_until(lambda: not rank.waiting)
         del drafter
         gc.collect()
-    assert [message[0] for message in line.sent] == ["ahead", "ahead", "drop", "end"]
-    assert [len(message[3]) for message in line.sent[:2]] == [len(PROMPT), 2 * (K + 1)]
+    assert begun == [len(PROMPT), len(PROMPT) + 2 * (K + 1)]
+    assert [message[0] for message in line.sent] == ["ahead", "ahead", "ahead", "drop", "end"]
+    assert [len(message[3]) for message in line.sent[:3]] == [len(PROMPT), K + 1, K + 1]  # what is new
