@@ -32,7 +32,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpec, Sampler, TargetParts
 
 FAN_OUT = 3  # next tokens guessed for each number of accepted tokens, on average
-RANK_POWER = 1.0  # r of the paper: F guesses miss the next token with a probability that falls as F ** -r
 PRIOR_ACCEPTANCE = 0.7  # of a draft token before any was verified
 PRIOR_TOKENS = 10  # its weight
 
@@ -40,11 +39,11 @@ PRIOR_TOKENS = 10  # its weight
 def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     """Return how many next tokens to guess after 0, 1, ..., `drafted` accepted tokens.
 
-    The more probable a number of accepted tokens is, the more guesses it gets: geometric by theorem 12.
+    The more probable a number of accepted tokens is, the more guesses it gets: geometric by theorem 12 of
+    the paper, where F guesses miss the next token with a probability that falls as 1 / F.
     """
-    power = 1 / (1 + RANK_POWER)
-    weights = [acceptance ** (k * power) for k in range(drafted + 1)]
-    weights[-1] *= (1 - acceptance) ** -power
+    weights = [acceptance ** (k / 2) for k in range(drafted + 1)]
+    weights[-1] *= (1 - acceptance) ** -0.5
     total = mean * (drafted + 1)
     return [max(round(total * weight / sum(weights)), 1) for weight in weights]
 

@@ -42,6 +42,7 @@ BEAT_S = 1.0  # seconds between two signs of life
 SILENCE_S = 7.0  # without one a rank is lost; every rank is to end within 10 seconds
 START_S = 60.0  # until all ranks are connected: each imports MLX first, and a remote one logs in
 PRINT_S = 0.5  # for the others to print an error, too: mlx.launch ends all as soon as one has ended
+LOSS_S = 0.5  # for a thread that listens to notice a lost rank, if that made an operation fail
 CONNECT_S = 2.0  # for one address of rank 0; it may have some that cannot be reached
 GREETING = 2048  # bytes of the collective that carries the addresses of rank 0
 
@@ -83,7 +84,6 @@ class Ranks:
         self._received: queue.Queue[tuple[int, list[Any]]] = queue.Queue()
         self._dropped: list[int] = []  # numbers of objects that rank 0 no longer has
         self._count = 0  # of objects with a number
-        self._is_inside = False  # an announced operation runs
         self.last_pass = mx.array([])  # logits
         self._has_ended = False
         if self.rank:
@@ -151,36 +151,28 @@ class Ranks:
             if self.rank:
                 os._exit(status)  # nothing is left to do, and MLX may wait for a rank that has ended
             mx.eval(self.last_pass)  # the other ranks take part in it
-        except BaseException as error:
-            text = f"rank {self.rank}: {one_line(error) or type(error).__name__}"
-            if self.rank or isinstance(error, SpecError):
-                self.fail(text)
-            self._failing.acquire()
-            self.send("error", text)
-            raise
+        except Exception as error:
+            time.sleep(LOSS_S)
+            self.fail(f"rank {self.rank}: {one_line(error)}")
         self._has_ended = True
         self.send("end", status)
         return status
 
     @contextmanager
     def announce(self, *command: Any) -> Iterator[None]:
-        """Let the other ranks do what the body does. Operations within the body are part of it.
+        """Let the other ranks do what the body does.
 
         A refusal (SpecError) comes before any pass and is the same on all ranks. Other errors end all ranks.
         """
-        if self.rank or self._is_inside:
-            yield
-            return
-        self._is_inside = True
-        try:
+        if not self.rank:
             self.send(*command)
+        try:
             yield
         except SpecError:
             raise
         except BaseException as error:
-            self.fail(f"rank 0 failed in a pass ({one_line(error) or type(error).__name__})")
-        finally:
-            self._is_inside = False
+            time.sleep(LOSS_S)
+            self.fail(f"rank {self.rank} failed in a pass ({one_line(error)})")
 
     def number(self, owner: object) -> int:
         """Return a number for an object. When rank 0 has no use for it, the others are told to drop it."""

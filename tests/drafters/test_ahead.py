@@ -41,7 +41,7 @@ from mlx_spec.drafters.ahead import Ahead, CPUThread, ThreadBeside, ahead_source
 from mlx_spec.drafters.ahead_rank import DraftRank, draft_for_rank_0
 from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, Outcome
-from mlx_spec.drafters.model_free import Lookup, lookup_source
+from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.engine import RunningSequence, generate
 from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
@@ -457,18 +457,6 @@ def test_an_error_in_the_thread_is_raised() -> None:
     source = draft_model_source("other", noisy(), SAME, Broken)
     with pytest.raises(RuntimeError, match="broken"):
         drafted(tiny.full(), ahead_source(source, partial(ThreadBeside, Waiting())), Sampling())
-
-
-def test_lookup_takes_back_a_guess() -> None:
-    """After any guesses, the index is that of a new one."""
-    chance, history = random.Random(2), [1, 2, 3]
-    ours, sampler = Lookup(), Sampling().sampler(1, 8)
-    for _ in range(300):
-        history = history[: max(len(history) - chance.choice((0, 0, 1, 5, 80)), 1)]
-        history += [chance.randrange(3) for _ in range(chance.randrange(1, 6))]
-        fresh = Lookup()
-        assert read(ours.draft(history, 8, sampler).tokens) == read(fresh.draft(history, 8, sampler).tokens)
-        assert ours._latest == fresh._latest and ours._before == fresh._before
 
 
 # --- who may

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import tempfile
@@ -33,11 +32,9 @@ from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.conditioned import MAX_WAITING
 from mlx_spec.engine import decode
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
@@ -202,8 +199,8 @@ def converted(family: str, folder: Path) -> dict[str, Any]:
     """Convert a fitted pair to 8 bits in `folder`/out and return its manifest."""
     model, _, _, published = fit(family)
     target, drafter = write_target(folder / "target", model), published.write(folder / "drafter")
-    asked = Request(str(target), str(drafter), folder / "out", "8", 32, "8", None, True)
-    return convert(asked, StageProgress(io.StringIO()))
+    eight = {"quantization": "8", "group_size": 32, "drafter_bits": "8", "dtype": None}
+    return drafting.converted(target, drafter, folder / "out", **eight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

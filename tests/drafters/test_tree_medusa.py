@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -15,17 +14,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from drafting import QUESTIONS
+from drafting import QUESTIONS, converted
 from fitted import opened
 from synthetic import Checkpoint
 from test_logprobs import recorded
 
 from mlx_spec import load
-from mlx_spec.convert.convert import Request, convert
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.medusa import GuessRates
 from mlx_spec.drafters.model_free import GrammarFilter
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
@@ -212,8 +209,7 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "pair"
-    target, heads = str(GOLDEN / "12b-trained" / "target"), str(GOLDEN / "trained" / "medusa")
-    convert(Request(target, heads, out, "none", None, "none", "float32", True), StageProgress(io.StringIO()))
+    converted(GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / "medusa", out)
     return out
 
 
