@@ -86,6 +86,7 @@ class Ranks:
         self._count = 0  # of objects with a number
         self.last_pass = mx.array([])  # logits
         self._has_ended = False
+        self._parent = [socket.gethostname(), os.getppid()]  # the `mlx.launch` of this process
         if self.rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
         self._peers = self._connect()
@@ -114,12 +115,6 @@ class Ranks:
             reason = one_line(error)
             raise BadCheckpoint(f"mlx-lm cannot split this target ({reason}): use one machine") from error
         mx.eval(model.parameters())
-
-    def share(self, argument: Any) -> Any:
-        """Return an argument as it is, and instead of tokens those of rank 0."""
-        if not isinstance(argument, mx.array):
-            return argument
-        return mx.distributed.all_sum(argument.astype(mx.int32), group=self.group)
 
     def receive(self) -> list[Any]:
         """Wait for a message of another rank."""
@@ -247,7 +242,7 @@ class Ranks:
             for line in peer.makefile("rb"):
                 match json.loads(line):
                     case ["beat", parent, process]:
-                        sibling = process if parent == _parent() else None
+                        sibling = process if parent == self._parent else None
                     case ["error", text]:
                         self.fail(text)
                     case message:
@@ -263,7 +258,7 @@ class Ranks:
 
     def _beat(self) -> None:
         while not self._has_ended:
-            self.send("beat", _parent(), os.getpid())
+            self.send("beat", self._parent, os.getpid())
             while self._dropped:
                 self.send("drop", self._dropped.pop())
             time.sleep(BEAT_S)
@@ -278,11 +273,12 @@ def _announced(method: Method) -> Method:
     @wraps(method)
     def call(self: RankTarget | RankSharedTarget, *given: Any, **options: Any) -> Any:
         with self.ranks.announce(self.number, method.__name__, given, options):
-            result = method(self, *map(self.ranks.share, given), **options)
-            if isinstance(
-                result, mx.array
-            ):  # logits: the device gets the whole pass, also if nobody reads it
-                mx.async_eval(result)
+            first, *others = given
+            if isinstance(first, mx.array):  # tokens
+                first = mx.distributed.all_sum(first.astype(mx.int32), group=self.ranks.group)
+            result = method(self, first, *others, **options)
+            if isinstance(result, mx.array):  # logits
+                mx.async_eval(result)  # the whole pass, although rank 0 may never read it
                 self.ranks.last_pass = result
             return result
 
@@ -331,11 +327,6 @@ KINDS = {"target": RankTarget, "group": RankSharedTarget}
 def _described(argument: mx.array | RankTarget) -> dict[str, int]:
     """Return what is sent in place of an argument: a rank that follows has its own."""
     return {"tokens": argument.size} if isinstance(argument, mx.array) else {"target": argument.number}
-
-
-def _parent() -> list[Any]:
-    """Return what tells the `mlx.launch` that started this process."""
-    return [socket.gethostname(), os.getppid()]
 
 
 def _addresses(name: str) -> list[str]:
