@@ -130,9 +130,8 @@ def main() -> None:
     if settings.pair is not None:
         ranks = join()
         assert ranks is not None
-        if ranks.rank:
-            draft_for(*settings.pair, ranks)
-        sys.exit(ranks.lead(partial(lead, *settings.pair, ranks, settings)))
+        work = draft_for if ranks.rank else partial(lead, settings=settings)
+        sys.exit(ranks.run(partial(work, *settings.pair, ranks)))
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
         target = write(Path(folder) / "target", settings.every, settings.noise)

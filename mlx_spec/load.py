@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mlx_spec import demo
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import (
     ASSISTANT,
@@ -102,7 +101,7 @@ def load(
     context = integer(text_config(config), "max_position_embeddings")
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context, *sizes)
     if not isinstance(ahead, bool):
-        ahead.compare(_identity(_checked_drafter(names, found)))
+        _compared(ahead, names, found)
     offered = _offered(found, num_draft_tokens, ahead)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
@@ -116,48 +115,35 @@ def load(
     return pair
 
 
-def follow(target: str, ranks: Ranks) -> NoReturn:
-    """Load this rank's part of a target and do what rank 0 does with it, until that ends."""
-    try:
-        folder, config, _ = _find_target(_named(target, NONE), ranks)
-        _raise_wired_limit()
-        ranks.follow(_load_target(folder, config, ranks))
-    except SpecError as error:
-        ranks.fail(f"rank {ranks.rank}: {error}")
-    except Exception as error:
-        ranks.fail(f"rank {ranks.rank} failed: {one_line(error)}")
+def follow(target: str, ranks: Ranks) -> int:
+    """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
+    folder, config, _ = _find_target(_named(target, NONE), ranks)
+    _raise_wired_limit()
+    _load_target(folder, config, ranks)
+    return ranks.follow()
 
 
-def draft_for(target: str, drafter: str | None, ranks: Ranks) -> NoReturn:
-    """Load a drafter on rank 1 and draft ahead for rank 0, which has the target, until that ends."""
-    try:
-        from mlx_spec.drafters.ahead_rank import RankDrafting
-        from mlx_spec.text import read_text
+def draft_for(target: str, drafter: str | None, ranks: Ranks) -> int:
+    """Load a drafter on rank 1 and draft ahead for rank 0, which has the target. Return its exit status."""
+    from mlx_spec.drafters.ahead_rank import draft_for_rank_0
+    from mlx_spec.text import read_text
 
-        names = _named(target, drafter)
-        folder = find(names.target_path)
-        config = repair_config(read_config(folder))
-        text = read_text(folder, config)
-        source = _open_drafter(names, folder, config, text)
-        identity = _identity(_checked_drafter(names, source))
-        assert source is not None
-        drafting = RankDrafting(ranks, source, _vocab_size(config, text))
-        ranks.compare(identity)
-        status = drafting.run()
-        os._exit(status)  # MLX may wait for a rank that has ended
-    except SpecError as error:
-        ranks.fail(f"rank {ranks.rank}: {error}")
-    except Exception as error:
-        ranks.fail(f"rank {ranks.rank} failed: {one_line(error)}")
+    names = _named(target, drafter)
+    folder = find(names.target_path)
+    config = repair_config(read_config(folder))
+    text = read_text(folder, config)
+    source = _compared(ranks, names, _open_drafter(names, folder, config, text))
+    return draft_for_rank_0(ranks, source, _vocab_size(config, text))
 
 
-def _checked_drafter(names: _Names, source: DrafterSource | None) -> Path:
-    """Return the folder of a drafter that another rank can have. Raises InvalidValue if it has no weights."""
+def _compared(ranks: Ranks, names: _Names, source: DrafterSource | None) -> DrafterSource:
+    """Return a drafter that both ranks have. Raises InvalidValue if it has no weights."""
     if source is None or source.folder is None:
         raise InvalidValue(
             f"{names.target} has no drafter with weights that another rank could run: give a draft model"
         )
-    return source.folder
+    ranks.compare(_identity(source.folder))
+    return source
 
 
 def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
@@ -228,29 +214,24 @@ def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
     """Raise BadCheckpoint if each rank cannot have as many attention heads as the others."""
     heads = {name: n for name, n in text_config(config).items() if name.endswith("_heads") and n}
     if odd := [f"{name} {n}" for name, n in heads.items() if n % ranks]:
-        common = math.gcd(*heads.values())
-        fitting = [str(n) for n in range(2, common + 1) if common % n == 0]
-        way = f"{' or '.join(fitting)} ranks" if fitting else "one machine"
-        kind = config["model_type"]
-        raise BadCheckpoint(f"{kind} with {' and '.join(odd)} cannot be split over {ranks} ranks: use {way}")
+        common, what = math.gcd(*heads.values()), f"{config['model_type']} with {' and '.join(odd)}"
+        way = f"{common} ranks or a divisor of that" if common > 1 else "one machine"
+        raise BadCheckpoint(f"{what} cannot be split over {ranks} ranks: use {way}")
 
 
 def _identity(folder: Path) -> dict[str, str]:
     """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
-    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
-    weights = hashlib.sha256(fingerprint(folder).encode())
-    for file in sorted(folder.glob(WEIGHTS)):
+    found = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
+    files = [folder / name for name in ("config.json", *TOKENIZERS)]
+    for file in [*filter(Path.is_file, files), *folder.glob(WEIGHTS)]:
         size = file.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
         with file.open("rb") as stream:
             for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
                 stream.seek(at)
-                weights.update(stream.read(SAMPLE_BYTES))
-    return {
-        **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")},
-        "config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:12],
-        "tokenizer": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12],
-        "weights": weights.hexdigest()[:12],
-    }
+                digest.update(stream.read(SAMPLE_BYTES))
+        found[file.name] = digest.hexdigest()[:12]
+    return found
 
 
 def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
@@ -327,7 +308,7 @@ def _offered(
 
     if found is None:
         return []
-    helper = None if isinstance(ahead, bool) else DraftRank(ahead)
+    helper = None if isinstance(ahead, bool) else DraftRank(ahead).open
     offered = [ahead_source(found, helper) if ahead else found]
     if num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
@@ -387,10 +368,7 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
         model.set_dtype(mx.float32)  # scales, too: the weights are exact
         model = dequantize_model(model)
     if ranks is not None:
-        try:
-            ranks.shard(model)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{config['model_type']}: {error}") from error
+        ranks.shard(model)
     return model
 
 

@@ -118,7 +118,7 @@ class Pair:
         """Return the parts of a new sequence with empty caches."""
         target = self._target()
         drafters = tuple(source.make(target.parts) for source in self._drafters)
-        refuses = any(s.drafts_trees for s in self._drafters) and target.refuses_trees() is not None
+        refuses = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
         gains = {
             i: (lambda: ()) if source.drafts_trees and refuses else source.gains
             for i, source in enumerate(self._drafters)
@@ -216,21 +216,18 @@ class Pair:
     @cached_property
     def sharing(self) -> Sharing:
         """Return how sequences of this target can share passes."""
-        if self._ranks is None:
-            return sharing(self._model)
-        with self._ranks.announced("sharing"):
-            return sharing(self._model)
+        return sharing(self._model) if self._ranks is None else self._ranks.sharing()
 
     def _target(self) -> LMTarget:
         if self._ranks is None:
             return LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
-        return RankTarget(self._ranks, self._model, self._needs, kv_bits=self._kv_bits)
+        return RankTarget(self._ranks, self._needs, kv_bits=self._kv_bits)
 
     def _share(self) -> SharedTarget:
         takes_drafts = self.sharing.takes_drafts
         if self._ranks is None:
             return SharedTarget(self._model, self._needs, takes_drafts=takes_drafts)
-        return RankSharedTarget(self._ranks, self._model, self._needs, takes_drafts=takes_drafts)
+        return RankSharedTarget(self._ranks, self._needs, takes_drafts=takes_drafts)
 
     def generate_batch(
         self,

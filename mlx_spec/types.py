@@ -243,11 +243,8 @@ class DraftingSampler(Sampler, Protocol):
     def fresh(self) -> DraftingSampler:
         """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
 
-    def remote_settings(self) -> tuple[dict[str, Any], int]:
-        """Return the fields of `Sampling` and the prompt length for a sampler in another process.
-
-        With a seed that sampler has the same noise. Without one it is greedy, because noise is not sent.
-        """
+    def remote_settings(self) -> tuple[Any, int]:
+        """Return a `Sampling` and the prompt length for a sampler of the same history in another process."""
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         """Return the `count` tokens [T, count] that each row draws most probably, the likeliest first.

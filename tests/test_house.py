@@ -37,7 +37,7 @@ LAYERS = (
     ("engine", "batch.target"),
     ("batch",),
     ("session",),
-    ("model.ranks",),
+    ("model.ranks", "drafters.ahead_rank"),
     ("pair",),
     ("load",),
     ("",),  # mlx_spec/__init__.py, the public face

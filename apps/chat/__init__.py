@@ -48,8 +48,8 @@ def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     if ranks is None:
         return run(options, prompt, terminal, interrupts)
     if ranks.rank:
-        follow(choose(options).target, ranks)
-    return ranks.lead(lambda: run(options, prompt, terminal, interrupts, ranks))
+        return ranks.run(lambda: follow(choose(options).target, ranks))
+    return ranks.run(lambda: run(options, prompt, terminal, interrupts, ranks))
 
 
 def _read_prompt(given: str | None, piped: str | None) -> str | None:

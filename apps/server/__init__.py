@@ -48,11 +48,8 @@ def _serve(settings: Settings) -> int:
     model = replace(settings.models[0], pinned=True)
     if settings.draft_rank is None:
         model = replace(model, ranks=ranks.size)
-        if ranks.rank:
-            follow(model.target, ranks)
-        load = partial(load_served, ranks=ranks)
+        load, help = partial(load_served, ranks=ranks), partial(follow, model.target, ranks)
     else:
-        if ranks.rank:
-            draft_for(model.target, model.drafter, ranks)
         load = partial(load_served, draft_ranks=ranks)
-    return ranks.lead(lambda: run(replace(settings, models=(model,)), load))
+        help = partial(draft_for, model.target, model.drafter, ranks)
+    return ranks.run(help if ranks.rank else lambda: run(replace(settings, models=(model,)), load))

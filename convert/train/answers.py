@@ -118,7 +118,7 @@ class Recorder(SequenceDrafter):
 
 def recording(pair: Pair) -> Pair:
     """Return a pair with the same target whose only drafter records."""
-    return pair.with_drafters([DrafterSource("recorder", NEEDS, None, Recorder)], FixedPolicy(0))
+    return pair.with_drafters([DrafterSource("recorder", NEEDS, Recorder)], FixedPolicy(0))
 
 
 def record(

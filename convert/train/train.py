@@ -258,7 +258,7 @@ def _test(
     progress: StageProgress,
 ) -> dict[str, dict[str, float]]:
     """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
-    source = assistant_source(network, config["text_config"]["sliding_window"], pair.info.vocab_size)
+    source = assistant_source(network, config["text_config"]["sliding_window"])
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
     prompts, limit = of_all_kinds(plan.tests(pair), TESTS), min(TEST_TOKENS, plan.max_tokens)
     results = {}

@@ -15,10 +15,9 @@ import atexit
 import copy
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import mlx.core as mx
@@ -26,22 +25,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Outcome, SequenceDrafter
+from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, DrafterWrapper, Found, SequenceDrafter
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
-from mlx_spec.types import (
-    CacheState,
-    Draft,
-    DraftingSampler,
-    Features,
-    FeatureSpec,
-    Sampler,
-    TargetParts,
-)
+from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpec, Sampler, TargetParts
 
 FAN_OUT = 3  # next tokens guessed for each number of accepted tokens, on average
-RANK_POWER = 1.0  # r of the paper: F guesses miss the next token with a probability that falls as F ** -r
 PRIOR_ACCEPTANCE = 0.7  # of a draft token before any was verified
 PRIOR_TOKENS = 10  # its weight
 
@@ -49,16 +39,13 @@ PRIOR_TOKENS = 10  # its weight
 def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     """Return how many next tokens to guess after 0, 1, ..., `drafted` accepted tokens.
 
-    The more probable a number of accepted tokens is, the more guesses it gets: geometric by theorem 12.
+    The more probable a number of accepted tokens is, the more guesses it gets: geometric by theorem 12 of
+    the paper, where F guesses miss the next token with a probability that falls as 1 / F.
     """
-    power = 1 / (1 + RANK_POWER)
-    weights = [acceptance ** (k * power) for k in range(drafted + 1)]
-    weights[-1] *= (1 - acceptance) ** -power
+    weights = [acceptance ** (k / 2) for k in range(drafted + 1)]
+    weights[-1] *= (1 - acceptance) ** -0.5
     total = mean * (drafted + 1)
     return [max(round(total * weight / sum(weights)), 1) for weight in weights]
-
-
-Found = Mapping[Outcome, Draft]
 
 
 class Beside(Protocol):
@@ -68,15 +55,13 @@ class Beside(Protocol):
     def nbytes(self) -> int:
         """Return the bytes of its caches on this machine."""
 
-    def submit(self, request: AheadRequest, /) -> Future[Found]:
-        """Begin. The drafts are evaluated when the result is there. Cancelling it ends the work."""
+    def submit(self, request: AheadRequest, /) -> None:
+        """Begin. The drafts are evaluated when the request has found them; cancelling that ends the work."""
 
 
-class Helper(Protocol):
-    """Where it is drafted ahead: another thread or another machine."""
-
-    def open(self, make: Callable[[], SequenceDrafter], /) -> Beside:
-        """Return what drafts ahead of a new sequence. `make` returns a copy of its drafter."""
+# Where it is drafted ahead: another thread or another machine. Returns what drafts ahead of a new sequence,
+# for a function that returns a copy of its drafter.
+Helper = Callable[[Callable[[], SequenceDrafter]], Beside]
 
 
 class CPUThread:
@@ -88,9 +73,6 @@ class CPUThread:
         self._thread = threading.Thread(target=self._work, name="mlx_spec ahead", daemon=True)
         self._thread.start()
         atexit.register(self._end)
-
-    def open(self, make: Callable[[], SequenceDrafter]) -> Beside:
-        return ThreadBeside(self, make)
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a job on the CPU stream, after those before it."""
@@ -120,68 +102,58 @@ class ThreadBeside:
     def nbytes(self) -> int:
         return 0 if self._drafter is None else self._drafter.nbytes
 
-    def submit(self, request: AheadRequest) -> Future[Found]:
-        found: Future[Found] = Future()
-        self._thread.run(lambda: self._draft(request, found))
-        return found
+    def submit(self, request: AheadRequest) -> None:
+        self._thread.run(partial(self._draft, request))
 
-    def _draft(self, request: AheadRequest, found: Future[Found]) -> None:
-        if found.set_running_or_notify_cancel():
-            try:
-                self._drafter = self._drafter or self._make()
-                drafts = self._drafter.draft_ahead(request)
-                mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
+    def _draft(self, request: AheadRequest) -> None:
+        found = request.found
+        if found.cancelled():
+            return
+        try:
+            self._drafter = self._drafter or self._make()
+            drafts = self._drafter.draft_ahead(request)
+            mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
+            if found.set_running_or_notify_cancel():
                 found.set_result(drafts)
-            except BaseException as error:  # raised where the result is read
+        except BaseException as error:  # raised where the result is read
+            if found.set_running_or_notify_cancel():
                 found.set_exception(error)
 
 
-class Ahead(SequenceDrafter):
+class Ahead(DrafterWrapper):
     """Drafts one sequence with `inner`, and ahead with `beside`, which has the same weights."""
 
-    needs = FeatureSpec()
-
-    def __init__(self, inner: SequenceDrafter, beside: Beside, mean: float) -> None:
-        self._inner, self._beside = inner, beside
+    def __init__(self, inner: Drafter, beside: Beside, mean: float) -> None:
+        super().__init__(inner)
+        self._beside = beside
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
-        self._prepared: tuple[AheadRequest, Future[Found]] | None = None
+        self._prepared: AheadRequest | None = None
         self._accepted = PRIOR_ACCEPTANCE * PRIOR_TOKENS
         self._judged = float(PRIOR_TOKENS)  # draft tokens that were accepted or rejected
 
     @property
     def nbytes(self) -> int:
-        return self._inner.nbytes + self._beside.nbytes
-
-    def missing(self, size: int) -> int:
-        return self._inner.missing(size)
-
-    def state(self) -> CacheState:
-        """Return the state of the inner drafter; the one beside it reads the text again."""
-        return self._inner.state()
-
-    def restore(self, state: CacheState) -> None:
-        self._inner.restore(state)
+        return self.inner.nbytes + self._beside.nbytes
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Drop what was prepared for another text, such as the last answer."""
-        self._inner.observe(history, features)
-        if self._prepared is not None and self._prepared[0].outcome(history) is None:
-            self._cancel()
+        self.inner.observe(history, features)
+        if self._prepared is not None and self._prepared.outcome(history) is None:
+            self._take()
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return the draft that was prepared for `history`, once; else one of the inner drafter."""
-        self._limit = limit
-        if self._prepared is None or (outcome := self._prepared[0].outcome(history)) is None:
-            self._cancel()
-            return self._inner.draft(history, limit, sampler)
-        request, found = self._prepared
-        self._accepted += outcome[0]
-        self._judged += outcome[0] + (outcome[0] < len(request.drafted))
-        draft = found.result().get(outcome) if found.done() else None
-        self._cancel()
+        self._limit, request = limit, self._prepared
+        outcome = None if request is None else request.outcome(history)
+        found = self._take()
+        if request is None or outcome is None:
+            return self.inner.draft(history, limit, sampler)
+        self._accepted += len(outcome) - 1
+        self._judged += min(len(outcome), len(request.drafted))
+        draft = found.get(outcome)
         if draft is None:
-            return replace(self._inner.draft(history, limit, sampler), ahead=False)
+            return replace(self.inner.draft(history, limit, sampler), ahead=False)
         probs = None if draft.probs is None else draft.probs[:limit]
         return Draft(draft.tokens[:limit], probs, ahead=True)
 
@@ -194,16 +166,13 @@ class Ahead(SequenceDrafter):
         while sum(guesses) > most:  # by rounding
             guesses[guesses.index(max(guesses))] -= 1
         mx.async_eval(draft.tokens)
-        request = AheadRequest(list(history), draft, self._limit, guesses, sampler.fresh())
-        self._prepared = request, self._beside.submit(request)
+        self._prepared = AheadRequest(list(history), draft, self._limit, guesses, sampler.fresh())
+        self._beside.submit(self._prepared)
 
-    def _cancel(self) -> None:
-        """Drop what was prepared, and let the one beside stop."""
-        if self._prepared is not None:
-            request, found = self._prepared
-            request.is_cancelled = True
-            found.cancel()
-            self._prepared = None
+    def _take(self) -> Found:
+        """Return the drafts that are there by now, and let the one beside stop."""
+        request, self._prepared = self._prepared, None
+        return {} if request is None or request.found.cancel() else request.found.result()
 
 
 def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: float = FAN_OUT) -> DrafterSource:
@@ -212,15 +181,14 @@ def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: floa
     Raises InvalidValue if it cannot draft ahead.
     """
     check_ahead(source)
-    helper, copies = helper or CPUThread(), list[DrafterSource]()
+    helper = helper or partial(ThreadBeside, CPUThread())
 
-    def beside(parts: TargetParts) -> SequenceDrafter:
-        if not copies:
-            copies.append(source if source.remake is None else source.remake(_copy(source.network)))
-        return sequence_drafter(copies[0], parts)
+    @cache
+    def beside() -> DrafterSource:
+        return source if source.remake is None else source.remake(_copy(source.network))
 
     def make(parts: TargetParts) -> Ahead:
-        return Ahead(sequence_drafter(source, parts), helper.open(partial(beside, parts)), mean)
+        return Ahead(source.make(parts), helper(lambda: beside().make(parts)), mean)
 
     return replace(source, make=make, drafts_ahead=True)
 
@@ -237,13 +205,6 @@ def check_ahead(source: DrafterSource) -> None:
             f"the drafter {source.name} is recurrent and cannot draft for several outcomes of one draft: "
             "do not draft ahead, or use a drafter with attention only"
         )
-
-
-def sequence_drafter(source: DrafterSource, parts: TargetParts) -> SequenceDrafter:
-    """Return a drafter that can draft ahead."""
-    drafter = source.make(parts)
-    assert isinstance(drafter, SequenceDrafter)
-    return drafter
 
 
 def _copy(network: nn.Module) -> nn.Module:

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import WEIGHTS, check_weights, text_config
-from mlx_spec.hub.files import AGAIN, one_line, shortened
+from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.types import TargetParts
 
 KEY = "mlx_spec"  # key of the conventions in config.json
@@ -109,38 +109,27 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     BadCheckpoint if a tensor is missing, left over or of another form.
     """
     tensors = {name: array for name, array in read_tensors(folder).items() if name not in skip}
-    _quantize(module, tensors, folder)
-    expected = dict(tree_flatten(module.parameters()))
-    _refuse(folder, "lacks the tensors", expected.keys() - tensors.keys())
-    _refuse(folder, "has tensors that this drafter has no use for:", tensors.keys() - expected.keys())
-    forms = {name: (_form(array), _form(expected[name])) for name, array in tensors.items()}
-    wrong = [f"{name} {ours} instead of {theirs}" for name, (ours, theirs) in forms.items() if ours != theirs]
-    _refuse(folder, "has tensors of another form than its config.json says:", wrong)
-    module.update(tree_unflatten(list(tensors.items())))
-    module.eval()
 
-
-def _quantize(module: nn.Module, tensors: dict[str, mx.array], folder: Path) -> None:
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
         if not isinstance(layer, QUANTIZABLE) or f"{path}.scales" not in tensors:
             return False
         return dict(infer_quant_config(path, layer, tensors))
 
-    if any(name.endswith(".scales") for name in tensors):
-        try:
+    try:
+        if any(name.endswith(".scales") for name in tensors):
             nn.quantize(module, class_predicate=settings)
-        except ValueError as error:
-            raise BadCheckpoint(f"{folder}: {error}") from error
+        expected = dict(tree_flatten(module.parameters()))
+        integers = {name for name, array in expected.items() if _holds_integers(array)}
+        module.load_weights(list(tensors.items()))
+        if wrong := integers ^ {name for name, array in tensors.items() if _holds_integers(array)}:
+            raise ValueError(f"{min(wrong)} is {tensors[min(wrong)].dtype}")
+    except ValueError as error:
+        raise BadCheckpoint(f"{folder} is no such drafter ({one_line(error)}): {AGAIN}") from error
+    module.eval()
 
 
-def _form(array: mx.array) -> str:
-    kind = "integers" if mx.issubdtype(array.dtype, mx.integer) else "floats"
-    return f"{kind} {list(array.shape)}"
-
-
-def _refuse(folder: Path, problem: str, names: Collection[str]) -> None:
-    if names:
-        raise BadCheckpoint(f"{folder} {problem} {shortened(sorted(names))}: {AGAIN}")
+def _holds_integers(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.integer)
 
 
 # --- embedding and LM head

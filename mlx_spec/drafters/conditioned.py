@@ -18,7 +18,7 @@ from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conve
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.layer_caches import capacity_for
-from mlx_spec.types import CacheState, Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
 
@@ -183,25 +183,11 @@ class ConditionedDrafter(SequenceDrafter):
 # --- drafts of several steps
 
 
-class ChainNetwork(nn.Module):
-    """The layers of a drafter that runs once for each draft token. All sequences share them."""
-
-    layers: list[nn.Module]  # with K and V each
-
-    def fuse(self, features: mx.array) -> mx.array:
-        """Return the hidden state [T, D] that the layers read for features [T, F] of the target."""
-        raise NotImplementedError
-
-    def __call__(
-        self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
-    ) -> tuple[mx.array, mx.array]:
-        """Return the next steps' hidden state and the head's input, for embeddings and hidden [T, D]."""
-        raise NotImplementedError
-
-
 class ChainDrafter(ConditionedDrafter):
     """Drafts token by token: its own output replaces the features that do not exist yet (EAGLE-3, MTP).
 
+    `fuse` of its network turns features [T, F] of the target into what the layers read, [T, D]. Called with
+    embeddings and that, it returns the next steps' hidden state and the head's input, [T, D] each.
     Rows of drafted tokens are dropped after the draft. Accepted tokens are written again with the target's
     features.
     """
@@ -243,7 +229,7 @@ def network_source(
     network: nn.Module,
     needs: FeatureSpec,
     vocab_size: int,
-    kind: Callable[..., Drafter] = ChainDrafter,
+    kind: Callable[..., SequenceDrafter] = ChainDrafter,
     *own: object,
 ) -> DrafterSource:
     """Return the source of drafters `kind(network, parts, needs, *own)`.
@@ -251,10 +237,10 @@ def network_source(
     `network` may bring an embedding and an LM head.
     """
 
-    def make(parts: TargetParts) -> Drafter:
+    def make(parts: TargetParts) -> SequenceDrafter:
         return kind(network, own_parts(network, parts, vocab_size), needs, *own)
 
-    return DrafterSource(name, needs, vocab_size, make, network)
+    return DrafterSource(name, needs, make, network)
 
 
 def _write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:

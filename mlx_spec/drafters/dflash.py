@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, read_tensors, required
+from mlx_spec.drafters.checkpoint import CONFIG, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import (
@@ -139,9 +139,7 @@ class DFlash(ConditionedDrafter):
 
 def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    sizes = LayerConfig.from_dict(config, read_tensors(path).keys(), target_config)
-    network = DFlashNetwork(sizes)
-    load_layers(network, path, sizes, target_config)
+    network, sizes = load_layers(DFlashNetwork, path, config, target_config)
     _check_switches(config, target_config)
     mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
     block = Block(size, mask, sizes.conventions.shift)

@@ -17,6 +17,7 @@ from mlx_spec.drafters.drawing import (
     AheadRequest,
     DraftBuilder,
     DrafterSource,
+    Found,
     Outcome,
     SequenceDrafter,
     draw_rows,
@@ -63,7 +64,6 @@ class DraftModel(SequenceDrafter):
         self._written: list[int] = []  # tokens whose rows are in the caches, committed or not
         self._uncommitted = 0  # how many of them are not committed
         self._num_guesses = 0  # uncommitted rows of draft tokens after `_written`
-        self._reads_trees: bool | None = None  # None if nobody asked yet
 
     @property
     def nbytes(self) -> int:
@@ -114,47 +114,35 @@ class DraftModel(SequenceDrafter):
         self._uncommitted, self._num_guesses = rows.size, limit - 1
         return builder.draft()
 
-    def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
-        """Return drafts for likely outcomes: branches of one tree, or in turn if the model reads no trees."""
+    def draft_ahead(self, request: AheadRequest) -> Found:
+        """Return drafts for likely outcomes: branches of a tree, or only one if the model reads no trees."""
+        if self._model.tree_obstacle:
+            return super().draft_ahead(request)
         self.write(request.history)
-        if self._reads_trees is None:
-            self._reads_trees = self._model.refuses_trees() is None
         chain = [request.history[-1], *request.drafted]
-        if self._reads_trees:
-            logits = self._write_tree(chain, range(len(request.drafted)))
-        else:
-            logits = self._vocabulary.fit(self._model.verify(self._rows(chain)))
+        logits = self._write_tree(self._rows(chain), range(len(request.drafted)))
         outcomes = request.outcomes(logits)
-        branches = {} if request.is_cancelled or not self._reads_trees else self._branches(request, outcomes)
+        found = {} if request.found.cancelled() else self._branches(request, outcomes)
         self._model.commit(len(chain))
         self._written = [*request.history, *request.drafted]
-        if self._reads_trees:
-            return branches
-        for accepted, token in reversed(outcomes):  # the longest first: no row is written twice
-            if request.is_cancelled:
-                break
-            history = [*request.history, *request.drafted[:accepted], token]
-            branches[accepted, token] = self.draft(history, request.limit, request.sampler.fresh())
-        return branches
+        return found
 
-    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> dict[Outcome, Draft]:
+    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> Found:
         """Draft after each outcome, one token of all of them in a pass. None if cancelled."""
-        guesses = [[*request.drafted[:accepted], token] for accepted, token in outcomes]
-        builders = [DraftBuilder(request.history, request.sampler, guess) for guess in guesses]
-        parents = [*range(len(request.drafted)), *(accepted for accepted, _ in outcomes)]
-        tokens = self._rows([token for _, token in outcomes])
+        builders = [DraftBuilder(request.history, request.sampler, outcome) for outcome in outcomes]
+        parents = [*range(len(request.drafted)), *(len(outcome) - 1 for outcome in outcomes)]
+        tokens = self._rows([outcome[-1] for outcome in outcomes])
         for _ in range(request.limit):
             logits = self._write_tree(tokens, parents)
             tokens = mx.concatenate([b.draw(logits[i : i + 1]) for i, b in enumerate(builders)])
             mx.eval(tokens)
-            if request.is_cancelled:
+            if request.found.cancelled():
                 return {}
             parents += range(len(parents) + 1 - len(outcomes), len(parents) + 1)
         return {outcome: builder.draft() for outcome, builder in zip(outcomes, builders, strict=True)}
 
-    def _write_tree(self, tokens: Sequence[int] | mx.array, parents: Sequence[int]) -> mx.array:
+    def _write_tree(self, rows: mx.array, parents: Sequence[int]) -> mx.array:
         """Write the next rows of a tree with all these parents. Return their logits."""
-        rows = tokens if isinstance(tokens, mx.array) else self._rows(tokens)
         return self._vocabulary.fit(self._model.verify_tree(rows, tuple(parents)))
 
     def _rows(self, tokens: Sequence[int]) -> mx.array:
@@ -212,18 +200,17 @@ class Pard(DraftModel):
         self._written += history[len(self._written) :]
         return draw_rows(self._vocabulary.fit(logits), history, sampler)
 
-    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> dict[Outcome, Draft]:
+    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> Found:
         """Draft after each outcome, all of them in one pass."""
         rows, parents = list[mx.array](), list(range(len(request.drafted)))
-        for accepted, token in outcomes:
-            rows += [self._rows([token]), *[self._mask] * (request.limit - 1)]
-            parents += [accepted, *range(len(parents) + 1, len(parents) + request.limit)]
-        logits, found = self._write_tree(mx.concatenate(rows), parents), {}
-        for i, (accepted, token) in enumerate(outcomes):
-            guess = [*request.drafted[:accepted], token]
-            own = logits[i * request.limit : (i + 1) * request.limit]
-            found[accepted, token] = draw_rows(own, request.history, request.sampler, guess)
-        return found
+        for outcome in outcomes:
+            rows += [self._rows(outcome[-1:]), *[self._mask] * (request.limit - 1)]
+            parents += [len(outcome) - 1, *range(len(parents) + 1, len(parents) + request.limit)]
+        logits = mx.split(self._write_tree(mx.concatenate(rows), parents), len(outcomes))
+        return {
+            outcome: draw_rows(own, request.history, request.sampler, outcome)
+            for outcome, own in zip(outcomes, logits, strict=True)
+        }
 
 
 def draft_model_source(
@@ -234,15 +221,14 @@ def draft_model_source(
 ) -> DrafterSource:
     """Return the source of drafters with `model`, each made by `kind`."""
     remake = partial(draft_model_source, name, vocabulary=vocabulary, kind=kind)
-    needs, size = DraftModel.needs, vocabulary.drafter
-    return DrafterSource(name, needs, size, lambda parts: kind(model, vocabulary), model, remake=remake)
+    return DrafterSource(name, DraftModel.needs, lambda parts: kind(model, vocabulary), model, remake=remake)
 
 
 def open_draft_model(
     path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
 ) -> DrafterSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
-    vocabulary = VocabularySizes(_vocab_size(config, "drafter"), _vocab_size(target_config, "target"))
+    vocabulary = VocabularySizes(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
     given = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
     return draft_model_source(str(config["model_type"]), load_language_model(path, given), vocabulary)
 
@@ -258,7 +244,8 @@ def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _vocab_size(config: Mapping[str, Any], role: str) -> int:
+def vocab_size_of(config: Mapping[str, Any], role: str) -> int:
+    """Return the size of a model's vocabulary. Raises BadCheckpoint if its config does not say it."""
     size = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
     if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
@@ -269,7 +256,7 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
     """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     Conventions.from_config(config)  # refuses a drafter that was not converted
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-    vocabulary = VocabularySizes(_vocab_size(layers, "drafter"), _vocab_size(target_config, "target"))
+    vocabulary = VocabularySizes(vocab_size_of(layers, "drafter"), vocab_size_of(target_config, "target"))
     model = load_language_model(path, layers)
     mask_token = required(config, "mask_token_id", int, CONFIG)
     return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask_token))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,28 @@ from mlx_spec.types import (
     Drafter,
     DraftingSampler,
     DraftRequest,
+    Features,
     FeatureSpec,
     Sampler,
     TargetParts,
     no_draft,
 )
 
-Outcome = tuple[int, int]  # of a verification: how many draft tokens are accepted, and the token after them
+# The tokens that a verification adds to a history: accepted draft tokens, and the one after them.
+Outcome = tuple[int, ...]
+Found = Mapping[Outcome, Draft]
 
 
-@dataclass
+@dataclass(eq=False)
 class AheadRequest:
     """Drafts that are wanted for the likely outcomes of a draft that is being verified."""
 
-    history: Sequence[int]
+    history: list[int]
     draft: Draft  # the one that is verified after `history`
     limit: int  # of each draft
     guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
     sampler: DraftingSampler  # a fresh one
-    is_cancelled: bool = False  # asked between passes: nobody waits for the drafts any more
+    found: Future[Found] = field(default_factory=Future)  # cancelled once nobody waits for it
 
     @cached_property
     def drafted(self) -> list[int]:
@@ -51,18 +56,19 @@ class AheadRequest:
         """
         count = min(max(self.guesses) + 1, logits.shape[1])
         ranked = self.sampler.rank(logits, self.history, self.draft.tokens, count)
-        tokens, drafted = read_tokens(ranked.flatten()), [*self.drafted, -1]
-        rows = [tokens[k * count : (k + 1) * count] for k in range(len(drafted))]
-        others = [[t for t in row if t != drafted[k]] for k, row in enumerate(rows)]  # that would be accepted
-        return [(k, t) for k, row in enumerate(others) for t in row[: self.guesses[k]]]
+        tokens, found = iter(read_tokens(ranked.flatten())), list[Outcome]()
+        for k, guesses in enumerate(self.guesses):
+            others = [t for t in islice(tokens, count) if [t] != self.drafted[k : k + 1]]  # that is accepted
+            found += [(*self.drafted[:k], token) for token in others[:guesses]]
+        return found
 
     def outcome(self, history: Sequence[int]) -> Outcome | None:
         """Return the outcome that led to `history`; None if that is another text. The draft is verified."""
-        accepted = len(history) - len(self.history) - 1
-        if not 0 <= accepted <= len(self.drafted):
-            return None
-        expected = [*self.history, *self.drafted[:accepted]]
-        return (accepted, history[-1]) if list(history[:-1]) == expected else None
+        start = len(self.history)
+        outcome = tuple(history[start:])
+        accepted = list(outcome[:-1])
+        follows = outcome and accepted == self.drafted[: len(accepted)]
+        return outcome if follows and history[:start] == self.history else None
 
 
 class SequenceDrafter(Drafter):
@@ -91,12 +97,38 @@ class SequenceDrafter(Drafter):
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Do nothing: `Ahead` is the one that drafts ahead."""
 
-    def draft_ahead(self, request: AheadRequest) -> dict[Outcome, Draft]:
+    def draft_ahead(self, request: AheadRequest) -> Found:
         """Return drafts for likely outcomes. This one guesses that all is accepted and its copy goes on."""
         history = [*request.history, *request.drafted]
         guess = read_tokens(self.draft(history, 1, request.sampler).tokens)
         found = self.draft([*history, *guess], request.limit, request.sampler) if guess else no_draft()
-        return {(len(request.drafted), guess[0]): found} if found.tokens.size else {}
+        return {(*request.drafted, *guess): found} if found.tokens.size else {}
+
+
+class DrafterWrapper(SequenceDrafter):
+    """Passes on to another drafter what it does not do by itself."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.needs = inner, inner.needs
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def missing(self, size: int) -> int:
+        return self.inner.missing(size)
+
+    def state(self) -> CacheState:
+        return self.inner.state()
+
+    def restore(self, state: CacheState) -> None:
+        self.inner.restore(state)
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        self.inner.observe(history, features)
+
+    def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
+        self.inner.prepare(history, draft, sampler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +137,7 @@ class DrafterSource:
 
     name: str  # the family, for the user
     needs: FeatureSpec  # what its drafters read from the target
-    vocab_size: int | None  # number of token ids it knows, padding included; None if it knows any
-    make: Callable[[TargetParts], Drafter]  # returns the drafter of one sequence
+    make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights
     gains: Callable[[], Sequence[float]] | None = None  # see `policy`; None if it learns them by itself
     drafts_trees: bool = False

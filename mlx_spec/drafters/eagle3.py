@@ -16,14 +16,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, read_tensors, required
-from mlx_spec.drafters.conditioned import (
-    ChainNetwork,
-    ConditionedDrafter,
-    Rows,
-    check_conventions,
-    network_source,
-)
+from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, required
+from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import DrafterAttention, DrafterLayer, LayerConfig, add_tables, load_layers
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
@@ -31,7 +25,7 @@ from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 # --- the network
 
 
-class Eagle3Network(ChainNetwork):
+class Eagle3Network(nn.Module):
     """Fused features, or its own hidden state, and an embedding to the next hidden state."""
 
     def __init__(self, config: LayerConfig) -> None:
@@ -45,7 +39,9 @@ class Eagle3Network(ChainNetwork):
             self.input_norm = nn.RMSNorm(count * theirs, eps=eps)
         if required(written, "fc_norm", bool, CONFIG):
             self.fc_norm = [nn.RMSNorm(theirs, eps=eps) for _ in range(count)]
-        self.layers = [_FirstLayer(config, _Attention(config, 2 * width, "layers.0.self_attn"))]
+        self.layers: list[nn.Module] = [
+            _FirstLayer(config, _Attention(config, 2 * width, "layers.0.self_attn"))
+        ]
         for _ in range(1, depth):
             self.layers.append(DrafterLayer(config, _Attention(config, width, "layers.1.self_attn")))
         self.norm = nn.RMSNorm(width, eps=eps)
@@ -138,17 +134,13 @@ class PEagle(ConditionedDrafter):
 
 def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    sizes = LayerConfig.from_dict(config, read_tensors(path).keys(), target_config)
+    network, sizes = load_layers(Eagle3Network, path, config, target_config)
     check_conventions(sizes.conventions, (LAYERS,))
-    network = Eagle3Network(sizes)
-    load_layers(network, path, sizes, target_config)
     return network_source("eagle3", network, FeatureSpec(sizes.conventions.capture), sizes.vocab_size)
 
 
 def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    sizes = LayerConfig.from_dict(config, read_tensors(path).keys(), target_config)
-    network = PEagleNetwork(sizes)
-    load_layers(network, path, sizes, target_config)
+    network, sizes = load_layers(PEagleNetwork, path, config, target_config)
     needs, mask_token = FeatureSpec(sizes.conventions.capture), required(config, "mask_token_id", int, CONFIG)
     return network_source("peagle", network, needs, sizes.vocab_size, PEagle, mask_token)

@@ -468,10 +468,10 @@ def visible_rows(shared: Mapping[str, KVRows], sliding_window: int) -> dict[str,
     return result
 
 
-def assistant_source(network: AssistantNetwork, sliding_window: int, vocab_size: int) -> DrafterSource:
+def assistant_source(network: AssistantNetwork, sliding_window: int) -> DrafterSource:
     """Return the source of drafters with `network`."""
     needs, make = Gemma4Assistant.needs, partial(Gemma4Assistant, network, sliding_window)
-    return DrafterSource("gemma4_assistant", needs, vocab_size, make, network, drafts_together=True)
+    return DrafterSource("gemma4_assistant", needs, make, network, drafts_together=True)
 
 
 def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
@@ -481,4 +481,4 @@ def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping
     network = AssistantNetwork(assistant)
     load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
     network.sort_table()
-    return assistant_source(network, assistant.sliding_window, assistant.vocab_size)
+    return assistant_source(network, assistant.sliding_window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,14 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import CONFIG, Conventions, check_target, load_weights, required
+from mlx_spec.drafters.checkpoint import (
+    CONFIG,
+    Conventions,
+    check_target,
+    load_weights,
+    read_tensors,
+    required,
+)
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
@@ -97,11 +104,16 @@ def _rope(
 
 
 def load_layers(
-    network: nn.Module, folder: Path, config: LayerConfig, target_config: Mapping[str, Any]
-) -> None:
-    """Fill a network that reads captured layers. Raises BadCheckpoint, and Mismatch for another target."""
-    check_target(config.written, target_config)
-    capture, layers = config.conventions.capture, config.written["target"]["num_hidden_layers"]
+    kind: Callable[[LayerConfig], nn.Module],
+    folder: Path,
+    written: Mapping[str, Any],
+    target_config: Mapping[str, Any],
+) -> tuple[nn.Module, LayerConfig]:
+    """Load a network that reads captured layers. Raises BadCheckpoint, and Mismatch for another target."""
+    config = LayerConfig.from_dict(written, read_tensors(folder).keys(), target_config)
+    check_target(written, target_config)
+    network = kind(config)
+    capture, layers = config.conventions.capture, written["target"]["num_hidden_layers"]
     exist = all(0 <= index < layers for index in capture)
     if not (capture and exist and len(set(capture)) == len(capture)):
         raise Mismatch(
@@ -114,6 +126,7 @@ def load_layers(
             "tokens and no 'draft_ids' that say which: convert it again"
         )
     load_weights(network, folder)
+    return network, config
 
 
 def add_tables(network: nn.Module, tensors: Collection[str], width: int, vocab: int, drafted: int) -> None:

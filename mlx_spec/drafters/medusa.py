@@ -29,6 +29,7 @@ from mlx_spec.drafters.checkpoint import (
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.tree import Tree, TreeTemplate, tree_of, tree_template
+from mlx_spec.sampling import likeliest
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 # The hidden states of a prompt are not worth their memory: the first token comes without a draft.
@@ -164,16 +165,9 @@ class MedusaTrees(Medusa):
 
     def _guess(self, hidden: mx.array, limit: int) -> Draft:
         tree = self._rates.template().tree(limit)
-        ranked = _likeliest(self._network(hidden, tree.height), max(tree.ranks) + 1)
+        ranked = likeliest(self._network(hidden, tree.height), max(tree.ranks) + 1)
         depths, ranks = mx.array(tree.depths[1:]), mx.array(tree.ranks[1:])
         return Draft(ranked[depths - 1, ranks], parents=tree.parents)
-
-
-def _likeliest(logits: mx.array, count: int) -> mx.array:
-    """Return the `count` likeliest tokens [K, count] of each row, the likeliest first."""
-    tokens = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
-    order = mx.argsort(-mx.take_along_axis(logits, tokens, axis=-1), axis=-1)
-    return mx.take_along_axis(tokens, order, axis=-1).astype(mx.int32)
 
 
 def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
@@ -185,9 +179,8 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
         )
     check_target(config, target_config)
     heads, blocks = (required(config, key, int, CONFIG) for key in ("num_heads", "num_layers"))
-    width, size = config["target"]["hidden_size"], config["target"]["vocab_size"]
-    biased = "heads.0.layers.0.bias" in read_tensors(path)
-    network = MedusaNetwork(heads, blocks, width, size, biased=biased)
+    target, biased = config["target"], "heads.0.layers.0.bias" in read_tensors(path)
+    network = MedusaNetwork(heads, blocks, target["hidden_size"], target["vocab_size"], biased=biased)
     load_weights(network, path)
     needs, rates = NEEDS[conventions.hidden], GuessRates(heads)
 
@@ -195,5 +188,5 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
         return lambda parts: kind(network, needs, rates)
 
     chains, trees = made(Medusa), made(MedusaTrees)
-    other = DrafterSource("medusa trees", needs, size, trees, network, rates.tree_gains, drafts_trees=True)
-    return DrafterSource("medusa", needs, size, chains, network, rates.chain_gains, trees=other)
+    other = DrafterSource("medusa trees", needs, trees, network, rates.tree_gains, drafts_trees=True)
+    return DrafterSource("medusa", needs, chains, network, rates.chain_gains, trees=other)

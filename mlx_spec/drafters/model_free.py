@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper, SequenceDrafter
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.text import common_prefix
 from mlx_spec.types import (
     Draft,
     Drafter,
-    DraftingSampler,
     Features,
     FeatureSpec,
     RequestDrafter,
@@ -127,7 +126,7 @@ def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
 
 def lookup_source() -> DrafterSource:
     """Return the source of lookup in any text."""
-    return DrafterSource("lookup", Lookup.needs, None, lambda parts: Lookup())
+    return DrafterSource("lookup", Lookup.needs, lambda parts: Lookup())
 
 
 # --- drafters of one request
@@ -216,7 +215,7 @@ class Forced(SequenceDrafter):
         return self._tokens
 
 
-class GrammarFilter(SequenceDrafter):
+class GrammarFilter(DrafterWrapper):
     """Another drafter, whose tokens are cut after the first one that the grammar forbids.
 
     The tokens after it would waste rows of the target's pass. The forbidden token stays and is rejected: a
@@ -226,28 +225,14 @@ class GrammarFilter(SequenceDrafter):
     the distribution of the drafts, and then the acceptance rule would no longer be exact.
     """
 
-    def __init__(self, drafter: Drafter, matcher: Matcher, prompt_length: int) -> None:
-        self._drafter = drafter
+    def __init__(self, inner: Drafter, matcher: Matcher, prompt_length: int) -> None:
+        super().__init__(inner)
         self._matcher = matcher
         self._prompt_length = prompt_length
-        self.needs = drafter.needs
-
-    @property
-    def nbytes(self) -> int:
-        return self._drafter.nbytes
-
-    def missing(self, size: int) -> int:
-        return self._drafter.missing(size)
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        self._drafter.observe(history, features)
-
-    def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
-        self._drafter.prepare(history, draft, sampler)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return the other drafter's tokens up to the first forbidden one, and that one."""
-        draft = self._drafter.draft(history, limit, sampler)
+        draft = self.inner.draft(history, limit, sampler)
         if draft.probs is not None or draft.parents is not None or not draft.tokens.size:
             return draft
         keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens)) + 1

@@ -26,7 +26,7 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.conditioned import ChainNetwork, Rows, check_conventions, network_source
+from mlx_spec.drafters.conditioned import Rows, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
@@ -76,7 +76,7 @@ def _build_layer(layer_type: str, text: Mapping[str, Any]) -> nn.Module:
         ) from error
 
 
-class MTPNetwork(ChainNetwork):
+class MTPNetwork(nn.Module):
     """The head: two norms, a projection, a decoder layer, a norm. Names are those the converter writes."""
 
     def __init__(self, config: Mapping[str, Any], conventions: Conventions) -> None:

@@ -24,13 +24,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, open_draft_model
-from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
+from mlx_spec.drafters.draft_model import (
+    MAX_UNWRITTEN,
+    DraftModel,
+    VocabularySizes,
+    open_draft_model,
+    vocab_size_of,
+)
+from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text, common_prefix
-from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import Draft, Features, Sampler, no_draft
 
 MAX_STEPS = 48  # the drafter's tokens in one draft
 MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
@@ -171,35 +177,24 @@ def continuation(target: Text, place: Place, drafted: bytes) -> list[int]:
 # --- the drafter
 
 
-class Retokenized(SequenceDrafter):
+class Retokenized(DrafterWrapper):
     """Drafts one sequence with a model, caches and tokens of its own."""
 
-    needs = FeatureSpec()
+    inner: DraftModel
 
     def __init__(self, model: nn.Module, vocab_size: int, target: Text, drafter: Text) -> None:
-        self._model = DraftModel(model, VocabularySizes(vocab_size, vocab_size))
+        super().__init__(DraftModel(model, VocabularySizes(vocab_size, vocab_size)))
         self._translation = Translation(target, drafter)
         self._target, self._drafter = target, drafter
         self._greedy = Sampling().sampler(0, vocab_size)
         self._read = 0  # length of the history that was translated last
-
-    @property
-    def nbytes(self) -> int:
-        return self._model.nbytes
-
-    def state(self) -> CacheState:
-        """Return the rows of its model; the text is translated again."""
-        return self._model.state()
-
-    def restore(self, state: CacheState) -> None:
-        self._model.restore(state)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process a prompt, and the tokens of many rounds without a draft."""
         if not 0 <= len(history) - self._read <= MAX_UNWRITTEN:
             tokens = self._place(history).tokens
             if tokens:
-                self._model.write(tokens)
+                self.inner.write(tokens)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Draft greedily, at most `limit` tokens: a deterministic draft has the highest acceptance.
@@ -211,8 +206,8 @@ class Retokenized(SequenceDrafter):
             return no_draft()
         ratio = min(max(len(place.tokens) / len(history), MIN_RATIO), MAX_RATIO)
         steps = min(math.ceil(limit * ratio) + 1, MAX_STEPS)
-        tokens = read_tokens(self._model.draft(place.tokens, steps, self._greedy).tokens)
-        self._model.keep_draft(tokens)
+        tokens = read_tokens(self.inner.draft(place.tokens, steps, self._greedy).tokens)
+        self.inner.keep_draft(tokens)
         certain = self._certain(place, tokens)[:limit]
         return Draft(mx.array(certain, dtype=mx.int32)) if certain else no_draft()
 
@@ -244,7 +239,7 @@ def retokenized_source(
     """Return the source of drafters with `model`. They draft tokens of the target's tokenizer."""
     remake = partial(retokenized_source, name, vocab_size=vocab_size, target=target, drafter=drafter)
     make = partial(Retokenized, model, vocab_size, target, drafter)
-    return DrafterSource(name, Retokenized.needs, None, lambda parts: make(), model, remake=remake)
+    return DrafterSource(name, DraftModel.needs, lambda parts: make(), model, remake=remake)
 
 
 def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> DrafterSource:
@@ -259,6 +254,5 @@ def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, targe
                 'write back the text it encodes: use a drafter with the target\'s vocabulary, or "lookup"'
             )
     source = open_draft_model(path, config, config)
-    assert source.vocab_size is not None
     name = f"{source.name}, re-tokenized"
-    return retokenized_source(name, source.network, source.vocab_size, target, drafter)
+    return retokenized_source(name, source.network, vocab_size_of(config, "drafter"), target, drafter)

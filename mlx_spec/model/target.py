@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
@@ -14,10 +15,10 @@ from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_l
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.tree import (
     Tree,
+    TreeCacheView,
     has_rowwise_ropes,
     rope_obstacle,
     tree_of,
-    tree_view,
     unwrap_ropes,
     wrap_ropes,
 )
@@ -50,7 +51,6 @@ class LMTarget:
         self.parts = parts_of(model)
         self._reset()
         self._recurrent = bool(self._caches.recurrent)
-        self._reads_trees = False  # True once the model was found to read trees
         if self._needs.shared_kv and self._recurrent:
             raise NotRewindable(
                 "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
@@ -155,7 +155,8 @@ class LMTarget:
         """Count tokens that a shared pass committed."""
         self._size += tokens
 
-    def refuses_trees(self) -> str | None:
+    @cached_property
+    def tree_obstacle(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
         layers = decoder_of(self._model)["layers"]
         if self._recurrent:
@@ -165,7 +166,7 @@ class LMTarget:
         wrap_ropes(layers)
         caches = Caches.of_model(self._model)
         caches.begin(2)
-        views = [tree_view(cache, tree_of((0,))) for cache in caches.attention]
+        views = [TreeCacheView(cache, tree_of((0,))) for cache in caches.attention]
         try:  # builds the graph and computes nothing
             self._model(mx.zeros((1, 2), mx.int32), cache=views)
         except (TypeError, ValueError) as error:
@@ -181,10 +182,8 @@ class LMTarget:
         """
         start = self.uncommitted
         assert start + tokens.size == len(parents) + 1 <= MAX_UNCOMMITTED, "a tree follows a commit"
-        if not self._reads_trees:
-            if reason := self.refuses_trees():
-                raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
-            self._reads_trees = True
+        if reason := self.tree_obstacle:
+            raise NotRewindable(f"this target cannot verify a tree of drafts, {reason}: draft a chain")
         with self._eager.on():
             logits = self._write(tokens, tree_of(parents))
         self._uncommitted.append(tokens)
@@ -196,7 +195,7 @@ class LMTarget:
             index = mx.array(list(rows))
             self._caches.keep_path(index)
             self._captured = [[hidden[index] for hidden in captured] for captured in self._captured]
-        return self.commit(len(rows))
+        return LMTarget.commit(self, len(rows))
 
     def rewind(self, size: int) -> int:
         """Keep at most the first `size` tokens. Return the number kept, fewer if rows are gone.
@@ -276,7 +275,7 @@ class LMTarget:
         self._caches.begin(rows.size)
         layers: Sequence[object] = self._caches.layers
         if tree is not None:
-            layers = [tree_view(cache, tree, self.uncommitted) for cache in self._caches.attention]
+            layers = [TreeCacheView(cache, tree, self.uncommitted) for cache in self._caches.attention]
         logits: mx.array = self._model(rows[None], cache=layers)[0]
         before = rows.size - tokens.size
         self._captured.append([each.outputs.pop()[0, before:] for each in self._captures])

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from mlx_spec.model.hooks import ModuleWrapper
-from mlx_spec.model.layer_caches import AttentionCache, Packed, QuantizedCache
+from mlx_spec.model.layer_caches import AttentionCache, Packed
 
 ROPE = "rope"  # attribute of mlx-lm's attention modules that holds their rotary embedding
 
@@ -147,9 +147,9 @@ class TreeCacheView:
         assert keys.shape[2] == len(self.offset), f"{keys.shape[2]} rows for a tree of {len(self.offset)}"
         return self._cache.update_and_fetch(keys, values)
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        assert not isinstance(self._cache, QuantizedCache)
-        return self._cache.keys_and_values()
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the cache: `bits` of a quantized one, or the rows for KV-shared layers."""
+        return getattr(self._cache, name)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the mask over the rows that `update_and_fetch` will return, bool [N, rows]."""
@@ -165,27 +165,6 @@ class TreeCacheView:
         positions = mx.concatenate([mx.arange(self._base - before, self._base), tree])
         returned = min(self._base + self._start, window - 1) + N
         return (seen & (tree[self._start :, None] - positions < window))[:, -returned:]
-
-
-class QuantizedTreeCacheView(TreeCacheView):
-    """A view of a quantized cache: mlx-lm's attention reads `bits` and `group_size`."""
-
-    def __init__(self, cache: QuantizedCache, tree: Tree, start: int = 0) -> None:
-        super().__init__(cache, tree, start)
-        self.bits = cache.bits
-        self._quantized = cache
-
-    @property
-    def group_size(self) -> int:
-        """Return the group size of the rows written last."""
-        return self._quantized.group_size
-
-
-def tree_view(cache: AttentionCache, tree: Tree, start: int = 0) -> TreeCacheView:
-    """Return the view of one cache for the rows of a tree from `start` on."""
-    if isinstance(cache, QuantizedCache):
-        return QuantizedTreeCacheView(cache, tree, start)
-    return TreeCacheView(cache, tree, start)
 
 
 class RowwiseRope(ModuleWrapper):

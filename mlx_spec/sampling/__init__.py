@@ -5,3 +5,4 @@ from mlx_spec.sampling.sampling import LogitsProcessor as LogitsProcessor
 from mlx_spec.sampling.sampling import Sampling as Sampling
 from mlx_spec.sampling.sampling import Seeded as Seeded
 from mlx_spec.sampling.sampling import Unseeded as Unseeded
+from mlx_spec.sampling.sampling import likeliest as likeliest

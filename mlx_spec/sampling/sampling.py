@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 import mlx.core as mx
 
@@ -233,17 +233,17 @@ class Greedy:
         """Return a drafting sampler that has counted no tokens. It shares the seed and the count of draws."""
         return self._with(self.processor.fresh())
 
-    def remote_settings(self) -> tuple[dict[str, Any], int]:
+    def remote_settings(self) -> tuple[Sampling, int]:
+        """Return settings without a grammar, and the prompt length, for a sampler in another process.
+
+        With a seed that sampler has the same noise. Without one it is greedy, because noise is not sent.
+        """
         sampling = self.processor.sampling
-        if sampling.seed is None:
-            sampling = replace(sampling, temperature=0.0)
-        return {**vars(sampling), "grammar": None}, self.processor.prompt_length
+        temperature = 0.0 if sampling.seed is None else sampling.temperature
+        return replace(sampling, temperature=temperature, grammar=None), self.processor.prompt_length
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
-        scores = self._known_scores(logits, history, drafted)
-        best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
-        order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
-        return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
+        return likeliest(self._known_scores(logits, history, drafted), count)
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
@@ -383,6 +383,13 @@ def _with_drafted(counts: mx.array, drafted: mx.array, rows: int) -> mx.array:
     row = mx.arange(rows)[:, None]
     within = mx.arange(K) <= row + (K - rows)  # [T, K]
     return counts.at[row, drafted].add(within.astype(mx.float32))
+
+
+def likeliest(scores: mx.array, count: int) -> mx.array:
+    """Return the `count` tokens [T, count] of the largest scores [T, V], the largest first."""
+    best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
+    return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
 
 
 def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array | None:

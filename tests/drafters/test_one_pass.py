@@ -101,21 +101,6 @@ def test_sliding_layers_see_the_end_of_the_context(window, tmp_path):
     assert worst(found) > 1e-3
 
 
-def test_history_goes_back(tmp_path):
-    """To any earlier place: what is shared stays, the rest is forgotten."""
-    source, rows, history = opened(fitted.dflash(3, CAPTURE), tmp_path), random_rows(60, 3), tiny.prompt(61)
-    drafter = source.make(parts())
-    replay(drafter, history, rows, [40], 4)
-    other, changed = [*history[:25], *tiny.prompt(30, seed=8)], [mx.array(r) for r in rows]
-    for row in changed:
-        row[25:] = row[25:] + 1
-    drafter.observe(other[:31], Features(tuple(r[25:30] for r in changed)))
-    fresh = replay(source.make(parts()), other, changed, [31], 4)[0]
-    assert largest(logits_of(drafter, other[:31], 4), fresh) < TOLERANCE
-    stale = replay(source.make(parts()), other, rows, [31], 4)[0]
-    assert largest(stale, fresh) > 0.01
-
-
 # --- P-EAGLE: an independent construction in float64
 
 

@@ -40,7 +40,7 @@ PUBLISHED = {
 
 def short_lookup() -> DrafterSource:
     """Lookup of single tokens: random models hardly repeat themselves."""
-    return DrafterSource("lookup", Lookup.needs, None, lambda parts: Lookup(1, 16))
+    return DrafterSource("lookup", Lookup.needs, lambda parts: Lookup(1, 16))
 
 
 SOURCES = {"lookup": short_lookup, **random_sources.FOR_TINY}

@@ -19,7 +19,7 @@ PUBLISHED = {
     "eagle3": (TRAINED / "llama", str(TRAINED / "eagle3")),
     **{
         family: (GOLDEN / "12b-trained" / "target", str(TRAINED / family))
-        for family in ("medusa", "pard", "dflash", "peagle")
+        for family in ("medusa", "pard", "dflash")
     },
 }
 SLACK = 8192  # bytes: constants such as rotary frequencies

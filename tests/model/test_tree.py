@@ -224,8 +224,8 @@ def test_unknown_rotary_embeddings_refuse_by_name() -> None:
     with pytest.raises(NotRewindable, match="layer 1 has positions by DynamicNTKScalingRoPE"):
         LMTarget(model).verify_tree(mx.array(tokens_of(0)), TREE.parents)
     model.layers[1].self_attn.rope = None
-    assert LMTarget(model).refuses_trees() == "layer 1 has no rotary embedding"
-    assert LMTarget(tiny.full()).refuses_trees() is None
+    assert LMTarget(model).tree_obstacle == "layer 1 has no rotary embedding"
+    assert LMTarget(tiny.full()).tree_obstacle is None
 
 
 def test_models_that_calculate_with_positions_refuse_by_name() -> None:
@@ -245,7 +245,7 @@ def test_models_that_calculate_with_positions_refuse_by_name() -> None:
         },
     )
     target = LMTarget(ministral3.Model(args))
-    assert "calculates with positions" in (target.refuses_trees() or "")
+    assert "calculates with positions" in (target.tree_obstacle or "")
     with pytest.raises(NotRewindable, match="calculates with positions"):
         target.verify_tree(mx.array([1, 2, 3]), (0, 0))
     target.prefill([1, 2, 3])

@@ -33,18 +33,18 @@ def main(target: str, drafter: str, *ahead: str) -> None:
     module.SILENCE_S = float(os.environ.get("SILENCE_S", module.SILENCE_S))
     ranks = module.join()
     assert ranks is not None
-    if ranks.rank and ahead:
-        draft_for(target, drafter, ranks)
-    if ranks.rank:
-        follow(target, ranks)
 
     def run() -> int:
+        if ranks.rank and ahead:
+            return draft_for(target, drafter, ranks)
+        if ranks.rank:
+            return follow(target, ranks)
         over = {"ahead": ranks} if ahead else {"ranks": ranks}
         pair = load(target, drafter, num_draft_tokens=3, **over)
         while True:
             print(json.dumps(generate(pair)), flush=True)
 
-    sys.exit(ranks.lead(run))
+    sys.exit(ranks.run(run))
 
 
 if __name__ == "__main__":

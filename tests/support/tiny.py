@@ -128,7 +128,7 @@ def assistant(seed: int = 5, pattern: str = "sssf") -> DrafterSource:
     )
     network = _random(lambda: AssistantNetwork(config), seed, 0.2)
     assert isinstance(network, AssistantNetwork)
-    return assistant_source(network, 16, VOCAB)
+    return assistant_source(network, 16)
 
 
 def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:
