@@ -17,7 +17,7 @@ from mlx_spec.hub.files import AGAIN, read_object, shortened
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
-SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")  # five digits bound the list of a model's files
 OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
 GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
