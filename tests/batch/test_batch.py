@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, count
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -131,7 +132,9 @@ def assert_texts_alone(
     The first `samplings` of SAMPLINGS are used.
     """
     draw, model, needs = random.Random(seed), model_of(kind), source.needs if source else FeatureSpec()
-    batch = Batch(lambda: SharedTarget(model, needs), max_running=most)
+    ticks = random.Random(seed)  # of a clock that goes alike on every machine
+    times = accumulate(ticks.uniform(0, 0.01) for _ in count())  # seconds
+    batch = Batch(lambda: SharedTarget(model, needs), most, clock=lambda: next(times))
     texts: dict[int, list[int]] = {}
     truths: dict[int, list[int]] = {}
     drafters, together, own = list[Mixed](), set[int](), 0
