@@ -47,7 +47,7 @@ class PromptPace:
         self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens and seconds
         self._rests: deque[float] = deque(maxlen=ROUNDS)  # seconds
         self._least: deque[float] = deque(maxlen=ROUNDS)  # seconds of chunks of MIN_CHUNK tokens or fewer
-        self._errors: deque[float] = deque(maxlen=PAUSES)  # seconds over those that were expected
+        self._errors: deque[float] = deque(maxlen=PAUSES)  # ratios of what a pause took to what was expected
         self.reading = 0.0  # seconds of chunks since the last round
         self._expected = 0.0  # seconds expected of them; infinite if no chunk of such a size is known
         self._last: float | None = None  # time of the end of the last round; None if nobody decodes
@@ -59,8 +59,9 @@ class PromptPace:
         Where not even those fit beside the fastest round, pauses are too long whatever is read. Then a chunk
         may take longer than a round: small ones would keep one client waiting and gain the others little.
         """
-        late = nlargest(LATE, self._errors)
-        planned = MAX_PAUSE_S / max([1 / PLANNED_SHARE, *late[LATE - 1 :]])
+        worst = nlargest(LATE, self._errors)
+        most = worst[-1] if len(worst) == LATE else 1.0  # times the plan that all but 1 % of pauses took
+        planned = MAX_PAUSE_S / max(1 / PLANNED_SHARE, most)
         left = planned - max(self._rests, default=MAX_PAUSE_S)
         fastest = min(self._rests, default=0.0)
         if min(self._least, default=0.0) > planned - fastest:
@@ -109,7 +110,7 @@ class PromptPace:
         self.reading = self._expected = 0.0
 
     def _learn(self, tokens: int, seconds: float) -> None:
-        """Learn from a chunk. A much larger or smaller one would say too little of it."""
+        """Learn from a chunk. What it was expected to take is known from chunks of a similar size only."""
         alike = self._chunks and all(tokens <= 2 * other <= 4 * tokens for other, _ in self._chunks)
         self._expected += tokens * max(s / n for n, s in self._chunks) if alike else math.inf
         self._chunks.append((tokens, seconds))

@@ -195,7 +195,7 @@ class LMTarget:
             index = mx.array(list(rows))
             self._caches.keep_path(index)
             self._captured = [[hidden[index] for hidden in captured] for captured in self._captured]
-        return LMTarget.commit(self, len(rows))
+        return LMTarget.commit(self, len(rows))  # over several ranks this method is announced as a whole
 
     def rewind(self, size: int) -> int:
         """Keep at most the first `size` tokens. Return the number kept, fewer if rows are gone.
