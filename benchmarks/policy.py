@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -72,6 +72,7 @@ FLOORS = {  # speed over the recorded policy, but for the worst session: over pl
 
 BATCHES = (1, 2, 4, 8, 16)  # sequences
 BATCH_TOKENS = 300  # of a sequence
+MANY_ROWS = 33  # of the widest pass that a calibration measures
 BATCH_DEPTHS = range(7)  # fixed lengths to compare with
 BATCH_TEXTS = {"mixed": ("mixed",), "half easy, half useless": ("ind80", "useless")}
 BATCH_CURVES = ("M1 Ultra", "M3 Max", "M5 Max", "flat", "CUDA linear")
@@ -287,7 +288,9 @@ def run_adaptive(batch: Batch) -> Batch:
         return batch.steps * PLAIN_SECONDS
 
     policies = BatchPolicies(["mtp"], together=["mtp"])
-    policies.use(batch.curve.table())
+    costs = batch.curve.table()
+    many = PLAIN_SECONDS * (batch_passes(batch.name, MANY_ROWS) + batch.curve.host)
+    policies.use(replace(costs, verify={**costs.verify, MANY_ROWS: many}))
     members, group = [policies.policy(clock) for _ in batch.places], policies.group(clock)
     for member in members:
         member.begin()

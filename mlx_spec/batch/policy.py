@@ -50,18 +50,27 @@ LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
 BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length, on the most predictable text
 
 
-class RoundErrors:
-    """How much slower rounds in company are than the cost model says, learned from the rounds of a pair."""
+class SharedPasses:
+    """What passes in company take, learned from the rounds of a pair.
+
+    Kept in plain tokens of one sequence: a single round alone may say much about lengths that it did not
+    have, and must not outweigh what was measured here.
+    """
 
     def __init__(self) -> None:
-        # By the number of sequences and the longest draft: log seconds, and the rounds that they come from.
+        # By the number of sequences and the longest draft: log plain tokens, and the rounds they come from.
         self._known: dict[int, dict[int, tuple[float, int]]] = {}
 
-    def factors(self, count: int) -> Floats:
-        """Return the expected factor by the longest draft, for so many sequences."""
+    def seconds(self, costs: CostModel, count: int) -> Floats:
+        """Return the expected seconds of a pass by the longest draft, for so many sequences."""
+        expected = _pass_seconds(costs, count)
         if not self._known:
-            return np.ones(MAX_DRAFT_TOKENS + 1)
-        known = {0: (0.0, 0), **self._known[min(self._known, key=lambda other: abs(other - count))]}
+            return expected
+        nearest = min(self._known, key=lambda other: abs(other - count))
+        alone = np.log(_pass_seconds(costs, nearest) / costs.plain)
+        known = {0: (0.0, 0)}
+        for length, (tokens, rounds) in self._known[nearest].items():
+            known[length] = tokens - float(alone[length]), rounds
         lengths = sorted(known)
         values = [known[length][0] for length in lengths]
         errors = np.interp(LENGTHS, lengths, values)
@@ -69,15 +78,17 @@ class RoundErrors:
             rounds = known[lengths[i]][1]
             prior = np.interp(lengths[i], lengths[:i] + lengths[i + 1 :], values[:i] + values[i + 1 :])
             errors[lengths[i]] = (rounds * values[i] + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS)
-        found: Floats = np.exp(errors)
+        found: Floats = expected * np.exp(errors)
         return found
 
-    def observe(self, count: int, longest: int, error: float) -> None:
-        """Learn from one round, in log seconds."""
+    def observe(self, costs: CostModel, count: int, longest: int, seconds: float) -> None:
+        """Learn from one pass."""
+        expected = math.log(float(self.seconds(costs, count)[longest]) / costs.plain)
         known = self._known.setdefault(count, {})
-        before, rounds = known.get(longest, (0.0, 0))
+        before, rounds = known.get(longest, (expected, 0))
         rounds = min(rounds + 1, MEMORY)
-        known[longest] = before + min(error - before, OUTLIER) / rounds, rounds
+        error = math.log(seconds / costs.plain) - before
+        known[longest] = before + min(error, OUTLIER) / rounds, rounds
 
 
 class MemberPolicy(AdaptivePolicy):
@@ -134,7 +145,7 @@ class BatchPolicies(AdaptivePolicies):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._errors = RoundErrors()
+        self._passes = SharedPasses()
 
     def policy(
         self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
@@ -147,12 +158,12 @@ class BatchPolicies(AdaptivePolicies):
         if self.costs is None:
             return FEWEST_RUNNING
         costs = self.costs.at(1)
-        passes = _pass_seconds(costs, np.arange(1, MOST_RUNNING + 1))
+        passes = _row_seconds(costs, np.arange(1, MOST_RUNNING + 1))
         return max(FEWEST_RUNNING, int((passes - costs.host <= 2 * costs.plain).sum()))
 
     def group(self, clock: Clock = time.perf_counter) -> BatchPolicy:
         """Return the policy of sequences that share passes."""
-        return BatchPolicy(self, self._errors, clock)
+        return BatchPolicy(self, self._passes, clock)
 
 
 @dataclass(frozen=True)
@@ -162,21 +173,20 @@ class Plan:
     policies: Sequence[MemberPolicy]
     choices: Sequence[tuple[Choice, ...]]
     costs: CostModel
-    passes: Floats  # seconds of a pass by the longest draft, before correction
     plain: float  # seconds of a plain round
     began: float
 
 
 class BatchPolicy:
-    """Decides for sequences with adaptive policies of one pair, which share the `errors` they learn.
+    """Decides for sequences with adaptive policies of one pair, which share what they learn of `passes`.
 
     If the user fixed the length of one of them, each decides for itself.
     """
 
     def __init__(
-        self, shared: AdaptivePolicies, errors: RoundErrors, clock: Clock = time.perf_counter
+        self, shared: AdaptivePolicies, passes: SharedPasses, clock: Clock = time.perf_counter
     ) -> None:
-        self._shared, self._errors, self._clock = shared, errors, clock
+        self._shared, self._passes, self._clock = shared, passes, clock
         self._plan: Plan | None = None  # None if nothing is known of costs
         self._own: Sequence[DraftLengthPolicy] = ()  # policies that decided for themselves
         self._queued = 0  # sequences whose next token the engine has queued
@@ -194,19 +204,17 @@ class BatchPolicy:
         if self._shared.costs is None:
             return [Decision((), Reason.LEARNING)] * count
         costs = self._shared.costs.at(sum(map(len, histories)) // count)
-        passes = _pass_seconds(costs, count * (LENGTHS + 1))
-        passes[0] = max(passes[0] - costs.host, costs.plain)  # a plain pass is queued
         pairs = zip(adaptive, histories, strict=True)
         options = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
         drafters = [each[0][0] for each in options if each]
-        seconds = (passes + self._drafting(costs, drafters)) * self._errors.factors(count)
+        seconds = self._passes.seconds(costs, count) + self._drafting(costs, drafters)
         depths, reason = self._depths(adaptive, options, costs, seconds)
         choices = [
             tuple(Choice(index, min(depth, len(tokens) - 1)) for index, tokens in each if depth)
             for each, depth in zip(options, depths, strict=True)
         ]
         plain = float(seconds[0])
-        self._plan = Plan(adaptive, choices, costs, passes, plain, began)
+        self._plan = Plan(adaptive, choices, costs, plain, began)
         return [
             Decision(each, policy.reason(reason) if each else reason, plain)
             for policy, each in zip(adaptive, choices, strict=True)
@@ -264,12 +272,11 @@ class BatchPolicy:
             seconds = now - plan.began
             drafters = [each[0].drafter for each in plan.choices if each]
             drafting = float(self._drafting(plan.costs, drafters)[longest])
-            expected = float(plan.passes[longest]) + drafting
-            self._errors.observe(count, longest, math.log(seconds / expected))
+            self._passes.observe(plan.costs, count, longest, max(seconds - drafting, 0.1 * seconds))
             plan.costs.allow_longer(longest)
             return min(seconds / plan.plain, longest + 1 + drafting / plan.plain)
         if queued and self._queued == count and plan.began - self._done < plan.plain / 2:
-            self._errors.observe(count, 0, math.log((now - self._done) / float(plan.passes[0])))
+            self._passes.observe(plan.costs, count, 0, now - self._done)
         return 1.0 if self._queued == count else 1 + plan.costs.host / plan.plain
 
     def _drafting(self, costs: CostModel, drafters: Sequence[int]) -> Floats:
@@ -311,7 +318,14 @@ def _extended(tokens: Floats) -> Floats:
     return np.concatenate([tokens, np.full(MAX_DRAFT_TOKENS + 1 - len(tokens), tokens[-1])])
 
 
-def _pass_seconds(costs: CostModel, rows: NDArray[np.int64]) -> Floats:
+def _pass_seconds(costs: CostModel, count: int) -> Floats:
+    """Return the seconds of a pass of so many sequences by the longest draft, from passes of one."""
+    seconds = _row_seconds(costs, count * (LENGTHS + 1))
+    seconds[0] = max(seconds[0] - costs.host, costs.plain)  # a plain pass is queued
+    return seconds
+
+
+def _row_seconds(costs: CostModel, rows: NDArray[np.int64]) -> Floats:
     """Return the seconds of passes with any numbers of rows, the host's wait for them included."""
     few, most = np.minimum(rows, len(costs.passes)), len(costs.passes)
     verify = costs.table.verify

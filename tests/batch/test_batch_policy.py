@@ -7,13 +7,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from virtual_clock import CURVES, PLAIN_SECONDS
 
-from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies, RoundErrors
+from mlx_spec.batch.policy import BATCH_EPSILON, BatchPolicies, SharedPasses
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.policy import FixedPolicy, Table
 from mlx_spec.policy.adaptive import BUFFER
+from mlx_spec.policy.costs import Costs
 from mlx_spec.types import Reason, RequestDrafter, Round
 
 DRAFTED, HOST = 0.02, 0.02  # steps of one draft token of one sequence, and of a wait
@@ -44,6 +46,8 @@ class Simulation:
     ) -> None:
         policies = BatchPolicies(["mtp"], together=["mtp"] if together else [])
         policies.use(believed)
+        assert policies.costs is not None
+        self.costs = policies.costs
         self.rates, self.passes = rates, passes
         self.drafts = max if together else sum
         self.now, self.noise = 0.0, random.Random(seed)
@@ -158,12 +162,24 @@ def test_wrong_costs_are_corrected() -> None:
 
 
 def test_a_slow_round_says_nothing_of_plain_ones() -> None:
-    errors = RoundErrors()
+    passes, costs = SharedPasses(), Costs(table_of(passes_of("M3 Max"))).at(1)
+    before = passes.seconds(costs, 16)
     for _ in range(20):
-        errors.observe(16, 4, 1.0)
-    found = [math.log(factor) for factor in errors.factors(16)]
+        passes.observe(costs, 16, 4, math.e * float(before[4]))
+    found = np.log(passes.seconds(costs, 16) / before)
     assert found[0] == 0
     assert 0.2 < found[1] < found[2] < found[3] < found[4] < 1.0
+
+
+@pytest.mark.parametrize("name", ["flat", "M3 Max"])
+def test_delayed_rounds_alone_do_not_outweigh_what_company_took(name: str) -> None:
+    simulation = Simulation([0.8] * 2, passes_of(name), table_of(passes_of(name)))
+    simulation.run(100)
+    for _ in range(2):
+        simulation.costs.at(1).observe_round(0, 4, 5 * PLAIN_SECONDS)
+    simulation.depths.clear()
+    simulation.run(60)
+    assert simulation.depths[0] < 3
 
 
 def test_costs_beyond_those_measured_do_not_stay_level() -> None:
