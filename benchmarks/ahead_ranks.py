@@ -2,8 +2,10 @@
 
 The drafter is SmolLM2, dense and in float32. The target is SmolLM2 with more layers between its own. They
 multiply like others, but add only a little noise to the residual stream: so a pass costs several passes of
-the drafter, which is right most of the time. There are two ranks, each with one thread of OpenBLAS
-if `--blas` names it. All arms run on rank 0; in the last one rank 1 drafts ahead.
+the drafter, which is right most of the time. In float32 both wait for the one memory that they share. A
+target in bfloat16 (`--dtype`) is converted by the CPU, which computes while the drafter reads. There are two
+ranks, each with one thread of OpenBLAS if `--blas` names it. All arms run on rank 0; in the last one rank 1
+drafts ahead.
 
 plain; K, drafting before each pass; K, ahead: the same with the next draft prepared on rank 1 meanwhile.
 """
@@ -42,12 +44,13 @@ PROMPTS = Path(__file__).parent / "prompts" / "chat.txt"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write(folder: Path, every: int = 1, noise: float = 0.0) -> str:
+def write(folder: Path, dtype: str = "float32", every: int = 1, noise: float = 0.0) -> str:
     """Write SmolLM2 with `every` layers for each of its own, of which all but the first are noise."""
     source = find("smollm2")
     model = load("smollm2", "none")._model
     more: dict[str, mx.array] = {}
     for name, array in tree_flatten(model.parameters()):
+        array = array.astype(getattr(mx, dtype))
         layer = name.removeprefix("model.layers.").split(".", 1)
         if len(layer) < 2 or not layer[0].isdigit():
             more[name] = array
@@ -62,7 +65,7 @@ def write(folder: Path, every: int = 1, noise: float = 0.0) -> str:
     config = json.loads((source / "config.json").read_text())
     config["num_hidden_layers"] *= every
     kept = {key: value for key, value in config.items() if key not in ("quantization", "gguf")}
-    (folder / "config.json").write_text(json.dumps(kept | {"dtype": "float32"}))
+    (folder / "config.json").write_text(json.dumps(kept | {"dtype": dtype}))
     for name in TOKENIZER:
         if (source / name).exists():
             (folder / name).symlink_to(source / name)
@@ -116,6 +119,7 @@ def compared(found: dict[str, list[list[Run]]], seed: int) -> dict[str, object]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
+    options.add_argument("--dtype", default="float32", help="of the target; the drafter is float32")
     options.add_argument("--every", type=int, default=6, help="layers of the target for each of the drafter")
     options.add_argument("--noise", type=float, default=0.02, help="share that the others add to the stream")
     options.add_argument("--lengths", type=int, nargs="+", default=[1, 2])
@@ -134,7 +138,7 @@ def main() -> None:
         sys.exit(ranks.run(partial(work, *settings.pair, ranks)))
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        target = write(Path(folder) / "target", settings.every, settings.noise)
+        target = write(Path(folder) / "target", settings.dtype, settings.every, settings.noise)
         drafter = write(Path(folder) / "drafter")
         command = [*sys.argv, "--pair", target, drafter]
         preload = {} if settings.blas is None else {"LD_PRELOAD": str(settings.blas)}
