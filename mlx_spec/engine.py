@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import lanes_without
+from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import (
     Choice,
@@ -32,7 +33,6 @@ from mlx_spec.types import (
     RequestDrafter,
     Round,
     Sampler,
-    Target,
     no_draft,
 )
 
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 def generate(
-    target: Target,
+    target: LMTarget,
     drafters: Sequence[Drafter],
     policy: DraftLengthPolicy,
     sampler: Sampler,
@@ -86,7 +86,7 @@ def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
 
 
 def prefill(
-    target: Target,
+    target: LMTarget,
     drafters: Sequence[Drafter],
     prompt: list[int],
     step: Callable[[], int] = lambda: PREFILL_STEP,
@@ -110,7 +110,7 @@ class RunningSequence:
 
     def __init__(
         self,
-        target: Target,
+        target: LMTarget,
         drafters: Sequence[Drafter],
         policy: DraftLengthPolicy,
         sampler: Sampler,
@@ -209,7 +209,7 @@ class Alone:
 
     takes_drafts = True
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: LMTarget) -> None:
         self.target = target
 
     def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:

@@ -98,7 +98,7 @@ def load(
         size // (1 if ranks is None else ranks.size),
         check_weights(found.folder) if found and found.folder else 0,
     )
-    context = integer(text_config(config), "max_position_embeddings")
+    context = integer(text_config(config), "max_position_embeddings", "n_positions")
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context, *sizes)
     if not isinstance(ahead, bool):
         _compared(ahead, names, found)
@@ -360,7 +360,7 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
         model, _ = load_model(
             folder, lazy=ranks is not None, strict=True, model_config=repairs(load_config(folder))
         )
-    except LOADING_ERRORS as error:
+    except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error
     if is_dequantized(config):

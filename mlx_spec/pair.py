@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -176,12 +176,7 @@ class Pair:
         answer is expected to contain: it is drafted where it fits. The drafters that it and a grammar bring
         follow `drafter_names` by index. Raises InvalidValue and PromptTooLong.
         """
-        try:
-            prompt = [operator.index(token) for token in prompt_tokens]  # as plain ints: NumPy has its own
-        except TypeError as error:
-            raise InvalidValue(
-                f"the prompt is no list of tokens ({error}): give what encode returns"
-            ) from error
+        prompt, ends = _as_tokens("the prompt", prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.text, top_logprobs)
@@ -195,7 +190,7 @@ class Pair:
             recorder or sampler,
             prompt,
             limit,
-            self.text.eos | frozenset(stop),
+            self.text.eos.union(ends),
             extras,
         )
 
@@ -267,6 +262,14 @@ class Pair:
                 "target: shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
+
+
+def _as_tokens(name: str, given: Iterable[int]) -> list[int]:
+    """Return tokens as plain ints: NumPy has its own. Raises InvalidValue for anything else, such as text."""
+    try:
+        return [operator.index(token) for token in given]
+    except TypeError as error:
+        raise InvalidValue(f"{name} is no list of tokens ({error}): give what encode returns") from error
 
 
 def _rounds(batch: Batch) -> Iterator[tuple[int, Round]]:

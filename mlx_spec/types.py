@@ -177,33 +177,6 @@ class Round:
     company: int = 1  # sequences that shared the pass, this one included
 
 
-class Target(Protocol):
-    """A model with caches that take uncommitted rows."""
-
-    @property
-    def size(self) -> int:
-        """Committed tokens, S."""
-
-    @property
-    def uncommitted(self) -> int:
-        """Rows written and not yet committed."""
-
-    def prefill(self, tokens: list[int]) -> Features:
-        """Write and commit one chunk of the prompt, without logits."""
-
-    def verify(self, tokens: mx.array) -> mx.array:
-        """Write T uncommitted tokens, or T more. Returns logits [T, V]. `commit` ends this."""
-
-    def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
-        """Write the pending token and a tree of draft tokens, uncommitted. Returns logits [K + 1, V]."""
-
-    def commit(self, keep: int) -> Features:
-        """Keep the first `keep` uncommitted rows and drop the rest. Returns the features of those kept."""
-
-    def commit_path(self, rows: Sequence[int]) -> Features:
-        """Keep these uncommitted rows of a tree, a path from row 0 on. Returns the features of those kept."""
-
-
 class Sampler(Protocol):
     """Turns logits into a distribution, draws from it, and verifies drafts so that it is kept.
 

@@ -14,7 +14,7 @@ from mlx_spec.batch.target import SharedTarget
 from mlx_spec.engine import Alone, Group, RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
-from mlx_spec.types import GroupPolicy, Round, Target
+from mlx_spec.types import GroupPolicy, Round
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take at most: times vary
@@ -85,7 +85,7 @@ class PromptPace:
         tokens, seconds = self._chunks[-1]
         return now - self._held + unread * seconds / tokens <= MAX_HOLD_S
 
-    def timed(self, steps: Iterable[object], target: Target) -> Iterator[None]:
+    def timed(self, steps: Iterable[object], target: LMTarget) -> Iterator[None]:
         """Do steps that write a prompt to a target, and learn what they take."""
         todo = iter(steps)
         while True:
@@ -130,7 +130,6 @@ class _Member:
     @property
     def target(self) -> LMTarget:
         """Return the caches that it has by itself."""
-        assert isinstance(self.sequence.target, LMTarget)
         return self.sequence.target
 
     @property
@@ -200,7 +199,7 @@ class Batch:
         can_begin = bool(self._groups) or any(not member.unread for member in self._unstarted())
         return can_begin and self._pace.holds(min(unread, default=math.inf))
 
-    def timed(self, steps: Iterable[object], target: Target) -> Iterator[None]:
+    def timed(self, steps: Iterable[object], target: LMTarget) -> Iterator[None]:
         """Do steps that write a prompt to a target, and learn what they take."""
         return self._pace.timed(steps, target)
 

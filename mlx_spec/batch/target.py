@@ -34,7 +34,7 @@ class SharedTarget:
         self._model = model
         self._needs = needs
         self._captures = captures_of(model, needs)
-        self._eager = start_layers_early(decoder_of(model)["layers"])
+        self._eager = start_layers_early(decoder_of(model).layers)
         self._caches = Caches()
         self._homes: list[LMTarget] = []
         self._replays: list[mx.array] = []  # by target: committed tokens that its caches lack
@@ -146,7 +146,7 @@ def sharing(model: nn.Module) -> Sharing:
         error = _probe(model, [[1, 1] if is_recurrent else [PROBE_ROWS, PROBE_ROWS]])
     except (TypeError, ValueError) as reason:
         return Sharing(f"its model calculates with positions ({reason})", False)
-    if error > MAX_PROBE_ERROR:
+    if not error <= MAX_PROBE_ERROR:  # NaN, too
         return Sharing("its logits for two sequences together are not those of each alone", False)
     if not is_recurrent:
         return Sharing(None, True)

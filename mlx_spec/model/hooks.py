@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.errors import Mismatch
 from mlx_spec.types import TargetParts
 
 GPU_LAYERS_PER_START = 8  # each start ends a command buffer, so a GPU starts several layers at once
@@ -107,32 +109,56 @@ def _unwrapped(layer: Any) -> Any:
     return layer
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the module that holds the list of decoder layers."""
-    decoder: nn.Module = _language_model(model)["model"]
-    return decoder
+@dataclass(frozen=True)
+class Decoder:
+    """The modules of a language model."""
+
+    layers: list[Any]  # the decoder layers, as the model calls them
+    owner: nn.Module  # holds them
+    outer: nn.Module  # holds the owner, and the LM head
+
+    @property
+    def table(self) -> Any:
+        """Return the embedding. Raises Mismatch if it is not where most models have it."""
+        if "embed_tokens" not in self.owner:
+            kind = type(self.outer).__module__.rpartition(".")[2]
+            raise Mismatch(f"this drafter reads the embedding of its target, and that of {kind} is not known")
+        return self.owner["embed_tokens"]
+
+
+def decoder_of(model: Any) -> Decoder:
+    """Find the list of decoder layers, whatever its name, nearest to the model."""
+    first, level = model.layers[0], [(model, model)]
+    while True:
+        for outer, owner in level:
+            for value in owner.values():
+                if isinstance(value, list) and value and value[0] is first:
+                    return Decoder(value, owner, outer)
+        pairs = ((owner, value) for _, owner in level for value in owner.values())
+        level = [(owner, value) for owner, value in pairs if isinstance(value, nn.Module)]
+        if not level:
+            raise TypeError(f"the layers of {type(model).__module__} are in no list")
 
 
 def parts_of(model: nn.Module) -> TargetParts:
     """Return the embedding and the LM head of a model, with their scale and softcap."""
-    outer = _language_model(model)
-    table = outer["model"]["embed_tokens"]
-    scale = vars(outer["model"]).get("embed_scale", 1.0)
-    softcap = vars(outer).get("final_logit_softcapping")
-    head = outer.get("lm_head")  # whole, also if the model is sharded later
+    decoder = decoder_of(model)
+    scale = vars(decoder.owner).get("embed_scale", 1.0)
+    softcap = vars(decoder.outer).get("final_logit_softcapping")
+    head = decoder.outer.get("lm_head")  # whole, also if the model is sharded later
 
     def embed(tokens: mx.array) -> mx.array:
-        embedded: mx.array = table(tokens)
+        embedded: mx.array = decoder.table(tokens)
         return embedded if scale == 1.0 else embedded * scale
 
     def capped(logits: mx.array) -> mx.array:
         return logits if softcap is None else mx.tanh(logits / softcap) * softcap
 
     def unembed(hidden: mx.array) -> mx.array:
-        return capped(table.as_linear(hidden) if head is None else head(hidden))
+        return capped(decoder.table.as_linear(hidden) if head is None else head(hidden))
 
     def select(ids: mx.array) -> Callable[[mx.array], mx.array]:
-        linear = table if head is None else head
+        linear = decoder.table if head is None else head
         rows = {name: array[ids] for name, array in linear.parameters().items()}
 
         def score(hidden: mx.array) -> mx.array:
@@ -148,10 +174,3 @@ def parts_of(model: nn.Module) -> TargetParts:
         return score
 
     return TargetParts(embed, unembed, select)
-
-
-def _language_model(model: nn.Module) -> nn.Module:
-    """Return the module that holds the decoder and the LM head."""
-    while "model" not in model or "layers" not in model["model"]:
-        model = model["language_model"] if "language_model" in model else model["model"]
-    return model

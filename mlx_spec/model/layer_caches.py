@@ -80,7 +80,8 @@ class Columns:
 
     def mask(self, T: int, window: int | None, return_array: bool) -> Mask:
         """Return the mask of T queries a lane over the columns low to high: bool, or "causal", or None."""
-        window = window or self.window
+        if self.window is not None:  # single tokens find no older rows, whatever window the model names
+            window = min(window or self.window, self.window)
         crosses = window is not None and self.high - self.low > window
         if self._is_even and not crosses and not return_array:
             return None if T == 1 else "causal"

@@ -47,7 +47,7 @@ class LMTarget:
         self._kv_bits = kv_bits
         self._needs = needs or FeatureSpec()
         self._captures = captures_of(model, self._needs)
-        self._eager = start_layers_early(decoder_of(model)["layers"])
+        self._eager = start_layers_early(decoder_of(model).layers)
         self.parts = parts_of(model)
         self._reset()
         self._recurrent = bool(self._caches.recurrent)
@@ -158,7 +158,7 @@ class LMTarget:
     @cached_property
     def tree_obstacle(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
-        layers = decoder_of(self._model)["layers"]
+        layers = decoder_of(self._model).layers
         if self._recurrent:
             return "its state is recurrent and follows one path"
         if (reason := rope_obstacle(layers)) or has_rowwise_ropes(layers):
@@ -298,8 +298,8 @@ class LMTarget:
 def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
     """Return the captures of the hidden states that a drafter reads, the final one last."""
     decoder = decoder_of(model)
-    final = [capture(decoder, "norm")] if needs.final_hidden else []
-    return [*(capture(decoder["layers"], i) for i in needs.hidden_layers), *final]
+    final = [capture(decoder.owner, "norm")] if needs.final_hidden else []
+    return [*(capture(decoder.layers, i) for i in needs.hidden_layers), *final]
 
 
 def features_of(needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV) -> Features:

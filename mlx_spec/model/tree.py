@@ -154,16 +154,16 @@ class TreeCacheView:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the mask over the rows that `update_and_fetch` will return, bool [N, rows]."""
         assert len(self.offset) == N, f"mask of {N} rows for a tree of {len(self.offset)}"
-        window = window_size or self._window
-        assert self._window in (None, window), f"mask for a window of {window}, cache of {self._window}"
-        before = self._base if self._window is None else min(self._base, self._window - 1)
+        window = min((w for w in (window_size, self._window) if w), default=None)
+        older = self._base + self._start if self._window is None else self._window - 1  # that are seen
+        before = min(self._base, older)
         on_path = mx.array(self._tree.ancestors()[self._start :])
         seen = mx.concatenate([mx.ones((N, before), dtype=mx.bool_), on_path], axis=1)
         if window is None:
             return seen
         tree = self._base + mx.array(self._tree.depths)
         positions = mx.concatenate([mx.arange(self._base - before, self._base), tree])
-        returned = min(self._base + self._start, window - 1) + N
+        returned = min(self._base + self._start, older) + N
         return (seen & (tree[self._start :, None] - positions < window))[:, -returned:]
 
 

@@ -15,9 +15,10 @@ from timeit import timeit
 
 import mlx.core as mx
 
+from mlx_spec.model.target import LMTarget
 from mlx_spec.policy.costs import Table, assumed_drafting
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Drafter, Target
+from mlx_spec.types import Draft, Drafter
 
 TIME_LIMIT = 1.0  # seconds; a big model takes longer for two samples of the required sizes
 # Rows of a pass, the first three required: kernels change in steps. 33 are of several sequences.
@@ -30,7 +31,7 @@ Job = Callable[[], object]
 
 
 def measure(
-    target: Target,
+    target: LMTarget,
     drafters: Sequence[Drafter],
     history: Sequence[int],
     copying: Collection[int] = (),

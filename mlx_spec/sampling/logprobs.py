@@ -12,10 +12,11 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
+from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling.sampling import Greedy, LogitsProcessor
 from mlx_spec.text import Text
-from mlx_spec.types import Draft, Drafter, DraftingSampler, Target, TokenLogprob
+from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
 
 
 class LogprobRecorder:
@@ -72,7 +73,7 @@ class LogprobRecorder:
 
 
 def score_prompt(
-    target: Target,
+    target: LMTarget,
     drafters: Sequence[Drafter],
     processor: LogitsProcessor,
     tokens: Sequence[int],

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.model.tree import Tree, tree_of
-from mlx_spec.sampling.verify import accept_block, accept_recursive, match, recover, walk
+from mlx_spec.sampling.verify import MIN_NORMAL, accept_block, accept_recursive, match, recover, walk
 from mlx_spec.types import Draft, TokenLogprob
 
 MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
@@ -66,6 +66,8 @@ class Sampling:
         if self.seed is not None:
             _check_integer("seed", self.seed)
         _check_integer("min_tokens", self.min_tokens, least=0)
+        for token in self.late_tokens:
+            _check_integer("late_tokens token id", token, least=0)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -365,7 +367,8 @@ def _keep_top_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
     ordered = -mx.sort(-candidates, axis=-1)
     probs = mx.exp(ordered - mx.logsumexp(scores, axis=-1, keepdims=True))
     before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of all more likely tokens
-    least = mx.where(before < p, ordered, mx.inf).min(axis=-1, keepdims=True)
+    kept = before < max(p, MIN_NORMAL)  # less than that is 0 in float32
+    least = mx.where(kept, ordered, mx.inf).min(axis=-1, keepdims=True)
     return mx.where(scores < least, -mx.inf, scores)
 
 

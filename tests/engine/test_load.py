@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import synthetic
 import tiny
 from checkpoints import edit_config, edit_tensors, read, split, to_float32
+from lossless import mlx_lm_greedy
 from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
@@ -90,6 +92,42 @@ def test_draft_model_and_lookup(saved: Path) -> None:
         assert {r.reason for r in rounds} == {Reason.FIXED} and sum(r.drafted for r in rounds) > 0
         assert pair.info.drafter == str(drafter)
     assert (plain.info.drafter, plain.info.drafter_bytes) == (None, 0)
+
+
+OTHER_NAMES = {
+    "gpt2": {"n_ctx": 64, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "num_hidden_layers": 3,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": False,
+        "time_step_limit": (0.0, 100.0),
+        "time_step_rank": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_a_target_whose_modules_have_other_names(kind: str, tmp_path: Path) -> None:
+    """It was refused. Only drafters that borrow its embedding have to know the name of that."""
+    module = import_module(f"mlx_lm.models.{kind}")
+    sizes = {"model_type": kind, "vocab_size": tiny.VOCAB, "layer_norm_epsilon": 1e-5, **OTHER_NAMES[kind]}
+    model = tiny._random(lambda: module.Model(module.ModelArgs(**sizes)), 0, 0.2)
+    prompt = tiny.prompt(15) * 2
+    pair = load(save(model, tmp_path, max_position_embeddings=None), "lookup", num_draft_tokens=4)
+    rounds = list(pair.generate(prompt, max_tokens=30))
+    assert [t for r in rounds for t in r.tokens] == mlx_lm_greedy(model, prompt, 30)
+    assert any(r.drafted for r in rounds)
+    assert pair.info.context_length == OTHER_NAMES[kind].get("n_positions")
+    with pytest.raises(Mismatch, match=f"reads the embedding of its target, and that of {kind} is not known"):
+        pair.parts.embed(mx.array([1]))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +217,7 @@ def test_missing_path(tmp_path: Path) -> None:
         ('{"model_type": "nothing_known"}', "is of model_type nothing_known, which mlx-lm does not support"),
         ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
         ('{"model_type": "llama"}', "cannot be loaded as llama: "),
+        ('{"model_type": "olmo"}', "cannot be loaded as olmo: "),  # importing mlx-lm's file for it exits
         ('{"model_type": "llama", "text_config": []}', "has a text_config that is no object"),
         ('{"model_type": "llama", "max_position_embeddings": -5}', "has max_position_embeddings -5"),
     ],

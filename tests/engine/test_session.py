@@ -267,6 +267,13 @@ def test_refusals_come_before_the_first_round(
     assert "\n" not in str(caught.value)
 
 
+def test_stop_strings_are_no_stop_tokens() -> None:
+    """They were ignored."""
+    for stop in (["\n"], "end"):
+        with pytest.raises(InvalidValue, match="stop is no list of tokens"):
+            make_pair("full").generate([1], max_tokens=5, stop=stop)
+
+
 def test_integers_of_numpy() -> None:
     pair, prompt = make_pair("full"), tiny.prompt(9)
     plain = list(pair.generate(prompt, max_tokens=3))

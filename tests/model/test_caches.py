@@ -101,6 +101,14 @@ def test_sliding_rows_are_the_last_ones_in_order(window: int) -> None:
         assert mx.array_equal(caches.attention[0].rows(0, size).keys, rows(low, size)[0]).item()
 
 
+def test_no_mask_is_wider_than_the_window() -> None:
+    """PLaMo 3 asks for one row more than its cache keeps, so a block saw a row that single tokens do not."""
+    caches = window_of(16)
+    append(caches, 0, 40)
+    caches.begin(2)
+    assert caches.attention[0].make_mask(2, window_size=17).sum(axis=-1).tolist() == [[[16, 16]]]
+
+
 def test_sliding_buffers_stay_small() -> None:
     caches = window_of(16)
     for i in range(3000):

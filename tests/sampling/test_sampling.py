@@ -37,6 +37,7 @@ FILTERS: list[dict[str, Any]] = [
     {"top_k": V},
     {"top_k": 1000},
     {"top_p": 1e-6},
+    {"top_p": 1e-60},  # 0 in float32
     {"top_p": 0.5},
     {"top_p": 0.95},
     {"min_p": 0.1},
@@ -289,6 +290,7 @@ REFUSED: dict[str, list[Any]] = {
     "repetition_penalty": [0, math.inf],
     "frequency_penalty": [-math.inf],
     "seed": [1.5, "one"],
+    "late_tokens": [[-1]],
     "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1: math.inf}, {1: math.nan}, {1: 1e10}],
 }
 
@@ -299,7 +301,13 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
         Sampling(**{name: value})
     message = str(caught.value)
     assert "\n" not in message and "give" in message
-    shown = next(iter(value.items())) if isinstance(value, dict) else (value,)
+    shown = (
+        next(iter(value.items()))
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else [value]
+    )
     assert any(repr(part) in message for part in shown)
 
 
