@@ -248,13 +248,16 @@ class AssistantNetwork(nn.Module):
             return ids
         return mx.argsort(self.masked_embedding.token_ordering)[ids]
 
-    def sort_table(self) -> None:
-        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head."""
+    def sort_table(self, *, by_token: bool = False) -> None:
+        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head.
+
+        `by_token`: back into the order in which they are stored.
+        """
         if "masked_embedding" in self:
             order = self.masked_embedding.token_ordering.astype(mx.int32)
             self.masked_embedding.token_ordering = order
-            table = self.model.embed_tokens
-            table.update({name: rows[order] for name, rows in table.parameters().items()})
+            rows, table = mx.argsort(order) if by_token else order, self.model.embed_tokens
+            table.update({name: array[rows] for name, array in table.parameters().items()})
 
 
 class _Body(nn.Module):
