@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_spec import __version__
 from mlx_spec.drafters.checkpoint import KEY, load_weights
 from mlx_spec.drafters.gemma4 import FULL, AssistantConfig, AssistantNetwork, assistant_source, check_fit
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import NONE, repair_config
 from mlx_spec.hub.checkpoint import read_config, text_config
@@ -199,7 +199,12 @@ def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, di
         return _published(options.source, target)
     config = _new_config(target, probe, pair.info.vocab_size, options)
     assistant = AssistantConfig.from_dict(config)
-    check_fit(assistant, target)
+    try:
+        check_fit(assistant, target)
+    except SpecError as error:  # as in latent attention
+        raise Mismatch(
+            f"the K/V of {options.target} are not as its config.json describes them: it cannot be trained for"
+        ) from error
     mx.random.seed(options.seed)
     return AssistantNetwork(assistant), config
 
