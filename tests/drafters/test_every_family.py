@@ -226,14 +226,15 @@ def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
 )
 def test_trained_pairs_accept_in_full_and_in_part_and_reject(target, drafter, family, tmp_path):
     """All texts run past the target's window, if it has one: greedy ones, and with a seed."""
-    out = tmp_path / "out"
-    manifest = drafting.prove(GOLDEN / target, drafter if drafter == "auto" else str(GOLDEN / drafter), out)
+    out, target = tmp_path / "out", GOLDEN / target
+    manifest = drafting.prove(target, drafter if drafter == "auto" else str(GOLDEN / drafter), out)
     part, proof = manifest["parts"]["drafter"], manifest["self_test"]
     assert part["family"] == family and proof["result"] == "passed"
     assert proof["acceptance"]["length"] > 1.5
-    drafting.check_acceptance(drafting.generate_with(out))
+    pair = mlx_spec.load(out, num_draft_tokens=3)
+    drafting.check_acceptance(drafting.generate_with(pair, target))
     sampling = Sampling(0.8, top_p=0.95, seed=6)
-    seeded = drafting.generate_with(out, sampling=sampling, questions=drafting.QUESTIONS[:3])
+    seeded = drafting.generate_with(pair, target, sampling, drafting.QUESTIONS[:3])
     assert len({round.accepted for round in seeded if round.drafted == 3}) > 2
 
 
