@@ -274,6 +274,7 @@ def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
 # --- what is refused
 
 OTHER = {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}
+CONVENTIONS = {"hidden": "layers", "chain": "none", "rope": "own", "shift": 0}
 REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     *((family, {"mlx_spec": None}, BadCheckpoint, "mlx-spec convert") for family in FAMILIES),
     *((family, {"target": OTHER}, Mismatch, "5, target has 3") for family in ("medusa", "dflash", "peagle")),
@@ -281,6 +282,14 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
     ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
     ("dflash", {"is_causal": True}, BadCheckpoint, "is_causal = True"),
+    ("dflash", {"mlx_spec": CONVENTIONS | {"capture": ["1"]}}, BadCheckpoint, "cannot be loaded as dflash"),
+    (
+        "peagle",
+        {"layer_config": fitted.LAYER | {"head_dim": -16}},
+        BadCheckpoint,
+        "cannot be loaded as peagle",
+    ),
+    ("pard", {"layer_config": {"model_type": "llama", "vocab_size": -1}}, BadCheckpoint, "cannot be loaded"),
 ]
 
 
