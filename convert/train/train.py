@@ -19,8 +19,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import __version__
-from mlx_spec.drafters.checkpoint import KEY, load_weights
-from mlx_spec.drafters.gemma4 import FULL, AssistantConfig, AssistantNetwork, assistant_source, check_fit
+from mlx_spec.drafters.checkpoint import KEY
+from mlx_spec.drafters.gemma4 import (
+    FULL,
+    AssistantConfig,
+    AssistantNetwork,
+    assistant_source,
+    check_fit,
+    load_assistant,
+)
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import NONE, repair_config
@@ -240,9 +247,7 @@ def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork
         )
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target)
-    network = AssistantNetwork(assistant)
-    load_weights(network, folder, skip=("lm_head.weight",))
-    network.sort_table()
+    network = load_assistant(folder, assistant)
     network.set_dtype(mx.float32)
     return network, config
 

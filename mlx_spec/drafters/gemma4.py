@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required, widened
+from mlx_spec.drafters.checkpoint import CONFIG, check_tokens, load_weights, required, widened
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
@@ -481,7 +481,16 @@ def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping
     """Load the checkpoint in `path`. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
-    network = AssistantNetwork(assistant)
+    return assistant_source(load_assistant(path, assistant), assistant.sliding_window)
+
+
+def load_assistant(path: Path, config: AssistantConfig) -> AssistantNetwork:
+    """Load the weights in `path`. Raises BadCheckpoint."""
+    network = AssistantNetwork(config)
     load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
+    if "draft_ids" in network:
+        check_tokens("'draft_ids'", network.draft_ids, config.vocab_size)
+    if "masked_embedding" in network:
+        check_tokens("'token_ordering'", network.masked_embedding.token_ordering, config.vocab_size)
     network.sort_table()
-    return assistant_source(network, assistant.sliding_window)
+    return network
