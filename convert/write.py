@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -85,21 +85,27 @@ def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StagePro
     names = names if count > 1 else ["model.safetensors"]
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard, progress)
+        write_safetensors(folder / name, shard, advance=progress.advance)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / INDEX, index)
 
 
-def _write_shard(file: Path, shard: dict[str, mx.array], progress: StageProgress) -> None:
+def write_safetensors(
+    file: Path,
+    arrays: dict[str, mx.array],
+    metadata: Mapping[str, str] = MLX,
+    advance: Callable[[int], object] = int,
+) -> None:
+    """Write a new file. Empties `arrays`. Raises OSError, and BadCheckpoint for what cannot be read."""
     with file.open("xb") as stream:
-        stream.write(safetensors_header(shard))
-        for name in list(shard):
+        stream.write(safetensors_header(arrays, metadata))
+        for name in list(arrays):
             try:
-                data = _bytes(shard.pop(name))
+                data = _bytes(arrays.pop(name))
             except RuntimeError as error:
                 raise BadCheckpoint(f"tensor {name} cannot be read: {one_line(error)}") from error
             for start in range(0, len(data), BLOCK):
-                progress.advance(stream.write(data[start : start + BLOCK]))
+                advance(stream.write(data[start : start + BLOCK]))
             del data
             mx.clear_cache()
         stream.flush()

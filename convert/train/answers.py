@@ -21,6 +21,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
+from mlx_spec.drafters.gemma4 import SLIDING
 from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.files import one_line, typed_path
@@ -29,6 +30,8 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+
+from ..write import write_safetensors
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
@@ -55,13 +58,13 @@ class RecordedAnswer:
     greedy: bool  # False if it was sampled
     tokens: mx.array  # [A] int32
     hidden: mx.array  # [A, D]: the rows whose logits the tokens were drawn from
-    shared: dict[str, KVRows]  # by attention type, [1, H, P + A - 1, Dk]
+    shared: dict[str, KVRows]  # by attention type, [1, H, P + A - 1, Dk]; of a window the last of these rows
     logsumexp: mx.array  # [A] float32: of the target's logits in these rows
 
     @property
     def prompt_tokens(self) -> int:
         """Return P."""
-        return next(iter(self.shared.values())).keys.shape[2] + 1 - self.tokens.size
+        return max(rows.keys.shape[2] for rows in self.shared.values()) + 1 - self.tokens.size
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,23 @@ class Recorder(SequenceDrafter):
         self._hidden: list[mx.array] = []
         self._features: Features | None = None
         self._history: Sequence[int] = ()
+        self._window: list[KVRows] = []  # copies of rows of sliding attention, in order
+        self._copied = 0  # the position after the last of them
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Keep the rows of generated tokens; those of the prompt have no hidden states."""
         self._history, self._features = history, features
         if features.final_hidden is not None:
             self._hidden.append(features.final_hidden)
+        assert features.shared_kv is not None
+        rows = features.shared_kv().get(SLIDING)
+        if rows is not None:
+            if features.final_hidden is None:  # a prompt: the answer sees its last window
+                self._window, self._copied = [], len(history) - 1 - rows.keys.shape[2]
+            if 2 * (len(history) - 1 - self._copied) > rows.keys.shape[2]:  # before they leave the window
+                self._window.append(self._new_rows(rows))
+                self._copied = len(history) - 1
+                mx.eval(self._window[-1].keys, self._window[-1].values)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return no tokens."""
@@ -101,7 +115,9 @@ class Recorder(SequenceDrafter):
         if len(hidden) < MIN_TOKENS:
             return None
         assert self._features is not None and self._features.shared_kv is not None
-        rows, size = self._features.shared_kv(), len(self._history) - 1
+        shared = {kind: [rows] for kind, rows in self._features.shared_kv().items()}
+        if SLIDING in shared:
+            shared[SLIDING] = [*self._window, self._new_rows(*shared[SLIDING])]
         logits = self._parts.unembed(hidden).astype(mx.float32)
         return RecordedAnswer(
             question.kind,
@@ -109,11 +125,19 @@ class Recorder(SequenceDrafter):
             mx.array(list(self._history[-len(hidden) :]), dtype=mx.int32),
             hidden.astype(KEPT),
             {
-                kind: KVRows(*(a[:, :, -size:].astype(KEPT) for a in (each.keys, each.values)))
-                for kind, each in rows.items()
+                kind: KVRows(
+                    mx.concatenate([rows.keys for rows in parts], axis=2).astype(KEPT),
+                    mx.concatenate([rows.values for rows in parts], axis=2).astype(KEPT),
+                )
+                for kind, parts in shared.items()
             },
             mx.logsumexp(logits, axis=-1),
         )
+
+    def _new_rows(self, rows: KVRows) -> KVRows:
+        """Return a copy of the rows that were not copied before."""
+        start = rows.keys.shape[2] - (len(self._history) - 1 - self._copied)
+        return KVRows(*(mx.contiguous(a[:, :, start:]) for a in (rows.keys, rows.values)))
 
 
 def recording(pair: Pair) -> Pair:
@@ -172,9 +196,10 @@ def read_answer(file: Path) -> RecordedAnswer:
 
 
 def write_arrays(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
-    """Write a file under a temporary name first."""
+    """Write a file under a temporary name first. Raises OSError."""
     temporary = file.with_suffix(".tmp.safetensors")
-    mx.save_safetensors(str(temporary), arrays, metadata)
+    temporary.unlink(missing_ok=True)
+    write_safetensors(temporary, arrays, metadata)
     temporary.replace(file)
 
 
@@ -232,7 +257,7 @@ def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
     prompts = []
     for file in files:
         try:
-            text = typed_path(file).read_text(encoding="utf-8")
+            text = typed_path(file).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise BadCheckpoint(
                 f"{file} cannot be read ({error}): give a text file with a prompt on each line"
@@ -333,10 +358,11 @@ class AnswerPlan:
 
     def _second(self, pair: Pair) -> Iterator[tuple[int, TrainingPrompt]]:
         """Yield the prompts that quote the first answers."""
-        quoted = [i for i in range(self.count - self._split) if self._file(i).exists()]
-        answers = (_text(pair, read_answer(self._file(i))) for i in quoted)
+        split = self._split  # a few answers are quoted twice if there are fewer than quotations
+        quoted = [i for i in range(self.count - split) if self._file(i % split).exists()]
+        answers = (_text(pair, read_answer(self._file(i % split))) for i in quoted)
         for i, prompt in zip(quoted, quoting_prompts(answers, self.seed), strict=True):
-            yield self._split + i, prompt
+            yield split + i, prompt
 
     def _file(self, index: int) -> Path:
         return self.folder / f"{index:06d}.safetensors"

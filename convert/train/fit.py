@@ -74,12 +74,15 @@ def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) ->
     """Return the rows of several answers. `window` limits what rows see of sliding K/V."""
     sizes = [answer.tokens.size for answer in answers]
     starts = [answer.prompt_tokens for answer in answers]
-    A, S = max(sizes), max(start + size - 1 for start, size in zip(starts, sizes, strict=True))
+    ends = [start + size - 1 for start, size in zip(starts, sizes, strict=True)]
+    A, S = max(sizes), max(ends)
 
-    def pad(array: mx.array, axis: int, length: int) -> mx.array:
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, length - array.shape[axis])
-        return mx.pad(array, widths)
+    def pad(array: mx.array) -> mx.array:
+        return mx.pad(array, [(0, A - len(array)), *[(0, 0)] * (array.ndim - 1)])
+
+    def place(rows: mx.array, end: int) -> mx.array:
+        """Put rows [1, H, n, D], of which the last is before position `end`, at their positions."""
+        return mx.pad(rows, [(0, 0), (0, 0), (end - rows.shape[2], S - end), (0, 0)])
 
     places = mx.array(starts)[:, None] + mx.arange(A)  # of the pending token of each row, [B, A]
     distance = places[..., None] - mx.arange(S)  # to each row of K/V
@@ -87,13 +90,14 @@ def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) ->
     shared = {}
     for kind in answers[0].shared:
         mask = masks.get(kind, distance > 0)[:, None]
-        keys = mx.concatenate([pad(answer.shared[kind].keys, 2, S) for answer in answers])
-        values = mx.concatenate([pad(answer.shared[kind].values, 2, S) for answer in answers])
+        both = [(answer.shared[kind], end) for answer, end in zip(answers, ends, strict=True)]
+        keys = mx.concatenate([place(rows.keys, end) for rows, end in both])
+        values = mx.concatenate([place(rows.values, end) for rows, end in both])
         shared[kind] = KVRows(keys.astype(dtype), values.astype(dtype), mask)
     return TrainingRows(
-        mx.stack([pad(answer.tokens, 0, A) for answer in answers]),
-        mx.stack([pad(answer.hidden, 0, A) for answer in answers]).astype(dtype),
-        mx.stack([pad(answer.logsumexp, 0, A) for answer in answers]),
+        mx.stack([pad(answer.tokens) for answer in answers]),
+        mx.stack([pad(answer.hidden) for answer in answers]).astype(dtype),
+        mx.stack([pad(answer.logsumexp) for answer in answers]),
         shared,
         places.reshape(-1),
         mx.arange(A) < mx.array(sizes)[:, None],

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -19,9 +19,16 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import __version__
-from mlx_spec.drafters.checkpoint import KEY, load_weights
-from mlx_spec.drafters.gemma4 import FULL, AssistantConfig, AssistantNetwork, assistant_source, check_fit
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
+from mlx_spec.drafters.checkpoint import KEY
+from mlx_spec.drafters.gemma4 import (
+    FULL,
+    AssistantConfig,
+    AssistantNetwork,
+    assistant_source,
+    check_fit,
+    load_assistant,
+)
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import NONE, repair_config
 from mlx_spec.hub.checkpoint import read_config, text_config
@@ -39,12 +46,14 @@ from mlx_spec.hub.files import (
 )
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import folders, load
+from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
 from ..options import TrainingOptions
-from .answers import AnswerPlan, RecordedAnswer, own_prompts, read_answer
+from ..write import write_safetensors
+from .answers import AnswerPlan, TrainingPrompt, encode, own_prompts, recording
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
@@ -64,22 +73,19 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
     out = typed_path(options.out).absolute()
     refuse_existing(out)
     work = out.with_name(out.name + WORK)
-    own = tuple(own_prompts(options.prompts or ()))
+    written = own_prompts(options.prompts or ())
     pair = load(options.target, NONE)
+    plan = AnswerPlan(
+        work / "answers", options.answers, options.answer_tokens, options.seed, _fitting(written, pair)
+    )
+    network, config = _network(pair, options)
     work.mkdir(parents=True, exist_ok=True)
     with locked(work):
         _check_settings(work / SETTINGS, _settings(options))
-        plan = AnswerPlan(work / "answers", options.answers, options.answer_tokens, options.seed, own)
-        check_space(out.name, _announce(pair, options), work, "give another OUT")
+        check_space(out.name, _announce(pair, plan, options), work, "give another OUT")
         _record(pair, plan, options, progress)
-        network, config = _network(pair, plan, options)
         files = plan.answers(held_out=False), plan.answers(held_out=True)
-        if "draft_ids" in network:
-            ids = network.draft_ids
-        else:  # its own table has a row for every token; the rows of others than these are not trained
-            size = pair.info.vocab_size
-            ids = frequent_tokens(files[0], min(options.vocabulary, size), size)
-            network.model.embed_tokens.freeze()
+        ids = _begin(network, pair, files[0], options)
         network.freeze(recurse=False, keys=["draft_ids"])
         fit = Fit(
             network,
@@ -137,8 +143,23 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
             )
 
 
-def _announce(pair: Pair, options: TrainingOptions) -> int:
-    """Say what memory and disk a run takes. Returns the bytes on the disk."""
+def _fitting(prompts: Sequence[TrainingPrompt], pair: Pair) -> tuple[TrainingPrompt, ...]:
+    """Return the prompts that the target can read. Raises InvalidValue if they are too few to test with."""
+    limit = pair.info.context_length
+    found = tuple(each for each in prompts if limit is None or len(encode(pair.text, each)) < limit)
+    if len(found) < len(prompts):
+        print(
+            f"{len(prompts) - len(found)} of {len(prompts)} prompts do not fit the context of {limit} tokens "
+            "and are left out",
+            file=sys.stderr,
+        )
+    if prompts and len(found) < 2:
+        raise InvalidValue("one prompt is held out to test with, so at least two are needed: give more")
+    return found
+
+
+def _announce(pair: Pair, plan: AnswerPlan, options: TrainingOptions) -> int:
+    """Say what memory and disk a run takes. Returns the bytes that are not on the disk yet."""
     parts = pair.open()
     parts.target.prefill([0, 0])
     rows = options.answers * options.answer_tokens
@@ -152,7 +173,7 @@ def _announce(pair: Pair, options: TrainingOptions) -> int:
         f"of memory and {human_bytes(disk)} on the disk until it is done",
         file=sys.stderr,
     )
-    return disk
+    return max(disk - sum(file.stat().st_size for file in plan.folder.glob("*")), 0)
 
 
 # --- stages
@@ -172,22 +193,43 @@ def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: St
             )
 
 
-def _network(
-    pair: Pair, plan: AnswerPlan, options: TrainingOptions
-) -> tuple[AssistantNetwork, dict[str, Any]]:
-    """Return the network to train, with its first weights, and its config.json."""
+def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, dict[str, Any]]:
+    """Return the network to train, and its config.json. Refuses what cannot be trained."""
     target = repair_config(read_config(find(folders(options.target, NONE)[0])))
+    probe = recording(pair).open().target
+    probe.prefill([0, 0])
+    if FULL not in probe.shared_kv():
+        raise Mismatch(
+            f"{options.target} has no full attention, whose K/V a drafter reads: it cannot be trained for"
+        )
     if options.source is not None:
         return _published(options.source, target)
-    files = plan.answers(held_out=False)
-    config = _new_config(target, read_answer(files[0]), pair.info.vocab_size, options)
+    config = _new_config(target, probe, pair.info.vocab_size, options)
     assistant = AssistantConfig.from_dict(config)
-    check_fit(assistant, target)
+    try:
+        check_fit(assistant, target)
+    except SpecError as error:  # as in latent attention
+        raise Mismatch(
+            f"the K/V of {options.target} are not as its config.json describes them: it cannot be trained for"
+        ) from error
     mx.random.seed(options.seed)
-    network = AssistantNetwork(assistant)
-    network.draft_ids = frequent_tokens(files, config["draft_vocab_size"], pair.info.vocab_size)
-    start_linear(network, pair.parts.embed, files[:LINEAR_ANSWERS])
-    return network, config
+    return AssistantNetwork(assistant), config
+
+
+def _begin(
+    network: AssistantNetwork, pair: Pair, files: Sequence[Path], options: TrainingOptions
+) -> mx.array:
+    """Give a new network its first weights. Returns the tokens that are trained."""
+    size = pair.info.vocab_size
+    ids = frequent_tokens(files, min(options.vocabulary, size), size)
+    if options.source is None:
+        network.draft_ids = ids
+        start_linear(network, pair.parts.embed, files[:LINEAR_ANSWERS])
+    elif "draft_ids" in network:
+        ids = network.draft_ids
+    else:  # its own table has a row for every token; the rows of others than these stay as they are
+        network.model.embed_tokens.freeze()
+    return ids
 
 
 def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork, dict[str, Any]]:
@@ -205,23 +247,17 @@ def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork
         )
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target)
-    network = AssistantNetwork(assistant)
-    load_weights(network, folder, skip=("lm_head.weight",))
-    network.sort_table()
+    network = load_assistant(folder, assistant)
     network.set_dtype(mx.float32)
     return network, config
 
 
 def _new_config(
-    target: Mapping[str, Any], answer: RecordedAnswer, vocab_size: int, options: TrainingOptions
+    target: Mapping[str, Any], probe: LMTarget, vocab_size: int, options: TrainingOptions
 ) -> dict[str, Any]:
-    """Return the config.json of a new drafter for a target. Raises Mismatch if it has no full attention."""
-    if FULL not in answer.shared:
-        raise Mismatch(
-            f"{options.target} has no full attention, whose K/V a drafter reads: it cannot be trained for"
-        )
-    text, width = text_config(target), answer.hidden.shape[-1]
-    _, heads, _, head_dim = answer.shared[FULL].keys.shape
+    """Return the config.json of a new drafter for a target that has read something."""
+    text, width = text_config(target), probe.parts.embed(mx.array([0])).shape[-1]
+    _, heads, _, head_dim = probe.shared_kv()[FULL].keys.shape
     queries = int(text.get("num_attention_heads") or heads)
     hidden = options.width or min(width, NEW_WIDTH)
     rope = text.get("rope_parameters") or {}
@@ -272,7 +308,9 @@ def _test(
                         counts[each][0] += len(result.tokens)
                         counts[each][1] += 1
             progress.show(f"test at temperature {temperature:g}", i + 1, len(prompts))
-        results[f"{temperature:g}"] = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
+        if counts:  # else no answer was long enough for a draft
+            found = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
+            results[f"{temperature:g}"] = found
     return results
 
 
@@ -306,10 +344,11 @@ def _write(
     folder: Path, network: AssistantNetwork, config: Mapping[str, Any], report: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint in bfloat16, and the report beside it."""
+    network.sort_table(by_token=True)
     tensors = {
         name: array.astype(mx.bfloat16) if mx.issubdtype(array.dtype, mx.floating) else array
         for name, array in flat(network.parameters()).items()
     }
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+    write_safetensors(folder / "model.safetensors", tensors)
     write_json(folder / "config.json", config)
     write_json(folder / REPORT, report)

@@ -16,6 +16,7 @@ from mlx_spec.drafters.mtp import open_mtp
 from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import mlx_lm_module
+from mlx_spec.hub.files import LOADING_ERRORS, one_line
 
 __all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter", "open_retokenized"]
 
@@ -46,11 +47,15 @@ def open_drafter(path: Path, config: Mapping[str, Any], target_config: Mapping[s
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise BadCheckpoint(f"config.json in {path} has no 'model_type': this is no drafter checkpoint")
-    if model_type in FAMILIES:
-        return FAMILIES[model_type](path, config, target_config)
-    if mlx_lm_module(model_type) is not None:
-        return open_draft_model(path, config, target_config)
-    known = ", ".join(sorted(FAMILIES))
-    raise BadCheckpoint(
-        f"no drafter family for model_type {model_type!r}: known are {known} and the models of mlx-lm"
-    )
+    opener = FAMILIES.get(model_type)
+    if opener is None and mlx_lm_module(model_type) is not None:
+        opener = open_draft_model
+    if opener is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise BadCheckpoint(
+            f"no drafter family for model_type {model_type!r}: known are {known} and the models of mlx-lm"
+        )
+    try:
+        return opener(path, config, target_config)
+    except (*LOADING_ERRORS, AssertionError) as error:  # a number in config.json that no network can have
+        raise BadCheckpoint(f"{path} cannot be loaded as {model_type}: {one_line(error)}") from error

@@ -85,6 +85,20 @@ def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) ->
             )
 
 
+def mask_token(config: Mapping[str, Any], vocab_size: int) -> int:
+    """Return the token that stands for one not drafted yet. Raises BadCheckpoint."""
+    token = required(config, "mask_token_id", int, CONFIG)
+    check_tokens("'mask_token_id'", mx.array([token]), vocab_size)
+    return token
+
+
+def check_tokens(name: str, ids: mx.array, vocab_size: int) -> None:
+    """Raise BadCheckpoint for a token that is not in the vocabulary: MLX would read or write anywhere."""
+    low, high, last = int(ids.min()), int(ids.max()), vocab_size - 1
+    if low < 0 or high > last:
+        raise BadCheckpoint(f"{name} has tokens from {low} to {high}, the vocabulary 0 to {last}: {AGAIN}")
+
+
 # --- weights
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, required
+from mlx_spec.drafters.checkpoint import CONFIG, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import (
@@ -141,7 +141,7 @@ def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     network, sizes = load_layers(DFlashNetwork, path, config, target_config)
     _check_switches(config, target_config)
-    mask, size = (required(config, key, int, CONFIG) for key in ("mask_token_id", "block_size"))
+    mask, size = mask_token(config, sizes.vocab_size), required(config, "block_size", int, CONFIG)
     block = Block(size, mask, sizes.conventions.shift)
     needs = FeatureSpec(sizes.conventions.capture)
     return network_source("dflash", network, needs, sizes.vocab_size, DFlash, block)

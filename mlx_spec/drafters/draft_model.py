@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.checkpoint import CONFIG, Conventions, required
+from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drawing import (
     AheadRequest,
     DraftBuilder,
@@ -258,5 +258,5 @@ def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str,
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
     vocabulary = VocabularySizes(vocab_size_of(layers, "drafter"), vocab_size_of(target_config, "target"))
     model = load_language_model(path, layers)
-    mask_token = required(config, "mask_token_id", int, CONFIG)
-    return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask_token))
+    mask = mask_token(config, vocabulary.drafter)
+    return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask))

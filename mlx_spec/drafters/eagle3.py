@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, required
+from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import DrafterAttention, DrafterLayer, LayerConfig, add_tables, load_layers
@@ -142,5 +142,5 @@ def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[st
 def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     network, sizes = load_layers(PEagleNetwork, path, config, target_config)
-    needs, mask_token = FeatureSpec(sizes.conventions.capture), required(config, "mask_token_id", int, CONFIG)
-    return network_source("peagle", network, needs, sizes.vocab_size, PEagle, mask_token)
+    needs, mask = FeatureSpec(sizes.conventions.capture), mask_token(config, sizes.vocab_size)
+    return network_source("peagle", network, needs, sizes.vocab_size, PEagle, mask)

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.drafters.checkpoint import CONFIG, load_weights, required, widened
+from mlx_spec.drafters.checkpoint import CONFIG, check_tokens, load_weights, required, widened
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.hub.checkpoint import text_config
@@ -248,13 +248,16 @@ class AssistantNetwork(nn.Module):
             return ids
         return mx.argsort(self.masked_embedding.token_ordering)[ids]
 
-    def sort_table(self) -> None:
-        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head."""
+    def sort_table(self, *, by_token: bool = False) -> None:
+        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head.
+
+        `by_token`: back into the order in which they are stored.
+        """
         if "masked_embedding" in self:
             order = self.masked_embedding.token_ordering.astype(mx.int32)
             self.masked_embedding.token_ordering = order
-            table = self.model.embed_tokens
-            table.update({name: rows[order] for name, rows in table.parameters().items()})
+            rows, table = mx.argsort(order) if by_token else order, self.model.embed_tokens
+            table.update({name: array[rows] for name, array in table.parameters().items()})
 
 
 class _Body(nn.Module):
@@ -478,7 +481,16 @@ def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping
     """Load the checkpoint in `path`. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
-    network = AssistantNetwork(assistant)
+    return assistant_source(load_assistant(path, assistant), assistant.sliding_window)
+
+
+def load_assistant(path: Path, config: AssistantConfig) -> AssistantNetwork:
+    """Load the weights in `path`. Raises BadCheckpoint."""
+    network = AssistantNetwork(config)
     load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
+    if "draft_ids" in network:
+        check_tokens("'draft_ids'", network.draft_ids, config.vocab_size)
+    if "masked_embedding" in network:
+        check_tokens("'token_ordering'", network.masked_embedding.token_ordering, config.vocab_size)
     network.sort_table()
-    return assistant_source(network, assistant.sliding_window)
+    return network

@@ -16,6 +16,7 @@ from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Conventions,
     check_target,
+    check_tokens,
     load_weights,
     read_tensors,
     required,
@@ -126,6 +127,8 @@ def load_layers(
             "tokens and no 'draft_ids' that say which: convert it again"
         )
     load_weights(network, folder)
+    if "draft_ids" in network:
+        check_tokens("'draft_ids'", network.draft_ids, config.vocab_size)
     return network, config
 
 

@@ -195,6 +195,8 @@ class Caches:
                     places[window] = first, oldest, size - first
                 elif window is not None:
                     found, places[window] = list(layer.buffers), (first, oldest, layer.columns.count)
+            elif not found:  # no pass was committed
+                found = [None] * len(layer.cache)
             layers.append(found)
         return Checkpoint(size, places, layers)
 

@@ -34,6 +34,7 @@ BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
 FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
 ENOUGH_TOKENS = 16  # emitted, to say that speculation pays; timed, to assume costs: fewer are noise
+TICK = 1e-6  # seconds that a round takes at least: a clock may stand still
 SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
 
 _log = logging.getLogger("mlx_spec")
@@ -201,7 +202,7 @@ class AdaptivePolicy:
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
-        now, costs = self._clock(), self._costs
+        now, costs = max(self._clock(), self._decided + TICK, self._done + TICK), self._costs
         if round.kind == "draft" and round.drafter is not None and costs is not None:
             self._observe_draft(round, round.drafter, now - self._decided, costs)
         else:

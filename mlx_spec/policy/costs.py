@@ -31,6 +31,7 @@ DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; ab
 STALE = 1.25  # times what a round costs now: dearer saved costs were measured while other programs ran
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 CONTEXT_STEP = 512  # tokens: contexts up to 512, 2048, 8192, ... have costs of their own
+MAX_SAVED = 1e9  # seconds, rows or tokens: a file with more is damaged
 
 
 class BadCosts(SpecError):
@@ -62,12 +63,14 @@ class Table:
             sizes = [{int(size): float(s) for size, s in by_size.items()} for by_size in points]
             plain, host, context = float(saved["plain"]), float(saved["host"]), int(saved["context"])
             table = cls(plain, sizes[0], sizes[1:], host, context, int(saved["longest"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadCosts(f"saved costs are incomplete ({one_line(error)})") from error
-        positive = all(0 < s < math.inf for s in (plain, *sizes[0].values()))
+        counts = [table.context, table.longest, *(size for by_size in sizes for size in by_size)]
+        passes = [plain, *sizes[0].values()]
         others = [host, *(s for by_size in sizes[1:] for s in by_size.values())]
-        if not sizes[0] or not positive or not all(0 <= s < math.inf for s in others):
-            raise BadCosts("saved costs hold a time that is not a positive number")
+        is_sound = all(0 < n < MAX_SAVED for n in counts) and all(s > 1 / MAX_SAVED for s in passes)
+        if not (sizes[0] and is_sound and all(0 <= s < MAX_SAVED for s in (*passes, *others))):
+            raise BadCosts("saved costs hold a number that cannot have been measured")
         if len(table.draft) != drafters:
             raise BadCosts(f"saved costs are of {len(table.draft)} drafters, this pair has {drafters}")
         return table

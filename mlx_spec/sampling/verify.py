@@ -34,7 +34,8 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
 
     With P_i = min(1, P_{i-1} p_i / q_i) and s_i the mass of max(P_i p - q, 0) after i tokens, prefix i passes
     with probability h_i = s_i / (s_i + 1 - P_i), and h_K = P_K. n is the longest prefix that passes: one that
-    fails does not end the search.
+    fails does not end the search. A row of q that is no number, after an overflow in the drafter, ends the
+    draft before its token.
     """
     K = tokens.shape[0]
     ratio = mx.log(_probability(p, tokens)) - mx.log(mx.maximum(_probability(q, tokens), MIN_NORMAL))
@@ -43,6 +44,7 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
     inner = mass[:-1]
     excess = mx.maximum(inner[:, None] * p[1:K] - q[1:], 0).sum(axis=-1)  # s_1 .. s_{K-1}
     passing = excess / (excess + mx.maximum(1 - inner, MIN_NORMAL))  # 0 at 0 / 0: the next one passes
+    passing = mx.where(mx.isnan(excess), inner, passing)
     passes = uniform < mx.concatenate([passing, mass[-1:]])
     n = mx.where(passes, mx.arange(1, K + 1, dtype=mx.int32), 0).max()
     return n, _residual(p, q, n, mx.concatenate([mx.array([1.0]), mass])[n])
@@ -59,10 +61,10 @@ def _probability(rows: mx.array, tokens: mx.array) -> mx.array:
 
 
 def _residual(p: mx.array, q: mx.array, n: mx.array, mass: mx.array) -> mx.array:
-    """Return max(mass p - q, 0) [V] after n tokens; q is 0 after all K. If rounding leaves nothing, p."""
+    """Return max(mass p - q, 0) [V] after n tokens; q is 0 after the draft. If rounding leaves nothing, p."""
     K = q.shape[0]
-    target = p[n]
-    drafted = mx.where(n < K, q[mx.minimum(n, K - 1)], 0)
+    target, drafted = p[n], q[mx.minimum(n, K - 1)]
+    drafted = mx.where((n < K) & ~mx.isnan(drafted), drafted, 0)
     excess = mx.maximum(mass * target - drafted, 0)
     return mx.where(excess.max() > 0, excess, target)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import resource
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from commands import run
 from mlx.utils import tree_flatten
@@ -16,9 +20,11 @@ from tokenizers import processors
 from vocabularies import byte_level
 
 import mlx_spec
-from mlx_spec.convert.command import run_training
+from mlx_spec.convert.command import _describe_training, long_run, run_training
 from mlx_spec.convert.options import TrainingOptions
+from mlx_spec.convert.train import train
 from mlx_spec.convert.train.answers import (
+    AnswerPlan,
     AnswerRequest,
     TrainingPrompt,
     bundled_prompts,
@@ -40,8 +46,11 @@ from mlx_spec.convert.train.fit import (
     unroll,
 )
 from mlx_spec.convert.train.train import WORK, of_all_kinds
+from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, Gemma4Assistant
-from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
+from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.hub.progress import StageProgress
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
@@ -122,6 +131,28 @@ def test_answers_are_those_of_the_target_alone(demo: Pair, answers: list[Path]) 
     for kind, rows in parts.target.shared_kv().items():
         keys = answer.shared[kind].keys
         assert mx.allclose(rows.keys[:, :, -keys.shape[2] :].astype(mx.float32), keys, atol=0.1)
+
+
+def test_rows_of_a_window_are_kept_for_the_whole_answer(demo: Pair, tmp_path: Path) -> None:
+    """Only those before the last token were: the others were trained beside rows of other places."""
+    question = AnswerRequest(
+        tmp_path / "000000.safetensors",
+        "chat",
+        demo.text.prompt([{"role": "user", "content": "What does zip do?"}]),
+        Sampling(min_tokens=100, late_tokens=demo.text.eos),
+    )
+    assert [tokens for _, tokens in record(demo, [question], 100, 2)] == [100]
+    answer, target = read_answer(question.file), demo.open().target
+    assert answer.prompt_tokens == len(question.tokens) < 64
+    rows, history = batch_of([answer], 64, mx.float32), [*question.tokens, *answer.tokens.tolist()]
+    for place in (0, 50, 99):  # of the pending token, in the answer
+        target.prefill(history[target.size : answer.prompt_tokens + place])
+        for kind, seen in target.shared_kv().items():
+            shared = rows.shared[kind]
+            assert shared.mask is not None
+            (visible,) = np.nonzero(np.array(shared.mask[0, 0, place]))
+            ours = shared.keys[:, :, int(visible[0]) : int(visible[-1]) + 1]
+            assert mx.allclose(ours, seen.keys.astype(mx.float32), atol=0.1)
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -248,6 +279,100 @@ def test_train_interrupted_and_gone_on(
     assert texts[0] == texts[1]
 
 
+def never(*arguments: Any) -> Any:
+    raise AssertionError("an answer is recorded")
+
+
+@pytest.mark.parametrize(
+    ("lines", "source", "text"),
+    [
+        (["What does zip do?"], None, "at least two are needed"),
+        (["What does zip do?", "x " * 5000], None, "at least two are needed"),
+        ([], "quantized", "cannot be trained"),
+        ([], "of another target", "hidden size"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_answers_are_made(
+    lines: list[str], source: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused after hours of answers."""
+    monkeypatch.setattr("mlx_spec.convert.train.answers.record", never)
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    if source is not None:
+        wrong = {"quantization": {"bits": 4}} if source == "quantized" else {"backbone_hidden_size": 64}
+        (tmp_path / source).mkdir()
+        published = {"model_type": "gemma4_assistant", "tie_word_embeddings": True, **config(**wrong)}
+        (tmp_path / source / "config.json").write_text(json.dumps(published))
+        mx.save_safetensors(str(tmp_path / source / "model.safetensors"), {"a": mx.zeros(1)})
+    options = TrainingOptions(
+        "demo",
+        tmp_path / "out",
+        source and str(tmp_path / source),
+        [tmp_path / "lines.txt"] if lines else None,
+    )
+    with pytest.raises(SpecError, match=text):
+        run_training(options)
+    assert not (tmp_path / f"out{WORK}").exists()
+
+
+def test_a_run_goes_on_where_only_the_rest_fits_on_the_disk(
+    answers: list[Path], demo: Pair, tmp_path: Path
+) -> None:
+    options, plan = TrainingOptions("demo", tmp_path / "out"), AnswerPlan(tmp_path, 60, 16, 0)
+    whole = train._announce(demo, plan, options)
+    shutil.copy(answers[0], tmp_path / "000000.safetensors")
+    assert train._announce(demo, plan, options) == whole - answers[0].stat().st_size
+
+
+def test_a_plan_makes_as_many_answers_as_it_says(answers: list[Path], demo: Pair, tmp_path: Path) -> None:
+    """Of 60 ten were made only when a run went on, from prompts that quoted quotations."""
+    plan = AnswerPlan(tmp_path, 60, 16, 0)
+    first = [i for i, _ in plan._first()]
+    for i in first:
+        shutil.copy(answers[0], plan._file(i))
+    second = list(plan._second(demo))
+    assert [*first, *(i for i, _ in second)] == list(range(60))
+    shutil.copy(answers[0], plan._file(40))
+    assert list(plan._second(demo)) == second
+
+
+def test_answers_too_short_for_a_draft_are_no_figures(
+    answers: list[Path], demo: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ended with a KeyError after it had written the drafter."""
+    monkeypatch.setattr(train, "TEST_TOKENS", 1)
+    plan = AnswerPlan(tmp_path, 2, 16, 0, tuple(bundled_prompts(2, 0)))
+    tests = train._test(demo, plan, new_network(answers, demo), config(), StageProgress(io.StringIO()))
+    report = {"rows": 1, "steps": 1, "tokens_a_round": tests}
+    assert len(_describe_training(report, TrainingOptions("demo", tmp_path / "out"))) == 2
+
+
+def test_an_improved_drafter_is_stored_in_the_order_it_was_read(tmp_path: Path) -> None:
+    """Its table stayed in the order of the centroids and was sorted once more when it was loaded."""
+    pair = ROOT / "tests" / "golden" / "e2b-trained"
+    network, read = train._published(str(pair / "assistant"), read_config(pair / "target"))
+    train._write(tmp_path, network, read, {})
+    before, after = read_tensors(pair / "assistant"), read_tensors(tmp_path)
+    assert "masked_embedding.token_ordering" in after
+    assert all(mx.allclose(before[name], array, rtol=0.01) for name, array in after.items())
+
+
+def test_a_full_disk_ends_in_one_line(
+    answers: list[Path], demo: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLX raised an error that says nothing of the disk. What is left does not stop the next run."""
+    question = AnswerRequest(tmp_path / "000000.safetensors", "chat", demo.text.encode("zip"), Sampling())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(SpecError, match="is full"), long_run(tmp_path / "out", ""):
+            list(record(demo, [question], 20, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not question.file.exists()
+    assert [tokens for _, tokens in record(demo, [question], 20, 1)] == [20]
+
+
 def test_a_place_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert run("train", "demo", "-o", str(tmp_path / "file" / "out")) == 1
@@ -289,6 +414,8 @@ def test_prompts(tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")]
     saved.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
+    assert [len(prompt.messages) for prompt in own_prompts([saved])] == [1, 3]
+    saved.write_text("\ufeff" + saved.read_text())  # as editors of Windows write files
     assert [len(prompt.messages) for prompt in own_prompts([saved])] == [1, 3]
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(InvalidValue, match="there is no prompt in it"):

@@ -102,6 +102,14 @@ def test_a_draft_that_was_read(kind, monkeypatch):
     assert calls == [1, 1]  # what it had guessed right is not written again
 
 
+@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+def test_a_saved_state_without_rows(kind):
+    """A recurrent drafter failed if its conversation was saved before it had drafted anything."""
+    drafter = new(kind)
+    drafter.restore(new(kind).state())
+    check(drafter, tiny.prompt(60), 4, kind)
+
+
 @pytest.mark.parametrize("kind", ["full", "recurrent", "pard"])
 def test_draft_that_was_never_verified(kind):
     """The round was interrupted: nobody knows whether the draft was right."""

@@ -18,6 +18,7 @@ import pytest
 import random_sources
 import test_tree_medusa
 import tiny
+from checkpoints import edit_tensors
 from drafting import emitted
 from exact_distribution import (
     FILTERED,
@@ -32,6 +33,7 @@ from mlx.utils import tree_flatten
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
+from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.conditioned import MAX_WAITING
 from mlx_spec.engine import decode
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -136,6 +138,10 @@ def test_reduced_vocabulary(family, tmp_path):
     assert largest(logits[:, mx.array(kept)], logits_of(whole, history, 4)[:, mx.array(kept)]) < 1e-4
     draft = drafter.draft(history, 4, Sampling(1.0).sampler(1, 256))
     assert mx.where(mx.arange(256) % 5 == 2, 0, draft.probs).max().item() == 0
+    path = tmp_path / "converted"
+    edit_tensors(path, lambda tensors: tensors.update(draft_ids=tensors["draft_ids"] + 200))
+    with pytest.raises(BadCheckpoint, match="'draft_ids' has tokens from 202 to 452"):
+        open_drafter(path, drafting.read(path), made.target)  # MLX would write beyond the logits
 
 
 # --- the distribution
@@ -226,14 +232,15 @@ def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
 )
 def test_trained_pairs_accept_in_full_and_in_part_and_reject(target, drafter, family, tmp_path):
     """All texts run past the target's window, if it has one: greedy ones, and with a seed."""
-    out = tmp_path / "out"
-    manifest = drafting.prove(GOLDEN / target, drafter if drafter == "auto" else str(GOLDEN / drafter), out)
+    out, target = tmp_path / "out", GOLDEN / target
+    manifest = drafting.prove(target, drafter if drafter == "auto" else str(GOLDEN / drafter), out)
     part, proof = manifest["parts"]["drafter"], manifest["self_test"]
     assert part["family"] == family and proof["result"] == "passed"
     assert proof["acceptance"]["length"] > 1.5
-    drafting.check_acceptance(drafting.generate_with(out))
+    pair = mlx_spec.load(out, num_draft_tokens=3)
+    drafting.check_acceptance(drafting.generate_with(pair, target))
     sampling = Sampling(0.8, top_p=0.95, seed=6)
-    seeded = drafting.generate_with(out, sampling=sampling, questions=drafting.QUESTIONS[:3])
+    seeded = drafting.generate_with(pair, target, sampling, drafting.QUESTIONS[:3])
     assert len({round.accepted for round in seeded if round.drafted == 3}) > 2
 
 
@@ -273,13 +280,26 @@ def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
 # --- what is refused
 
 OTHER = {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}
+CONVENTIONS = {"hidden": "layers", "chain": "none", "rope": "own", "shift": 0}
 REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     *((family, {"mlx_spec": None}, BadCheckpoint, "mlx-spec convert") for family in FAMILIES),
     *((family, {"target": OTHER}, Mismatch, "5, target has 3") for family in ("medusa", "dflash", "peagle")),
     *((family, {"mask_token_id": None}, BadCheckpoint, "mask_token_id") for family in ("pard", "peagle")),
+    *(
+        (family, {"mask_token_id": wrong}, BadCheckpoint, f"from {wrong} to {wrong}, the vocabulary 0 to 255")
+        for family, wrong in (("pard", -1), ("peagle", 10**9), ("dflash", 256))
+    ),
     ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
     ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
     ("dflash", {"is_causal": True}, BadCheckpoint, "is_causal = True"),
+    ("dflash", {"mlx_spec": CONVENTIONS | {"capture": ["1"]}}, BadCheckpoint, "cannot be loaded as dflash"),
+    (
+        "peagle",
+        {"layer_config": fitted.LAYER | {"head_dim": -16}},
+        BadCheckpoint,
+        "cannot be loaded as peagle",
+    ),
+    ("pard", {"layer_config": {"model_type": "llama", "vocab_size": -1}}, BadCheckpoint, "cannot be loaded"),
 ]
 
 

@@ -372,6 +372,7 @@ def test_copy_of_the_head_is_ignored(folder):
         ({"spare": mx.zeros(1)}, "Received 1 parameters not in model: spare"),
         ({"pre_projection.weight": mx.zeros((64, 64))}, "(64, 64) for parameter pre_projection.weight"),
         ({"masked_embedding.token_ordering": mx.zeros(512)}, "masked_embedding.token_ordering is mlx.core.f"),
+        ({"masked_embedding.token_ordering": mx.arange(512) + 1}, "has tokens from 1 to 512"),
     ],
 )
 def test_a_tensor_that_is_missing_or_of_no_use_or_of_another_form(folder, changes, message):

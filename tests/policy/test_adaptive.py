@@ -205,6 +205,20 @@ def test_one_decision_takes_microseconds():
     assert statistics.median(taken) < 100e-6
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_clock_that_stands_still(known):
+    policies = AdaptivePolicies(["mtp"])
+    if known:
+        policies.use(CURVES["M5 Max"].table())
+    policy = policies.policy(lambda: 1.0)
+    policy.begin()
+    for _ in range(20):
+        for round in (Round([0], 0, 0, "plain"), Round([0], 0, 0, "plain"), Round([0, 0], 3, 1, "draft", 0)):
+            policy.decide(range(5))
+            policy.observe(round)
+    assert policy.decide(range(5)).plain_seconds > 0
+
+
 # Against the best fixed length, and against the recorded policy
 
 

@@ -112,9 +112,13 @@ def test_saved_costs_of_a_busy_machine_are_recognized():
     ("part", "value"),
     [
         ("plain", 0.0),
+        ("plain", 1e-300),
         ("host", math.nan),
         ("verify", {}),
+        ("verify", {str(10**40): 1.0}),
         ("draft", [{"1": -1.0}]),
+        ("context", math.inf),
+        ("longest", 0),
     ],
 )
 def test_damaged_tables_are_refused(part, value):

@@ -28,6 +28,17 @@ def test_the_distribution_is_exact(kind: str, V: int, K: int) -> None:
         assert error(out, p) < TOLERANCE
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_drafter_that_overflows_changes_nothing(broken: int) -> None:
+    """Where a later row of q was no number, every draft failed, and yet p less q was drawn."""
+    p, q = trees("dense", 3, 3, 0)
+    judged, drawn = [level.copy() for level in q], [level.copy() for level in q]
+    some = (0,) * broken + (slice(None),)
+    judged[broken][some], drawn[broken][some] = np.nan, np.eye(3)[1]
+    out, _ = emitted(verify.accept_block, p, judged, drawn)
+    assert error(out, p) < TOLERANCE
+
+
 def means(p: Levels, q: Levels) -> tuple[float, float]:
     """Return how many tokens are accepted if each is judged by itself, and if all are judged together."""
     by_token = partial(verify.accept_recursive, tree=tree_of(tuple(range(len(q)))))

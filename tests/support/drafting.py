@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlx_spec.engine import decode
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
+from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Features, Round
 
@@ -122,20 +124,31 @@ def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
         return converted(target, drafter, out, skip_test=False)
 
 
+@cache
+def original(target: Path) -> Pair:
+    """Return a pair that decodes a published target plainly, in float32."""
+    pair = mlx_spec.load(target, "none")
+    pair._model.set_dtype(mx.float32)
+    return pair
+
+
+@cache
+def plain_text(target: Path, prompt: tuple[int, ...], sampling: Sampling) -> list[int]:
+    """Return what a published target says, once for all its drafters."""
+    return emitted(list(original(target).generate(prompt, sampling=sampling, max_tokens=24)))
+
+
 def generate_with(
-    folder: Path, limit: int = 3, sampling: Sampling = GREEDY, questions: Sequence[str] = QUESTIONS
+    pair: Pair, target: Path, sampling: Sampling = GREEDY, questions: Sequence[str] = QUESTIONS
 ) -> list[Round]:
-    """Return rounds of a converted pair, with prefixes kept and cut; check them against plain decoding."""
-    pair = mlx_spec.load(folder, num_draft_tokens=limit)
-    alone = mlx_spec.load(folder, drafter="none")
+    """Return rounds of a pair, with prefixes kept and cut; check them against its target's plain decoding."""
     done: list[Round] = []
     for first, second in zip(questions, OTHER * 2, strict=False):
         cached, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
         for text in (first, second):
             cached.rewind_to_prefix(prompt)
             found = list(decode(pair.prepare(cached.parts, prompt, sampling=sampling, max_tokens=24)))
-            plain = alone.generate(prompt, sampling=sampling, max_tokens=24)
-            assert emitted(found) == emitted(list(plain)), text
+            assert emitted(found) == plain_text(target, tuple(prompt), sampling), text
             cached.append(emitted(found))
             done += found
             prompt = [*prompt, *emitted(found)[:7], *pair.text.encode(second)]
