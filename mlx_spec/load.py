@@ -41,7 +41,7 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     text_config,
 )
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, searchable, typed_path
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -357,9 +357,9 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     from mlx_lm.utils import dequantize_model, load_config, load_model
 
     try:
-        model, _ = load_model(
-            folder, lazy=ranks is not None, strict=True, model_config=repairs(load_config(folder))
-        )
+        with searchable(folder) as place:
+            changed = repairs(load_config(folder))
+            model, _ = load_model(place, lazy=ranks is not None, strict=True, model_config=changed)
     except LOADING_ERRORS as error:
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error

@@ -265,6 +265,8 @@ def test_quantized_already(tmp_path: Path) -> None:
     assert weights[0] == weights[1]
     drafter = str(tmp_path / "first" / "drafter")
     assert "quantized already" in refusal("12b", tmp_path / "third", drafter=drafter)
+    model = {"drafter": str(tmp_path / "first" / "target"), "drafter_bits": "4"}
+    assert "use --drafter-bits none" in refusal("12b", tmp_path / "third", InvalidValue, **model)
 
 
 def test_values(tmp_path: Path) -> None:
@@ -273,8 +275,19 @@ def test_values(tmp_path: Path) -> None:
     assert "groups of 32" in refusal("12b", out, InvalidValue, quantization="mxfp4", group_size=64)
     assert "no drafter is known" in refusal("12b", out, InvalidValue, drafter="auto")
     assert "give --drafter none" in refusal("12b", out, InvalidValue, drafter="lookup")
+    manifest = converted("12b", tmp_path / "grouped", drafter_bits="4", group_size=32)
+    assert manifest["parts"]["drafter"]["quantization"]["group_size"] == 32
     assert "no folder" in refusal("12b", tmp_path / "none" / "out", NotFound)
     assert "no folder nowhere" in refusal("12b", out, NotFound, target="nowhere")
+
+
+def test_names_that_are_patterns(tmp_path: Path) -> None:
+    """mlx-lm finds weights by a pattern, and brackets in the name of a folder were one."""
+    out, source = tmp_path / "o[u]t", tmp_path / "[a] model"
+    shutil.copytree(GOLDEN / "12b-trained", source)
+    converted(source, out, drafter=source / "target")
+    pair = mlx_spec.load(out, num_draft_tokens=2)
+    assert pair.info.drafter and list(pair.generate([2, 5, 7], max_tokens=2))
 
 
 def test_existing_folder(tmp_path: Path) -> None:
