@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the folders written here; raised when older ones must be written again
 SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
+MAX_STEM = 48  # characters of a file's name in that of its folder: each may take four bytes of 255
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -105,7 +106,7 @@ def gguf_folder(file: Path) -> Path:
     place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
     status = file.stat()
     identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
-    prefix = f"{file.stem}-{place}-"
+    prefix = f"{file.stem[:MAX_STEM]}-{place}-"
     parent = default_folder()
     out = parent / (prefix + hashlib.sha256(identity.encode()).hexdigest()[:8])
     if not out.is_dir():
@@ -192,8 +193,8 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
         "max_position_embeddings": values["context_length"],
         "rope_theta": values.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
     }
     if prefix in FAMILIES:
         config |= FAMILIES[prefix](gguf, values, config)

@@ -169,6 +169,14 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     assert text == [int(expected[0, -1].argmax())]
 
 
+def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
+    model = even(tiny.full(attention_bias=True, mlp_bias=True))
+    nothing = {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.eos_token_id": 2**32 - 1}
+    file = write(tmp_path / "model.gguf", model, "llama", **nothing)
+    assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
+    assert load(file, "none").text.eos == frozenset()
+
+
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "other"])
 def test_scaled_rope(tmp_path: Path, kind: str) -> None:
     old, factor = 8192, 8.0
@@ -214,7 +222,10 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     assert not list(data.glob("*model*"))
     link = tmp_path / "link [1].gguf"
     link.symlink_to(file)
-    assert find(str(link)).parent.name.startswith("link [1]-")
+    assert find(str(link)).parent.name.startswith("link [1]-") and load(link, "none")
+    long = tmp_path / ("\u6a21" * 80 + ".gguf")
+    long.symlink_to(file)
+    assert find(str(long)).is_dir()
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
