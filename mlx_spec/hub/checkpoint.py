@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def _missing_files(folder: Path) -> Iterator[str]:
     for match in filter(None, map(SHARD.fullmatch, found)):
         stem, number, count = match.groups()
         wanted |= {f"{stem}-{i + 1:0{len(number)}}-of-{count}.safetensors" for i in range(int(count))}
-    missing = sorted(name for name in {*wanted, *found} if not (folder / name).is_file())
+    missing = sorted(name for name in {*wanted, *found} if not os.path.isfile(folder / name))
     if missing:
         yield f"{folder} lacks {shortened(missing)}: {AGAIN}"
     if found:

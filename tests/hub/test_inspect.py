@@ -192,6 +192,8 @@ def test_index(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
     assert "lists a.weight, which no file holds" in (one(folder).problem or "")
+    index.write_text(json.dumps({"weight_map": {"a.weight": "x" * 300}}))
+    assert "lacks xxx" in (one(folder).problem or "")
     index.write_text('{"weight_map": 1}')
     assert "has no weight_map" in (one(folder).problem or "")
 
