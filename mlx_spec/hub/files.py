@@ -23,7 +23,7 @@ AGAIN = "download or convert it again"
 # Raised by mlx-lm for a config.json that describes no model.
 LOADING_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError),
-    AssertionError,
+    *(AssertionError, MemoryError),
 )
 SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
 MARGIN = 1.05  # of the size of a download, for the file system

@@ -180,16 +180,23 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
     if "token_embd.weight" not in gguf.tensors:
         raise BadCheckpoint(f"{gguf.file} has no tensor token_embd.weight: give the file of a whole model")
     heads, hidden = values["attention.head_count"], values["embedding_length"]
+    vocab, width = gguf.tensors["token_embd.weight"].shape
+    layers, stored = values["block_count"], len(_layers(gguf))
+    if (layers, hidden) != (stored, width):  # MLX ends the process for some widths
+        raise BadCheckpoint(
+            f"{gguf.file} has {stored} layers of width {width}, its metadata promise {layers} of {hidden}: "
+            f"{AGAIN}"
+        )
     config = {
         "model_type": found.model_type,
         "hidden_size": hidden,
         "intermediate_size": values["feed_forward_length"],
-        "num_hidden_layers": values["block_count"],
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": values.get("attention.head_count_kv", heads),
         "head_dim": values.get("attention.key_length") or hidden // heads,
         "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab,
         "max_position_embeddings": values["context_length"],
         "rope_theta": values.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -291,11 +298,16 @@ FAMILIES = {"gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4}
 # --- tensors
 
 
+def _layers(gguf: GGUF) -> set[str]:
+    return {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
+
+
 def _names(gguf: GGUF, found: Architecture) -> dict[str, str]:
     """Return the name in the checkpoint of each tensor, without ".weight". Raises BadCheckpoint."""
-    layers = {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
     parts = {
-        f"blk.{i}.{part}": f"model.layers.{i}.{new}" for i in layers for part, new in found.layer.items()
+        f"blk.{i}.{part}": f"model.layers.{i}.{new}"
+        for i in _layers(gguf)
+        for part, new in found.layer.items()
     }
     parts |= MODEL
     names = {f"{part}.weight": new for part, new in parts.items()}

@@ -293,6 +293,8 @@ def refused(file: Path, error: type[SpecError] = BadCheckpoint) -> str:
         ),
         ({"llama.attention.head_count": 3}, "is damaged (cannot reshape array"),
         ({"llama.embedding_length": None}, "is damaged (no 'embedding_length')"),
+        ({"llama.embedding_length": 1}, "has 3 layers of width 64, its metadata promise 3 of 1: "),
+        ({"llama.block_count": 2**32 - 1}, "its metadata promise 4294967295 of 64: "),
     ],
 )
 def test_metadata_that_are_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
