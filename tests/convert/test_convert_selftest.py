@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from checkpoints import edit_config, edit_tensors
 from commands import run
+from mlx_lm.models.gemma4 import Model as Gemma4
 from test_convert import GOLDEN, converted
 
 import mlx_spec
@@ -113,6 +114,17 @@ def test_not_finite(tmp_path: Path) -> None:
     edit_tensors(source / "target", lambda tensors: tensors.update({name: tensors[name] * 1e6}))
     with pytest.raises(BadCheckpoint, match=r"up_proj\.weight in target is not finite.*--dtype"):
         proved(source, out, drafter="none", dtype="float16")
+
+
+def test_a_model_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models of mlx-lm cannot be quantized although it quantizes them."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("[matmul] odd\nshapes")
+
+    monkeypatch.setattr(Gemma4, "__call__", fail)
+    text = failure(PAIR, tmp_path / "out", drafter="none")
+    assert text.startswith("the first pass of target fails ([matmul] odd shapes): ")
 
 
 def plan(folder: Path, quantization: Quantization | None = None) -> ConversionPlan:
