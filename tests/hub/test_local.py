@@ -234,14 +234,15 @@ LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
             {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2},
         ),
         ({"model_type": "gemma4_text", "rope_parameters": BOTH}, {}),  # mlx-lm reads the new keys
+        ({"model_type": "qwen3_moe", "num_local_experts": 4}, {"num_experts": 4}),
         (
             {"model_type": "llama", "rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
             {"rope_theta": 1.0},
         ),
     ],
 )
-def test_rope_of_transformers_5(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    """mlx-lm reads most of it under the keys of transformers 4, and had taken its defaults."""
+def test_keys_of_transformers_5(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    """mlx-lm reads most values under the keys of transformers 4, and had taken its defaults or failed."""
     found = catalog.repair_config(config)
     assert {key: found[key] for key in expected} == expected
     assert expected or found == config
