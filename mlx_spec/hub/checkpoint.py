@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.files import AGAIN, read_object, shortened
 
 INDEX = "model.safetensors.index.json"
@@ -71,6 +72,8 @@ def read_published(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         if any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS)):
             raise NotFound(GGUF.format(folder))
+        if (folder / MANIFEST).is_file():
+            raise NotFound(f"{folder} is a converted pair: give {folder / 'target'} or {folder / 'drafter'}")
         raise NotFound(
             f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
         )

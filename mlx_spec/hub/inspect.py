@@ -41,7 +41,7 @@ from mlx_spec.hub.checkpoint import (
     text_config,
 )
 from mlx_spec.hub.download import cached, explain, local_folder, plan
-from mlx_spec.hub.files import AGAIN, read_object, shortened
+from mlx_spec.hub.files import AGAIN, one_line, read_object, shortened
 from mlx_spec.hub.weights import BITS, Tensors, count_parameters, precision, target_shape
 
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
@@ -234,8 +234,8 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
         return None, f"{folder / MANIFEST}: {role} must be a path relative to it"
     try:
         found = inspect_checkpoint(folder / place, str(folder / place))
-    except SpecError as error:
-        return None, str(error)
+    except (SpecError, OSError) as error:  # also a name that no disk can hold
+        return None, one_line(error)
     return found, found.problem
 
 

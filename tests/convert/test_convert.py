@@ -279,6 +279,8 @@ def test_values(tmp_path: Path) -> None:
     assert manifest["parts"]["drafter"]["quantization"]["group_size"] == 32
     assert "no folder" in refusal("12b", tmp_path / "none" / "out", NotFound)
     assert "no folder nowhere" in refusal("12b", out, NotFound, target="nowhere")
+    pair = tmp_path / "grouped"
+    assert f"is a converted pair: give {pair}/target" in refusal("12b", out, NotFound, target=str(pair))
 
 
 def test_names_that_are_patterns(tmp_path: Path) -> None:
