@@ -7,6 +7,7 @@ other families exceed float16, so that theirs become bfloat16.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import sys
@@ -356,7 +357,11 @@ def _write_weights(
 def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
     import mlx.core as mx
 
-    mx.save_safetensors(str(folder / f"model-{count + 1:05d}.safetensors"), shard, {"format": "mlx"})
+    file = folder / f"model-{count + 1:05d}.safetensors"
+    try:
+        mx.save_safetensors(str(file), shard, {"format": "mlx"})
+    except RuntimeError as error:  # MLX's own error for a disk that is full
+        raise OSError(errno.ENOSPC, one_line(error)) from error
     shard.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from vocabularies import byte_level
 
 from mlx_spec.convert.selftest import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.hub import find
+from mlx_spec.hub import NoSpace, find
 from mlx_spec.hub.gguf import GGUF, TYPES, StoredTensor
 from mlx_spec.hub.inspect import inspect
 from mlx_spec.hub.local import local_models, plan_removal
@@ -239,6 +240,19 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: py
         find(str(file))
     assert not list(data.iterdir())
     assert (find(str(file)) / "config.json").is_file()
+
+
+def test_full_disk(tmp_path: Path, data: Path) -> None:
+    """The file was called damaged, and was to be downloaded again."""
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(NoSpace, match=r"model\.gguf cannot be written to .*: make room there"):
+            find(str(file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(data.iterdir())
 
 
 def test_a_blob_without_a_suffix(tmp_path: Path) -> None:
