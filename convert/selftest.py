@@ -27,7 +27,6 @@ from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
-from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.hub.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.hub.progress import StageProgress
@@ -313,7 +312,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     if why_not is None:
         progress.stage("drafting with the original pair")
         folder, model = plan.original_drafter, load_lazily(plan.target.folder, plan.reference_dtype())
-        source = open_drafter(folder, repair_config(read_config(folder)), plan.target.config)
+        source = open_drafter(folder, read_config(folder), plan.target.config)
         before = draft(Pair(info, text, model, [source], policies), built_in)
         del model, source
         gc.collect()

@@ -23,7 +23,7 @@ from mlx_spec.drafters.checkpoint import KEY, load_weights
 from mlx_spec.drafters.gemma4 import FULL, AssistantConfig, AssistantNetwork, assistant_source, check_fit
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import NONE, repair_config
+from mlx_spec.hub.catalog import NONE
 from mlx_spec.hub.checkpoint import read_config, text_config
 from mlx_spec.hub.files import (
     check_space,
@@ -176,7 +176,7 @@ def _network(
     pair: Pair, plan: AnswerPlan, options: TrainingOptions
 ) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, with its first weights, and its config.json."""
-    target = repair_config(read_config(find(folders(options.target, NONE)[0])))
+    target = read_config(find(folders(options.target, NONE)[0]))
     if options.source is not None:
         return _published(options.source, target)
     files = plan.answers(held_out=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_spec.errors import BadCheckpoint, NotFound
-from mlx_spec.hub.catalog import MANIFEST
+from mlx_spec.hub.catalog import MANIFEST, repair_config
 from mlx_spec.hub.files import AGAIN, read_object, shortened
 
 INDEX = "model.safetensors.index.json"
@@ -57,7 +57,7 @@ class Headers:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a checkpoint, which has a `model_type`.
+    """Return the config.json of a checkpoint, which has a `model_type`, repaired for mlx-lm.
 
     Raises NotFound if there is none, BadCheckpoint if it is malformed or asks for code of its own.
     """
@@ -68,7 +68,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_published(folder: Path) -> dict[str, Any]:
-    """Return a config.json that may lack `model_type`. Raises as `read_config`."""
+    """Return a repaired config.json that may lack `model_type`. Raises as `read_config`."""
     if not (folder / "config.json").is_file():
         if any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS)):
             raise NotFound(GGUF.format(folder))
@@ -77,7 +77,10 @@ def read_published(folder: Path) -> dict[str, Any]:
         raise NotFound(
             f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
         )
-    config = read_object(folder / "config.json")
+    try:
+        config = repair_config(read_object(folder / "config.json"))
+    except (AttributeError, TypeError) as error:
+        raise BadCheckpoint(f"{folder / 'config.json'} is malformed ({error}): {AGAIN}") from error
     if config.get("model_file") is not None:
         raise BadCheckpoint(
             f"{folder} needs its own code ({config['model_file']}), which is never run: "

@@ -26,7 +26,6 @@ from mlx_spec.hub.catalog import (
     drafter_kind,
     is_mtp,
     made_for,
-    repair_config,
 )
 from mlx_spec.hub.checkpoint import (
     INDEX,
@@ -184,17 +183,8 @@ def _inspect_remote(name: str) -> CheckpointInfo:
         return _describe(Path(place), name, read_published(Path(place)), headers, set(download.sizes))
 
 
-def _describe(
-    folder: Path, name: str, published: Config, headers: Headers, files: set[str]
-) -> CheckpointInfo:
-    """Describe a checkpoint of these files, some of which are in `folder`.
-
-    Raises BadCheckpoint for a config.json that makes no sense.
-    """
-    try:
-        config = repair_config(published)
-    except (AttributeError, TypeError) as error:
-        raise BadCheckpoint(f"config.json of {name} is malformed ({error}): download it again") from error
+def _describe(folder: Path, name: str, config: Config, headers: Headers, files: set[str]) -> CheckpointInfo:
+    """Describe a checkpoint of these files, some of which are in `folder`. Raises BadCheckpoint."""
     text, tensors = text_config(config), headers.tensors
     kind, shape = drafter_kind(config, tensors), target_shape(config)
     if kind is None and "model_type" not in config:

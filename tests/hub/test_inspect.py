@@ -16,7 +16,9 @@ from commands import run
 from hub_stand_in import ROOT, Hub
 from huggingface_hub import constants
 
+import mlx_spec
 from mlx_spec.apps import models
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
 WEIGHT = {"model.embed_tokens.weight": ("BF16", (64, 32))}
@@ -178,6 +180,18 @@ def test_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes], messa
     file.write_bytes(damage(file.read_bytes()))
     assert message in (one(folder).problem or "")
     assert run("inspect", str(folder)) == 1
+
+
+def test_a_config_that_makes_no_sense(tmp_path: Path) -> None:
+    """Everything that reads it says so in one line; a load had ended in a traceback."""
+    text = {"layer_types": ["full_attention"], "per_layer_config": [1]}
+    config = {"model_type": "gemma4", "text_config": text}
+    folder = sparse.checkpoint(tmp_path / "target", config, WEIGHT)
+    for read in (inspect, mlx_spec.load):
+        with pytest.raises(BadCheckpoint, match=r"config\.json is malformed"):
+            read(str(folder))
+    folder = sparse.checkpoint(tmp_path / "other", sparse.QWEN3 | {"architectures": 3}, WEIGHT)
+    assert one(folder).problem is None
 
 
 def test_a_target_without_tokenizer(tmp_path: Path) -> None:
