@@ -259,8 +259,6 @@ def repair_config(config: Config) -> dict[str, Any]:
             _spread_rope(part)
             if "num_local_experts" in part:  # of Qwen3 in transformers 5
                 part.setdefault("num_experts", part["num_local_experts"])
-    if isinstance(text, dict) and "tie_word_embeddings" in result:
-        text.setdefault("tie_word_embeddings", result["tie_word_embeddings"])
     if result.get("model_type") not in ("gemma4", "gemma4_unified") or not isinstance(text, dict):
         return result
     if result["model_type"] == "gemma4_unified":
