@@ -29,7 +29,7 @@ from .parts import (
     family_or_model,
 )
 from .selftest import UNQUANTIZED, ConversionPlan, self_test
-from .source import Source, check_hashes, open_source, parse_quantization
+from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
 from .write import (
     DRAFTER,
     NOT_RUN,
@@ -70,7 +70,7 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
         choice = NONE if done else DEFAULT_BITS
     own = parse_quantization(choice, options.group_size)
     drafter, family = _find_drafter(options.drafter, target, text)
-    size = own.group_size if own and own.mode == "affine" else None
+    size = None if choice in FIXED_MODES else options.group_size
     drafter_quantization = parse_quantization(options.drafter_bits, size)
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:

@@ -19,7 +19,7 @@ from mlx_lm.utils import _get_classes, load_config, load_model, quantize_model
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.catalog import mlx_lm_module, repairs
 from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, searchable, shortened
 from mlx_spec.hub.weights import precision
 
 from .families import Converted, Family, family_of
@@ -45,8 +45,10 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DRAFT_MODEL = "draft model"  # the family of a drafter that is a language model
 
 
-def convert_model(source: Source, quantization: Quantization | None, dtype: str | None) -> Converted:
-    """Load `source` by mlx-lm, lazily, cast it and quantize it.
+def convert_model(
+    source: Source, quantization: Quantization | None, dtype: str | None, option: str = "-q"
+) -> Converted:
+    """Load `source` by mlx-lm, lazily, cast it and quantize it as `option` says.
 
     Raises BadCheckpoint if mlx-lm has no such model or tensors are missing or left over, InvalidValue if the
     source is quantized already.
@@ -61,7 +63,7 @@ def convert_model(source: Source, quantization: Quantization | None, dtype: str 
     if dtype is not None:
         _cast_as_mlx_lm(model, config, DTYPES[dtype])
     if quantization is not None:
-        config = _quantize(source, model, config, quantization)
+        config = _quantize(source, model, config, quantization, option)
     left = ("_name_or_path", "vision_config", "audio_config")  # out by mlx-lm, too
     config = {key: value for key, value in sorted(config.items()) if key not in left}
     tensors = dict(tree_flatten(model.parameters()))
@@ -99,8 +101,8 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
         return type(model_class.__name__, (model_class,), own), args_class
 
     changed = repairs(load_config(folder))
-    with contextlib.redirect_stdout(io.StringIO()):
-        model, config = load_model(folder, lazy=True, model_config=changed, get_model_classes=classes)
+    with contextlib.redirect_stdout(io.StringIO()), searchable(folder) as place:
+        model, config = load_model(place, lazy=True, model_config=changed, get_model_classes=classes)
     return model, config
 
 
@@ -155,12 +157,12 @@ def _cast_as_mlx_lm(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -
 
 
 def _quantize(
-    source: Source, model: nn.Module, config: dict[str, Any], quantization: Quantization
+    source: Source, model: nn.Module, config: dict[str, Any], quantization: Quantization, option: str
 ) -> dict[str, Any]:
     if "quantization" in config or "quantization_config" in config:
         raise InvalidValue(
-            f"{source.name} is quantized already ({precision({}, config)}): use -q none to keep it so, or "
-            "convert the original"
+            f"{source.name} is quantized already ({precision({}, config)}): use {option} none to keep it so, "
+            "or convert the original"
         )
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -220,7 +222,7 @@ def convert_drafter(
     """
     tensors = source.tensors()
     if family is None:
-        model = convert_model(source, quantization, dtype)
+        model = convert_model(source, quantization, dtype, "--drafter-bits")
         return replace(model, dropped=explain_left_out(model.unused, source.config))
     if dtype == "float32":  # before anything is computed of the weights, such as folded norms
         tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}

@@ -27,9 +27,8 @@ from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
-from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.hub.files import human_bytes, shortened
+from mlx_spec.hub.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import is_dequantized, load
 from mlx_spec.model.target import LMTarget
@@ -267,10 +266,16 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
     """Return the perplexity of texts [B, S] together, and the logits [R, V] of a few rows.
 
     The graph alone holds the weights, so that each is read when its turn comes and dropped afterwards: a
-    model that is larger than memory can be measured.
+    model that is larger than memory can be measured. Raises SelfTestFailed for one that does not run.
     """
-    model = load_lazily(folder, dtype)
-    logits = model(tokens).astype(mx.float32)
+    try:
+        model = load_lazily(folder, dtype)
+        logits = model(tokens).astype(mx.float32)
+    except LOADING_ERRORS as error:
+        raise SelfTestFailed(
+            f"the first pass of {folder.name} fails ({one_line(error)}): mlx-lm does not run it here, "
+            "or not as quantized as it is to be; try -q none"
+        ) from error
     del model
     scores = logits[:, :-1] - mx.logsumexp(logits[:, :-1], axis=-1, keepdims=True)
     loss = -mx.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
@@ -307,7 +312,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     if why_not is None:
         progress.stage("drafting with the original pair")
         folder, model = plan.original_drafter, load_lazily(plan.target.folder, plan.reference_dtype())
-        source = open_drafter(folder, repair_config(read_config(folder)), plan.target.config)
+        source = open_drafter(folder, read_config(folder), plan.target.config)
         before = draft(Pair(info, text, model, [source], policies), built_in)
         del model, source
         gc.collect()

@@ -12,7 +12,6 @@ import mlx.core as mx
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import INDEX, WEIGHTS, check_weights, read_published
 from mlx_spec.hub.download import published_hash
 from mlx_spec.hub.files import sha256
@@ -71,8 +70,7 @@ def open_source(name: str) -> Source:
     Raises NotFound and BadCheckpoint.
     """
     folder = find(name)
-    config = repair_config(read_published(folder))
-    size = check_weights(folder)
+    config, size = read_published(folder), check_weights(folder)
     return Source(name, folder, config, tuple(sorted(folder.glob(WEIGHTS))), size)
 
 

@@ -28,7 +28,6 @@ from mlx_spec.hub.catalog import (
     drafter_kind,
     made_for,
     mlx_lm_module,
-    repair_config,
     repairs,
 )
 from mlx_spec.hub.checkpoint import (
@@ -41,7 +40,7 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     text_config,
 )
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, searchable, typed_path
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -130,7 +129,7 @@ def draft_for(target: str, drafter: str | None, ranks: Ranks) -> int:
 
     names = _named(target, drafter)
     folder = find(names.target_path)
-    config = repair_config(read_config(folder))
+    config = read_config(folder)
     text = read_text(folder, config)
     source = _compared(ranks, names, _open_drafter(names, folder, config, text))
     return draft_for_rank_0(ranks, source, _vocab_size(config, text))
@@ -198,7 +197,7 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
 def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
     """Return the folder, the config and the bytes of a target. All ranks must have the same."""
     folder = find(names.target_path)
-    config = repair_config(read_config(folder))
+    config = read_config(folder)
     size = check_weights(folder)
     kind = config["model_type"]
     if mlx_lm_module(kind) is None:
@@ -256,7 +255,7 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     _refuse_unconverted(names, folder)
-    own = repair_config(read_config(folder))
+    own = read_config(folder)
     source = _source(folder, own, target, config, text)
     if source.network is not None and is_dequantized(config):
         source.network.set_dtype(mx.float32)
@@ -357,9 +356,9 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     from mlx_lm.utils import dequantize_model, load_config, load_model
 
     try:
-        model, _ = load_model(
-            folder, lazy=ranks is not None, strict=True, model_config=repairs(load_config(folder))
-        )
+        with searchable(folder) as place:
+            changed = repairs(load_config(folder))
+            model, _ = load_model(place, lazy=ranks is not None, strict=True, model_config=changed)
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error

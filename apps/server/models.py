@@ -20,7 +20,6 @@ from mlx_spec.device import memory_for_models
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.hub.catalog import repair_config
 from mlx_spec.hub.checkpoint import integer, read_config, text_config
 from mlx_spec.hub.download import on_disk
 from mlx_spec.hub.files import human_bytes, one_line
@@ -366,7 +365,7 @@ def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Pa
 
 @lru_cache
 def _read_text(folder: Path) -> Text:
-    return read_text(folder, repair_config(read_config(folder)))
+    return read_text(folder, read_config(folder))
 
 
 def _warm_up(pair: Pair) -> None:

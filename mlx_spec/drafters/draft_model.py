@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_config, load_model
 
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drawing import (
@@ -23,8 +23,9 @@ from mlx_spec.drafters.drawing import (
     draw_rows,
 )
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import repairs
 from mlx_spec.hub.checkpoint import check_weights, integer, text_config
-from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
+from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line, searchable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import common_prefix
 from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
@@ -229,15 +230,19 @@ def open_draft_model(
 ) -> DrafterSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     vocabulary = VocabularySizes(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
-    given = {key: config[key] for key in ("text_config", "vocab_size") if key in config}
-    return draft_model_source(str(config["model_type"]), load_language_model(path, given), vocabulary)
+    return draft_model_source(str(config["model_type"]), load_language_model(path), vocabulary)
 
 
-def load_language_model(path: Path, config: dict[str, Any]) -> nn.Module:
-    """Load a model; `config` overrides its config.json. Raises BadCheckpoint and NotRewindable."""
+def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.Module:
+    """Load a model; `config` overrides its config.json, which is repaired if it is None.
+
+    Raises BadCheckpoint and NotRewindable.
+    """
     check_weights(path)
     try:
-        model, _ = load_model(path, model_config=config)
+        with searchable(path) as place:
+            given = repairs(load_config(path)) if config is None else config
+            model, _ = load_model(place, model_config=given)
     except LOADING_ERRORS as error:
         raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
     LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence

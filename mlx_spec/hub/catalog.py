@@ -169,8 +169,8 @@ LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
 
 def drafter_kind(config: Config, tensors: Collection[str]) -> str | None:
     """Return the kind of a drafter by config and names of tensors, None for a target."""
-    said = [config.get("model_type"), config.get("speculators_model_type")]
-    words = " ".join(map(str, [*said, *(config.get("architectures") or [])])).lower()
+    said = [config.get(key) for key in ("model_type", "speculators_model_type", "architectures")]
+    words = " ".join(map(str, said)).lower()
     words = re.sub(r"[^a-z0-9 ]", "", words)
     return next((kind for kind, recognizes in KINDS.items() if recognizes(words, config, tensors)), None)
 
@@ -245,13 +245,20 @@ def mlx_lm_module(model_type: str) -> str | None:
 
 # Keys that transformers leaves out where mlx-lm's defaults are those of another size.
 UNIFIED_DEFAULTS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+# Model types that mlx-lm reads in their old form: rope by the kind of attention, a period of their layers.
+TWO_ROPES = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "olmo3")
+PERIODIC = ("gemma3", "gemma3_text", "cohere2")
 
 
 def repair_config(config: Config) -> dict[str, Any]:
     """Return `config` with its values under the keys that mlx-lm reads."""
     result = copy.deepcopy(dict(config))
-    _spread_rope(result)
     text = result.get("text_config")
+    for part in (result, text):
+        if isinstance(part, dict):
+            _spread_rope(part)
+            if "num_local_experts" in part:  # of Qwen3 in transformers 5
+                part.setdefault("num_experts", part["num_local_experts"])
     if result.get("model_type") not in ("gemma4", "gemma4_unified") or not isinstance(text, dict):
         return result
     if result["model_type"] == "gemma4_unified":
@@ -265,17 +272,30 @@ def repair_config(config: Config) -> dict[str, Any]:
 
 def repairs(config: Config) -> dict[str, Any]:
     """Return the keys of `config` that need other values, with these values."""
-    return {key: value for key, value in repair_config(config).items() if value != config.get(key)}
+    repaired = repair_config(config)
+    return {key: value for key, value in repaired.items() if key not in config or value != config[key]}
 
 
 def _spread_rope(config: dict[str, Any]) -> None:
-    """Copy `rope_parameters` of transformers 5 to `rope_theta`."""
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope or config.get("rope_theta") is not None:
+    """Copy `rope_parameters` of transformers 5 to the keys that had their values before."""
+    rope, kind = config.get("rope_parameters"), config.get("model_type")
+    if not isinstance(rope, dict):
         return
-    config["rope_theta"] = rope["rope_theta"]
-    if rope.get("rope_type", "default") != "default" and config.get("rope_scaling") is None:
-        config["rope_scaling"] = rope
+    found: dict[str, Any] = {}
+    if kind in TWO_ROPES and isinstance(rope.get("full_attention"), dict):
+        found["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta", 10_000.0)
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return
+    scaled = rope.get("rope_type", "default") != "default"
+    found["rope_scaling"] = {"type": rope["rope_type"], **rope} if scaled else None
+    found["rope_theta"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    layers = config.get("layer_types") or []
+    if kind in PERIODIC and "full_attention" in layers:
+        found["sliding_window_pattern"] = layers.index("full_attention") + 1
+    config |= {key: value for key, value in found.items() if config.get(key) is None}
 
 
 def _merge_layers(text: dict[str, Any]) -> None:

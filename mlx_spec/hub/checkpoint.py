@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.catalog import MANIFEST, repair_config
 from mlx_spec.hub.files import AGAIN, read_object, shortened
 
 INDEX = "model.safetensors.index.json"
@@ -55,7 +57,7 @@ class Headers:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a checkpoint, which has a `model_type`.
+    """Return the config.json of a checkpoint, which has a `model_type`, repaired for mlx-lm.
 
     Raises NotFound if there is none, BadCheckpoint if it is malformed or asks for code of its own.
     """
@@ -66,14 +68,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_published(folder: Path) -> dict[str, Any]:
-    """Return a config.json that may lack `model_type`. Raises as `read_config`."""
+    """Return a repaired config.json that may lack `model_type`. Raises as `read_config`."""
     if not (folder / "config.json").is_file():
         if any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS)):
             raise NotFound(GGUF.format(folder))
+        if (folder / MANIFEST).is_file():
+            raise NotFound(f"{folder} is a converted pair: give {folder / 'target'} or {folder / 'drafter'}")
         raise NotFound(
             f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"
         )
-    config = read_object(folder / "config.json")
+    try:
+        config = repair_config(read_object(folder / "config.json"))
+    except (AttributeError, TypeError) as error:
+        raise BadCheckpoint(f"{folder / 'config.json'} is malformed ({error}): {AGAIN}") from error
     if config.get("model_file") is not None:
         raise BadCheckpoint(
             f"{folder} needs its own code ({config['model_file']}), which is never run: "
@@ -217,7 +224,7 @@ def _missing_files(folder: Path) -> Iterator[str]:
     for match in filter(None, map(SHARD.fullmatch, found)):
         stem, number, count = match.groups()
         wanted |= {f"{stem}-{i + 1:0{len(number)}}-of-{count}.safetensors" for i in range(int(count))}
-    missing = sorted(name for name in {*wanted, *found} if not (folder / name).is_file())
+    missing = sorted(name for name in {*wanted, *found} if not os.path.isfile(folder / name))
     if missing:
         yield f"{folder} lacks {shortened(missing)}: {AGAIN}"
     if found:

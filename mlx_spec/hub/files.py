@@ -21,7 +21,10 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 
 AGAIN = "download or convert it again"
 # Raised by mlx-lm for a config.json that describes no model.
-LOADING_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError)
+LOADING_ERRORS = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError),
+    *(AssertionError, MemoryError),
+)
 SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
 MARGIN = 1.05  # of the size of a download, for the file system
 HF_HOME = "set HF_HOME to a folder on another disk"  # how to download elsewhere
@@ -124,6 +127,18 @@ def typed_path(name: str | Path) -> Path:
     except OSError as error:  # such as a name that is too long
         raise InvalidValue(f"{text} cannot be read ({error.strerror}): give another path") from error
     return path
+
+
+@contextlib.contextmanager
+def searchable(folder: Path) -> Iterator[Path]:
+    """Yield a path of `folder` that mlx-lm finds weights in: brackets in a path are a pattern to it."""
+    if escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place, "model")
+        link.symlink_to(folder.absolute())
+        yield link
 
 
 def default_folder() -> Path:

@@ -7,6 +7,7 @@ other families exceed float16, so that theirs become bfloat16.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import sys
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the folders written here; raised when older ones must be written again
 SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
+MAX_STEM = 48  # characters of a file's name in that of its folder: each may take four bytes of 255
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -105,7 +107,7 @@ def gguf_folder(file: Path) -> Path:
     place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
     status = file.stat()
     identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
-    prefix = f"{file.stem}-{place}-"
+    prefix = f"{file.stem[:MAX_STEM]}-{place}-"
     parent = default_folder()
     out = parent / (prefix + hashlib.sha256(identity.encode()).hexdigest()[:8])
     if not out.is_dir():
@@ -179,21 +181,28 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
     if "token_embd.weight" not in gguf.tensors:
         raise BadCheckpoint(f"{gguf.file} has no tensor token_embd.weight: give the file of a whole model")
     heads, hidden = values["attention.head_count"], values["embedding_length"]
+    vocab, width = gguf.tensors["token_embd.weight"].shape
+    layers, stored = values["block_count"], len(_layers(gguf))
+    if (layers, hidden) != (stored, width):  # MLX ends the process for some widths
+        raise BadCheckpoint(
+            f"{gguf.file} has {stored} layers of width {width}, its metadata promise {layers} of {hidden}: "
+            f"{AGAIN}"
+        )
     config = {
         "model_type": found.model_type,
         "hidden_size": hidden,
         "intermediate_size": values["feed_forward_length"],
-        "num_hidden_layers": values["block_count"],
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": values.get("attention.head_count_kv", heads),
         "head_dim": values.get("attention.key_length") or hidden // heads,
         "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab,
         "max_position_embeddings": values["context_length"],
         "rope_theta": values.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
     }
     if prefix in FAMILIES:
         config |= FAMILIES[prefix](gguf, values, config)
@@ -290,11 +299,16 @@ FAMILIES = {"gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4}
 # --- tensors
 
 
+def _layers(gguf: GGUF) -> set[str]:
+    return {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
+
+
 def _names(gguf: GGUF, found: Architecture) -> dict[str, str]:
     """Return the name in the checkpoint of each tensor, without ".weight". Raises BadCheckpoint."""
-    layers = {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
     parts = {
-        f"blk.{i}.{part}": f"model.layers.{i}.{new}" for i in layers for part, new in found.layer.items()
+        f"blk.{i}.{part}": f"model.layers.{i}.{new}"
+        for i in _layers(gguf)
+        for part, new in found.layer.items()
     }
     parts |= MODEL
     names = {f"{part}.weight": new for part, new in parts.items()}
@@ -343,7 +357,11 @@ def _write_weights(
 def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
     import mlx.core as mx
 
-    mx.save_safetensors(str(folder / f"model-{count + 1:05d}.safetensors"), shard, {"format": "mlx"})
+    file = folder / f"model-{count + 1:05d}.safetensors"
+    try:
+        mx.save_safetensors(str(file), shard, {"format": "mlx"})
+    except RuntimeError as error:  # MLX's own error for a disk that is full
+        raise OSError(errno.ENOSPC, one_line(error)) from error
     shard.clear()
 
 

@@ -65,10 +65,11 @@ def read_gguf_tokenizer(
             names = [name for name in names if name.strip(SPACE + "\n\t")]
         added = [AddedToken(name, special=special, normalized=False) for name in names]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     known = {
         name: tokens[index]
-        for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
-        if isinstance(index := metadata.get(f"tokenizer.ggml.{key}_token_id"), int) and index < len(tokens)
+        for name, key in keys.items()
+        if (index := _named(metadata, key, tokens)) is not None
     }
     with_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or _cut(metadata) in WITH_BOS)
     if with_bos and kind != "gemma4" and "bos" in known:  # Gemma 4's template writes it
@@ -80,9 +81,15 @@ def read_gguf_tokenizer(
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
-    named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    named = (_named(metadata, key, tokens) for key in ("eos", "eot", "eom"))
     closing = [i for i, t in enumerate(tokens) if t in ENDS and types[i] in (CONTROL, USER_DEFINED)]
-    return tokenizer, config, list(dict.fromkeys([*(i for i in named if isinstance(i, int)), *closing]))
+    return tokenizer, config, list(dict.fromkeys([*(i for i in named if i is not None), *closing]))
+
+
+def _named(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
+    """Return the id of a named token, None if the vocabulary has none: some files say -1, in 32 bits."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return found if isinstance(found, int) and 0 <= found < len(tokens) else None
 
 
 def _cut(metadata: Mapping[str, Any]) -> str:
@@ -110,8 +117,8 @@ def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) 
 def _sentencepiece(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = _written_merges(metadata) or _merges_by_rank(vocab, _ranks(metadata, tokens))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    name = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
+    unknown = _named(metadata, "unknown", tokens)
+    name = None if unknown is None else tokens[unknown]
     model = models.BPE(vocab, merges, unk_token=name, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     prefixed = metadata.get("tokenizer.ggml.model") == "llama" and metadata.get(

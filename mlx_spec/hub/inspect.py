@@ -26,7 +26,6 @@ from mlx_spec.hub.catalog import (
     drafter_kind,
     is_mtp,
     made_for,
-    repair_config,
 )
 from mlx_spec.hub.checkpoint import (
     INDEX,
@@ -41,7 +40,7 @@ from mlx_spec.hub.checkpoint import (
     text_config,
 )
 from mlx_spec.hub.download import cached, explain, local_folder, plan
-from mlx_spec.hub.files import AGAIN, read_object, shortened
+from mlx_spec.hub.files import AGAIN, one_line, read_object, shortened
 from mlx_spec.hub.weights import BITS, Tensors, count_parameters, precision, target_shape
 
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
@@ -184,17 +183,8 @@ def _inspect_remote(name: str) -> CheckpointInfo:
         return _describe(Path(place), name, read_published(Path(place)), headers, set(download.sizes))
 
 
-def _describe(
-    folder: Path, name: str, published: Config, headers: Headers, files: set[str]
-) -> CheckpointInfo:
-    """Describe a checkpoint of these files, some of which are in `folder`.
-
-    Raises BadCheckpoint for a config.json that makes no sense.
-    """
-    try:
-        config = repair_config(published)
-    except (AttributeError, TypeError) as error:
-        raise BadCheckpoint(f"config.json of {name} is malformed ({error}): download it again") from error
+def _describe(folder: Path, name: str, config: Config, headers: Headers, files: set[str]) -> CheckpointInfo:
+    """Describe a checkpoint of these files, some of which are in `folder`. Raises BadCheckpoint."""
     text, tensors = text_config(config), headers.tensors
     kind, shape = drafter_kind(config, tensors), target_shape(config)
     if kind is None and "model_type" not in config:
@@ -234,8 +224,8 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
         return None, f"{folder / MANIFEST}: {role} must be a path relative to it"
     try:
         found = inspect_checkpoint(folder / place, str(folder / place))
-    except SpecError as error:
-        return None, str(error)
+    except (SpecError, OSError) as error:  # also a name that no disk can hold
+        return None, one_line(error)
     return found, found.problem
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from vocabularies import byte_level
 
 from mlx_spec.convert.selftest import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.hub import find
+from mlx_spec.hub import NoSpace, find
 from mlx_spec.hub.gguf import GGUF, TYPES, StoredTensor
 from mlx_spec.hub.inspect import inspect
 from mlx_spec.hub.local import local_models, plan_removal
@@ -169,6 +170,14 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     assert text == [int(expected[0, -1].argmax())]
 
 
+def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
+    model = even(tiny.full(attention_bias=True, mlp_bias=True))
+    nothing = {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.eos_token_id": 2**32 - 1}
+    file = write(tmp_path / "model.gguf", model, "llama", **nothing)
+    assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
+    assert load(file, "none").text.eos == frozenset()
+
+
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "other"])
 def test_scaled_rope(tmp_path: Path, kind: str) -> None:
     old, factor = 8192, 8.0
@@ -214,7 +223,10 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     assert not list(data.glob("*model*"))
     link = tmp_path / "link [1].gguf"
     link.symlink_to(file)
-    assert find(str(link)).parent.name.startswith("link [1]-")
+    assert find(str(link)).parent.name.startswith("link [1]-") and load(link, "none")
+    long = tmp_path / ("\u6a21" * 80 + ".gguf")
+    long.symlink_to(file)
+    assert find(str(long)).is_dir()
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +240,19 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: py
         find(str(file))
     assert not list(data.iterdir())
     assert (find(str(file)) / "config.json").is_file()
+
+
+def test_full_disk(tmp_path: Path, data: Path) -> None:
+    """The file was called damaged, and was to be downloaded again."""
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(NoSpace, match=r"model\.gguf cannot be written to .*: make room there"):
+            find(str(file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(data.iterdir())
 
 
 def test_a_blob_without_a_suffix(tmp_path: Path) -> None:
@@ -250,7 +275,11 @@ def test_conversion(tmp_path: Path) -> None:
     tested = load_lazily(out / "target", None)  # a test of SmolLM2 took more than half an hour when quantized
     assert {a.dtype for _, a in tree(tested)} == {mx.float32} or mx.default_device().type != mx.cpu
     texts = [
-        [t for r in load(place, "lookup").generate([5, 6] * 9, max_tokens=20) for t in r.tokens]
+        [
+            t
+            for r in load(place, "lookup", num_draft_tokens=3).generate([5, 6] * 9, max_tokens=20)
+            for t in r.tokens
+        ]
         for place in (file, out)
     ]
     assert texts[0] == texts[1]
@@ -282,6 +311,8 @@ def refused(file: Path, error: type[SpecError] = BadCheckpoint) -> str:
         ),
         ({"llama.attention.head_count": 3}, "is damaged (cannot reshape array"),
         ({"llama.embedding_length": None}, "is damaged (no 'embedding_length')"),
+        ({"llama.embedding_length": 1}, "has 3 layers of width 64, its metadata promise 3 of 1: "),
+        ({"llama.block_count": 2**32 - 1}, "its metadata promise 4294967295 of 64: "),
     ],
 )
 def test_metadata_that_are_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:

@@ -16,7 +16,9 @@ from commands import run
 from hub_stand_in import ROOT, Hub
 from huggingface_hub import constants
 
+import mlx_spec
 from mlx_spec.apps import models
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
 WEIGHT = {"model.embed_tokens.weight": ("BF16", (64, 32))}
@@ -180,6 +182,18 @@ def test_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes], messa
     assert run("inspect", str(folder)) == 1
 
 
+def test_a_config_that_makes_no_sense(tmp_path: Path) -> None:
+    """Everything that reads it says so in one line; a load had ended in a traceback."""
+    text = {"layer_types": ["full_attention"], "per_layer_config": [1]}
+    config = {"model_type": "gemma4", "text_config": text}
+    folder = sparse.checkpoint(tmp_path / "target", config, WEIGHT)
+    for read in (inspect, mlx_spec.load):
+        with pytest.raises(BadCheckpoint, match=r"config\.json is malformed"):
+            read(str(folder))
+    folder = sparse.checkpoint(tmp_path / "other", sparse.QWEN3 | {"architectures": 3}, WEIGHT)
+    assert one(folder).problem is None
+
+
 def test_a_target_without_tokenizer(tmp_path: Path) -> None:
     folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
     (folder / "tokenizer.json").unlink()
@@ -192,6 +206,8 @@ def test_index(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
     assert "lists a.weight, which no file holds" in (one(folder).problem or "")
+    index.write_text(json.dumps({"weight_map": {"a.weight": "x" * 300}}))
+    assert "lacks xxx" in (one(folder).problem or "")
     index.write_text('{"weight_map": 1}')
     assert "has no weight_map" in (one(folder).problem or "")
 

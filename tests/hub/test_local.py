@@ -213,6 +213,45 @@ def test_aliases() -> None:
     assert catalog.suggested_drafter("mlx-community/qwen3-14b-4bit") == "mlx-community/Qwen3-0.6B-4bit"
 
 
+BOTH = {"full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}}
+BOTH |= {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"model_type": "phi", "rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 5e4, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        ),
+        (
+            {"model_type": "phi3", "rope_parameters": {"rope_theta": 5e4, "rope_type": "longrope"}},
+            {"rope_scaling": {"rope_theta": 5e4, "rope_type": "longrope", "type": "longrope"}},
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": BOTH, **LAYERS},
+            {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2},
+        ),
+        ({"model_type": "gemma4_text", "rope_parameters": BOTH}, {}),  # mlx-lm reads the new keys
+        ({"model_type": "qwen3_moe", "num_local_experts": 4}, {"num_experts": 4}),
+        (
+            {"model_type": "llama", "rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
+            {"rope_theta": 1.0},
+        ),
+    ],
+)
+def test_keys_of_transformers_5(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    """mlx-lm reads most values under the keys of transformers 4, and had taken its defaults or failed."""
+    found = catalog.repair_config(config)
+    assert {key: found[key] for key in expected} == expected
+    assert expected or found == config
+    assert catalog.repair_config({"text_config": config})["text_config"] == found
+    assert {key: found[key] for key in found if key not in config or found[key] != config[key]} == (
+        catalog.repairs(config)
+    )
+
+
 # --- files
 
 
