@@ -269,6 +269,13 @@ def test_a_port_that_is_taken_is_one_line(capsys):
     assert said.out == "" and line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_is_no_name_is_one_line(host, capsys):
+    assert main(["--port", "0", "--api-key", "k", "--host", host]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mlx-spec: cannot listen on {host}")
+
+
 @pytest.mark.parametrize("option", ["--target={}", "--model=a={}/none", "--model=a=demo,{}/none"])
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys, option):
     assert main(["--port", "0", option.format(tmp_path)]) == 1
