@@ -9,7 +9,7 @@ const SOURCES = {
   grammar: "forced by the grammar",
   prediction: "the client's prediction",
 };
-const FENCE = /^\s*```\s*([\w+#.-]*)/;
+const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const HEAD = /^#{1,6}\s+/;
 const INDENTED = /^ {4}\s*\S/;
 const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+/;
@@ -134,14 +134,15 @@ function blocks(text, offset) {
     const line = text.slice(start, end);
     const last = found.at(-1);
     if (fence) {
-      if (/^\s*```\s*$/.test(line)) fence = null;
+      const mark = line.trim(); // a longer fence may hold shorter ones
+      if (mark.length >= fence.mark.length && mark === fence.mark[0].repeat(mark.length)) fence = null;
       else fence.to = end;
       continue;
     }
     const opening = FENCE.exec(line);
     if (opening) {
       const from = Math.min(end + 1, text.length);
-      fence = { kind: "code", start, from, to: from, language: opening[1] };
+      fence = { kind: "code", start, from, to: from, mark: opening[1], language: opening[2] };
       found.push(fence);
     } else if (!line.trim()) {
       if (last) last.closed = true;
