@@ -188,8 +188,10 @@ class Server(uvicorn.Server):
         self.problem: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal without uvicorn, which would raise it again in the end."""
-        self.force_exit = self.should_exit
+        """Handle a signal without uvicorn, which would raise it again in the end.
+
+        A second one changes nothing: uvicorn would log it as an error, and what is left takes seconds.
+        """
         self.should_exit = True
         # Not on this thread: the signal may have interrupted it while it holds the engine's lock.
         threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
@@ -241,6 +243,7 @@ def _configure_log(file: Path | None) -> None:
         handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
     except OSError as error:
         raise InvalidValue(f"the log file {file} cannot be written: {error.strerror}") from error
+    logging.raiseExceptions = False  # a full disk is no reason for a traceback with every request
     prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
     handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
     for name in LOGGERS:

@@ -238,6 +238,7 @@ def test_the_grammar_stands_above_a_ban(temperature: float) -> None:
         ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000, "recursion"),
         ("json_schema", " " * (MAX_SOURCE_CHARS + 1), "characters, the most are"),
         ("regex", "(", "regular expression cannot be used.*unclosed group"),
+        ("regex", "[a&&b]", "cannot be used: no text matches it$"),
         ("lark", "start: foo", 'Lark grammar cannot be used.*unknown name: "foo"'),
         ("lark", "start: <|nope|>", "unknown special token"),
     ],
