@@ -70,6 +70,7 @@ def test_page_names_only_what_is_served():
     for name in page.MODULES:
         imported = re.findall(r'from "\./([^"]+)"', text_of(name))
         assert set(imported) <= set(page.MODULES), name
+        assert not re.search(r'["`]/(?:v1|page|health|metrics)', text_of(name)), name
 
 
 def test_text_never_becomes_markup():

@@ -13,7 +13,7 @@ const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const HEAD = /^#{1,6}\s+/;
 const INDENTED = /^ {4}\s*\S/;
 const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+/;
-const INLINE = /`([^`\n]+)`|\*\*([^\n]+?)\*\*|(?<![\w*])\*([^\s*][^*\n]*?)\*(?![\w*])/g;
+const INLINE = /(`{1,3})([^`\n]+)\1|\*\*([^\n]+?)\*\*|(?<![\w*])\*[^\s*][^*\n]*?\*(?![\w*])/g;
 
 // Text as it grows. Blocks before the last one are drawn once.
 export class Rendered {
@@ -69,8 +69,8 @@ export class Rendered {
   #inline(parent, from, to) {
     let at = from;
     for (const match of this.text.slice(from, to).matchAll(INLINE)) {
-      const [code, bold] = [match[1], match[2]];
-      const mark = bold === undefined ? 1 : 2;
+      const [ticks, code, bold] = match.slice(1);
+      const mark = ticks?.length ?? (bold === undefined ? 1 : 2);
       const start = from + match.index;
       const end = start + match[0].length;
       this.#paint(parent, at, start);
