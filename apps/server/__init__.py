@@ -13,7 +13,7 @@ from mlx_spec.load import draft_for, follow
 
 from .settings import Settings, parse
 
-NEEDED = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
+NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

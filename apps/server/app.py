@@ -9,15 +9,15 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -40,6 +40,7 @@ from .settings import CANNOT_LISTEN, Settings
 BACKLOG = 128  # connections that wait to be accepted
 RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
+WRITE_TIMEOUT_S = 30.0  # for it to write prompts: CLOSE_S, and what began is completed
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
 LOGGERS = (LOG.name, "uvicorn.error")
 MAX_FRAMES = 6  # innermost places of an exception that are named; the outer ones are always the same
@@ -55,25 +56,19 @@ APIS = {
 # --- routes
 
 
-def create(settings: Settings, engine: EngineThread) -> FastAPI:
+def create(settings: Settings, engine: EngineThread) -> Starlette:
     """Return the application. Its lifespan starts the engine and closes it."""
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         engine.start()
         try:
             yield
         finally:
-            if not await run_in_threadpool(engine.close, CLOSE_TIMEOUT_S):
-                LOG.warning("the engine is still busy: leaving it")
+            await run_in_threadpool(engine.close, CLOSE_TIMEOUT_S)
 
-    app = FastAPI(
-        title="mlx_spec",
-        version=__version__,
-        lifespan=lifespan,
-        redirect_slashes=False,
-        openapi_url=None,  # its pages would load scripts from elsewhere
-    )
+    app = Starlette(lifespan=lifespan)
+    app.router.redirect_slashes = False
     store = stored_responses.ResponseStore(settings.store)
     for path, api in {**APIS, "/v1/responses": openai_responses.make_api(store)}.items():
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
@@ -93,7 +88,7 @@ def create(settings: Settings, engine: EngineThread) -> FastAPI:
     return app
 
 
-def _add_read_routes(app: FastAPI, engine: EngineThread) -> None:
+def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
     async def models(_: Request) -> Response:
         cards = await run_in_threadpool(engine.models)  # may read files
         listed = [_model_json(card.name, card) for card in cards]
@@ -159,11 +154,14 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     threading.Thread(target=server.watch, name="mlx_spec watching", daemon=True).start()
     server.run([listener])
     status = 1 if server.problem else 0
-    if engine.status().state != "closed":  # it loads: the interpreter must not end while a thread is in MLX
+    if settings.cache_folder is not None and engine.status().loading is None:
+        with suppress(KeyboardInterrupt):
+            engine.close(WRITE_TIMEOUT_S)
+    if engine.status().state != "closed":  # the interpreter must not end while a thread is in MLX
+        LOG.warning("the engine is still busy: leaving it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    engine.close()
     return status
 
 
@@ -190,8 +188,10 @@ class Server(uvicorn.Server):
         self.problem: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal without uvicorn, which would raise it again in the end."""
-        self.force_exit = self.should_exit
+        """Handle a signal without uvicorn, which would raise it again in the end.
+
+        A second one changes nothing: uvicorn would log it as an error, and what is left takes seconds.
+        """
         self.should_exit = True
         # Not on this thread: the signal may have interrupted it while it holds the engine's lock.
         threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
@@ -210,8 +210,10 @@ def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises InvalidValue."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        is_ipv6 = family == socket.AF_INET6
-        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_ipv6)
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+    except UnicodeError as error:  # of the encoding of names
+        raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is no name; choose another --host") from error
     except OSError as error:
         is_name = isinstance(error, socket.gaierror)  # the others name the address a second time
         problem = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
@@ -241,10 +243,12 @@ def _configure_log(file: Path | None) -> None:
         handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
     except OSError as error:
         raise InvalidValue(f"the log file {file} cannot be written: {error.strerror}") from error
+    logging.raiseExceptions = False  # a full disk is no reason for a traceback with every request
     prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
     handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(logging.WARNING if file is None or name != LOG.name else logging.INFO)
+        logger.setLevel(logging.ERROR)  # uvicorn's warnings blame clients, and name packages to install
+    LOG.setLevel(logging.WARNING if file is None else logging.INFO)

@@ -183,10 +183,9 @@ class EngineThread:
             return not self._closing
 
     def _expire_models(self) -> None:
-        if any(model.idle_seconds is not None for model in self._models.loaded()):
-            with self._changed:
-                wanted = {job.request.model for job in self._waiting}
-            self._models.expire({self._models.resolve(name) for name in wanted} | self._busy())
+        with self._changed:
+            wanted = {job.request.model for job in self._waiting}
+        self._models.expire(wanted | self._busy())
 
     def _check_costs(self) -> None:
         """Measure doubtful costs again while nobody waits."""
@@ -215,7 +214,7 @@ class EngineThread:
         """Begin a job or fail it, unless it has to wait until a model can be unloaded."""
         job.began = time.perf_counter()
         try:
-            model = self._models.ready(self._models.resolve(job.request.model), self._busy())
+            model = self._models.ready(job.request.model, self._busy())
             if model is None:
                 self._blocked = job
                 return

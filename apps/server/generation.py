@@ -352,11 +352,15 @@ class Job:
         return self._end_if_done()
 
     def close(self) -> None:
-        """End all rows, in whatever state they are."""
-        if self._preparing is not None:
-            self._preparing.cancel()
-        for row in self.rows:
-            row.steps.close()
+        """End all rows, in whatever state they are. A client may hold the job on, but not its model."""
+        try:
+            if self._preparing is not None:
+                self._preparing.cancel()
+            for row in self.rows:
+                row.steps.close()
+        finally:
+            self.rows, self._begun, self._snapshots = [], [], {}
+            del self.model
 
     def _end_if_done(self) -> bool:
         if self.rows or self._waiting:

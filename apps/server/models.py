@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -189,9 +189,11 @@ class Models:
         loaded.last_used = time.monotonic()
         return loaded
 
-    def expire(self, busy: Collection[str]) -> None:
-        """Unload the models that nobody has used for their `idle_seconds`."""
+    def expire(self, busy: Set[str]) -> None:
+        """Unload the models that nobody has used for their `idle_seconds`; those that are busy are in use."""
         now = time.monotonic()
+        for name in busy & self._loaded.keys():
+            self._loaded[name].last_used = now
         for name in self._unused(busy):
             limit = self._loaded[name].idle_seconds
             if limit is not None and now - self._loaded[name].last_used >= limit:

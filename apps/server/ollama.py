@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -390,7 +390,7 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
 # --- routes
 
 
-def add_routes(app: FastAPI, engine: EngineThread, settings: Settings) -> None:
+def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None:
     """Add all routes under `/api/`."""
     checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
 

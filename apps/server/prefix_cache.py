@@ -165,7 +165,7 @@ CLOSE_S = 10  # for writing what grew, when a model is unloaded; a write that be
 PROBE_TOKENS = 160  # more than any drafter leaves unprocessed
 BLOCK = 1 << 20  # bytes read at a time for a checksum, so that they stay in the processor's cache
 NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-[0-9a-f]{16}\.safetensors")  # key, tokens, checksum
-DAMAGE = (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, SpecError)  # of a file
+DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)  # of a file
 
 
 def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | None) -> dict[str, Any]:

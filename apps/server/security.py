@@ -45,7 +45,7 @@ class Guards:
         self._is_public = not is_loopback(settings.host)
         own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
         names = (*LOOPBACK_NAMES, settings.host, *settings.hosts, *own)
-        as_header = (f"[{name}]" if ":" in name else name for name in names)
+        as_header = (f"[{name.strip('[]')}]" if ":" in name else name for name in names)
         self._names = frozenset(name.lower().rstrip(".") for name in as_header)
         self._origins = frozenset(map(normal_origin, settings.origins)) - {""}
         self._key = None if settings.api_key is None else settings.api_key.encode()
@@ -86,7 +86,9 @@ class Guards:
 
     def _check_host(self, headers: Headers) -> None:
         name = PORT.sub("", headers.get("host", "").lower()).rstrip(".")
-        if name in self._names or (self._is_public and ip_address(name.strip("[]"))):  # none can be rebound
+        is_address = self._is_public and ip_address(name.strip("[]"))  # none can be rebound
+        # A request without the header is HTTP/1.0, as of monitors: browsers always send one.
+        if name in self._names or is_address or "host" not in headers:
             return
         message = "the server does not go by this name: start it with --allow-host NAME"
         raise Failure(403, message, type="permission_error", code="host_not_allowed")

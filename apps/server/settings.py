@@ -5,6 +5,7 @@ Imports nothing heavy, so that `--help` is quick."""
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, expanded, f
 GB = 10**9
 ANY_ORIGIN = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443}
+HOST_NAME = re.compile(r"[\w.-]+")
 # Begins the error of a server whose port is taken; the menu bar looks for it.
 CANNOT_LISTEN = "cannot listen on"
 
@@ -233,6 +235,9 @@ class Options:
         for origin in self.cors_origin or []:
             if not normal_origin(origin):
                 raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")
+        for name in self.allow_host or []:
+            if not HOST_NAME.fullmatch(name) and ip_address(name.strip("[]")) is None:
+                raise BadOptions(f"--allow-host {name}: write the name alone, without scheme and port")
         models = self._models()
         names = [model.name for model in models]
         aliases = [_split("--alias", text, ALIAS) for text in self.alias or []]

@@ -425,9 +425,13 @@ def schema_types(schema: Any, root: Mapping[str, Any], seen: set[str] | None = N
     return frozenset(found | ({"null"} if schema.get("nullable") is True else set()))
 
 
+ANNOTATIONS = ("title", "description", "examples", "default", "$comment")  # most of the size of a schema
+
+
 def close_objects(schema: Any) -> Any:
     """Return a JSON schema whose objects have the properties that it lists, and others only if it says so.
 
+    Annotations are left out: grammars have a limit of their size.
     A grammar does not know which keys were written: in an open object a model may repeat them without end.
     A schema that combines several for one object stays as it is: each would exclude what the others list.
     """
@@ -457,7 +461,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = dict(schema)
+    found = {key: each for key, each in schema.items() if key not in ANNOTATIONS}
     for key in found.keys() & {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}:
         found[key] = _closed(found[key])
     for key in found.keys() & {"properties", "$defs", "definitions"}:

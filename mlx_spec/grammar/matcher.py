@@ -323,4 +323,5 @@ def read_tokens(drafted: mx.array) -> list[int]:
 
 
 def _parser_error(parser: LLMatcher) -> str:
-    return one_line(ValueError(parser.get_error()))
+    reason = parser.get_error().replace("<non-verbose/>", "")
+    return one_line(ValueError(reason.replace("NoExtensionBias", "no text matches it")))

@@ -11,11 +11,11 @@ import contextlib
 import functools
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from mlx_spec.errors import InvalidValue, SpecError
@@ -112,8 +112,8 @@ def _answers(process: subprocess.Popen[str], request: dict[str, Any], timeout_s:
         process.stdin.flush()
     except BrokenPipeError:
         return False
-    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
-    return bool(ready) and process.stdout.readline() != ""
+    # Not select(), which refuses descriptors above 1023, as those of many connections.
+    return bool(wait([process.stdout.fileno()], timeout_s)) and process.stdout.readline() != ""
 
 
 def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -75,7 +75,10 @@ class ChatTemplate:
 
 def read_template(folder: Path) -> ChatTemplate | None:
     """Return the chat template of a checkpoint; None if it has none. Raises BadCheckpoint if malformed."""
-    source = _source(folder)
+    try:
+        source = _source(folder)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"the chat template in {folder} cannot be read ({one_line(error)})") from error
     return None if source is None else ChatTemplate(source, special_tokens(folder))
 
 

@@ -18,7 +18,7 @@ from mlx_spec.apps.command import parse, show
 from mlx_spec.apps.tune import Options as settings_of_tune
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
-NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "fastapi", "torch"}
+NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "starlette", "torch"}
 
 
 @pytest.fixture
@@ -115,7 +115,8 @@ WRONG = {
     "--port 65536; --cache-folder-gb 3; --model x; --model x=a --model x=b; --model x=a --drafter b; "
     "--alias a=b; --pin b; "
     "--alias demo=demo; --memory 0; --idle nan; --parallel 0; --api-key-file /nonexistent; "
-    "--cors-origin localhost; --cors-origin http://a/b; --nonsense",
+    "--cors-origin localhost; --cors-origin http://a/b; --nonsense; "
+    "--allow-host http://a; --allow-host a:80; --allow-host *",
     "tune": "--context 1; --export a --import b",
 }
 

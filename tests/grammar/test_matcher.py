@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 from dataclasses import replace
 
 import grammars
@@ -16,6 +18,7 @@ from schemas import Draws
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS, compile_grammar
+from mlx_spec.grammar.sandbox import SANDBOX
 from mlx_spec.sampling import Sampling, sampling
 from mlx_spec.sampling.sampling import GrammarMask
 
@@ -235,6 +238,7 @@ def test_the_grammar_stands_above_a_ban(temperature: float) -> None:
         ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000, "recursion"),
         ("json_schema", " " * (MAX_SOURCE_CHARS + 1), "characters, the most are"),
         ("regex", "(", "regular expression cannot be used.*unclosed group"),
+        ("regex", "[a&&b]", "cannot be used: no text matches it$"),
         ("lark", "start: foo", 'Lark grammar cannot be used.*unknown name: "foo"'),
         ("lark", "start: <|nope|>", "unknown special token"),
     ],
@@ -253,6 +257,22 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
             "json_schema", json.dumps({"type": "string", "allOf": parts}), byte_text(), V, seconds=0.3
         )
     assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}, "the next one starts anew"
+
+
+def test_a_grammar_is_compiled_beside_many_connections() -> None:
+    """select() refuses descriptors above 1023."""
+    SANDBOX.close()  # the next one has pipes with higher numbers
+    limits, opened = resource.getrlimit(resource.RLIMIT_NOFILE), [0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    try:
+        while opened[-1] < 1024:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}
+    finally:
+        SANDBOX.close()
+        for descriptor in opened[1:]:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_grammar_that_overflows_the_stack_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from endpoint import CHAT, DEMO, HELLO, Stub, error_of, fresh, stubbed
 
@@ -39,10 +41,25 @@ def test_more_names_can_be_allowed_and_on_all_addresses_any_address_is_ours():
     settings = Settings(DEMO, hosts=("My.box",))
     assert send(settings, host="my.BOX:9").status_code == 200
     assert send(settings, host="other.box").status_code == 403
+    assert send(Settings(DEMO, hosts=("[fe80::1]",)), host="[fe80::1]:80").status_code == 200
     settings = Settings(DEMO, host="0.0.0.0", api_key="k")
     for host in ("192.168.0.7:8080", "[fe80::1]:8080"):
         assert send(settings, host=host, x_api_key="k").status_code == 200
     assert send(settings, host="evil.example", x_api_key="k").status_code == 403
+
+
+def test_http_1_0_without_a_name_is_no_browser():
+    sent, app = [], stubbed(Stub()).app
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "query_string": b"", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 200
 
 
 # --- the page that asks

@@ -34,7 +34,7 @@ from endpoint import (
 from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
-from mlx_spec.apps.server import main
+from mlx_spec.apps.server import app, main
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.request import Failed
@@ -252,11 +252,31 @@ def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
             began = time.monotonic()
-            process.send_signal(signal.SIGTERM)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):  # an impatient user
+                process.send_signal(number)
             last = [text for text in lines if text][-1]
         assert process.wait(LIMIT) == 0 and time.monotonic() - began < LEAVING
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_prompts_that_are_written_at_the_end_are_waited_for(monkeypatch, tmp_path):
+    """Their files were left half written after two seconds."""
+    waited = []
+
+    class Engine(Stub):
+        def wait_loaded(self):
+            return True
+
+        def close(self, timeout):
+            waited.append(timeout)
+            self.state = Status("closed")
+
+    monkeypatch.setattr(app, "EngineThread", lambda settings, loader: Engine())
+    monkeypatch.setattr(app, "_configure_log", lambda file: None)
+    monkeypatch.setattr(app.Server, "run", lambda server, sockets: sockets[0].close())
+    assert app.run(Settings(DEMO, port=0, cache_folder=tmp_path)) == 0
+    assert waited == [app.WRITE_TIMEOUT_S]
 
 
 def test_a_port_that_is_taken_is_one_line(capsys):
@@ -267,6 +287,13 @@ def test_a_port_that_is_taken_is_one_line(capsys):
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert said.out == "" and line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_is_no_name_is_one_line(host, capsys):
+    assert main(["--port", "0", "--api-key", "k", "--host", host]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mlx-spec: cannot listen on {host}")
 
 
 @pytest.mark.parametrize("option", ["--target={}", "--model=a={}/none", "--model=a=demo,{}/none"])

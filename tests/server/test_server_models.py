@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, working
+from test_session import make_pair
 from waiting import wait_until
 
 from mlx_spec import demo
@@ -82,8 +84,10 @@ def test_unloading_gives_the_memory_back() -> None:
     with working(settings(ONE, TWO, room=1.2)) as engine:
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=9)))
         before = mx.get_active_memory()
-        for name in ("two", "one"):
-            closed(answer(engine, chat(QUESTION, model=name, max_tokens=9)))
+        held = []  # as slow clients hold their jobs, after the last event
+        for name in ("two", "one", "two", "one"):
+            held.append(begin(engine, chat(QUESTION, model=name, max_tokens=9)))
+            closed(held[-1].all())
             assert loaded(engine) == [name]
             assert mx.get_active_memory() < before + 0.05 * NEED.weights
 
@@ -132,6 +136,18 @@ def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         card = engine.models()[0]
         assert card.context_length == 4096 and card.tools is not None  # known since it was loaded
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
+
+
+def test_the_time_of_an_answer_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model was unloaded at the end of an answer that took longer than --idle."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    found = Models(settings(ONE, idle_seconds=60.0), lambda one: make_pair("full", "none"))
+    assert found.ready("one", ()) is not None
+    for then, busy, stays in ((100.0, {"one", "two"}, True), (159.0, set(), True), (161.0, set(), False)):
+        now = then
+        found.expire(busy)
+        assert bool(found.loaded()) == stays
 
 
 # --- failures

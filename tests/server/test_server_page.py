@@ -65,11 +65,12 @@ def test_nothing_is_fetched_from_elsewhere(name):
 
 
 def test_page_names_only_what_is_served():
-    named = set(re.findall(r'(?:src|href)="(/[^"]*)"', text_of(page.INDEX)))
-    assert named <= set(PATHS)
+    named = re.findall(r'(?:src|href)="([^"#]+)"', text_of(page.INDEX))
+    assert len(named) == 4 and {f"/{name}" for name in named} <= set(PATHS), "below the path of a proxy, too"
     for name in page.MODULES:
         imported = re.findall(r'from "\./([^"]+)"', text_of(name))
         assert set(imported) <= set(page.MODULES), name
+        assert not re.search(r'["`]/(?:v1|page|health|metrics)', text_of(name)), name
 
 
 def test_text_never_becomes_markup():

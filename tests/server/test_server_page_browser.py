@@ -177,7 +177,8 @@ def test_a_key_is_asked_for_and_kept_in_memory(tab):
 
 HOSTILE = (
     '<img src=x onerror="window.hit=1"> **bold and `code`** *so*\n\n'
-    "- one\n- two\n\n```html\n<b>&amp;</b>\n```\nend\n\n```python\n{}\n```\n"
+    "- one\n- two\n\n```html\n<b>&amp;</b>\n```\nend\n\n"
+    "````md\n```\nfour\n```\n````\n\n~~~\ntildes\n~~~\n\n```so``` ends no text\n\n```python\n{}\n```\n"
 )
 PROGRAM = "if x:\n    return '<b>&amp; # \\'' + \"open  # a 'comment' of 12\nclass_1 = 0x1F"
 
@@ -199,6 +200,8 @@ def test_text_is_shown_and_never_run(tab):
         assert '<img src=x onerror="window.hit=1"> bold and code so' in text(tab, ".answer p")
         assert text(tab, ".answer strong") == "bold and code" and text(tab, ".answer em") == "so"
         assert text(tab, ".answer pre code") == "<b>&amp;</b>" and text(tab, ".answer .language") == "html"
+        codes = tab.value("[...document.querySelectorAll('.answer code')].map((n) => n.textContent)")
+        assert codes == ["code", "<b>&amp;</b>", "```\nfour\n```", "tildes", "so", PROGRAM]
         items = tab.value("[...document.querySelectorAll('.answer li')].map((n) => n.textContent)")
         assert items == ["one", "two"]
         for name in ("target", "drafter", "lookup", "grammar", "prediction"):

@@ -273,6 +273,16 @@ def test_a_schema_that_is_too_deep_is_refused(text):
         compile_grammar("lark", grammar, text, len(text.vocabulary()), seconds=10)
 
 
+def test_descriptions_do_not_count_for_the_size_of_a_grammar(text):
+    """The tools of an agent have long ones; they were not enforced, or refused."""
+    inner = {"type": "object", "properties": {"description": {"enum": ["x"]}}, "description": "y" * 150_000}
+    use = ToolUse((Tool("f", None, {"properties": {"a": inner}}, strict=True),), "required")
+    source = answer_grammar(format_of(text, SYNTAXES[1]), use)
+    call = call_texts.hermes("f", {"a": {"description": "x"}})
+    assert accepts(source, text, f"<tool_call>{call}</tool_call>")
+    assert not accepts(source, text, f"<tool_call>{call.replace('x', 'z')}</tool_call>")
+
+
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
     other = format_of(text, Syntax("glm47", SYNTAXES[1].marks, SYNTAXES[1].read))
     assert [answer_grammar(other, ToolUse((PING,), choice)) for choice in ("auto", "none")] == [None] * 2

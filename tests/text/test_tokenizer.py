@@ -172,11 +172,14 @@ def test_refusals_are_one_line(source: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_malformed_or_missing_template_is_refused() -> None:
+def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="does not compile"):
         ChatTemplate("{% for %}", {})
     with pytest.raises(InvalidValue, match="no chat template"):
         TEXTS["byte_level"].prompt(MESSAGES[0])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        read_template(tmp_path)
 
 
 @pytest.mark.parametrize(

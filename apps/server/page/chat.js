@@ -259,7 +259,7 @@ function askForKey(problem = "") {
 }
 
 async function listModels() {
-  offerModels((await getJson("/v1/models")).data ?? []);
+  offerModels((await getJson("v1/models")).data ?? []);
   isListed = true;
   needsKey = false;
   byId("key-form").hidden = true;
@@ -267,13 +267,13 @@ async function listModels() {
 
 async function look() {
   try {
-    const health = await getJson("/health");
+    const health = await getJson("health");
     server.health = health.status;
     figures.drawRequests(health);
     if (!needsKey) {
       if (!isListed) await listModels();
       const askedAt = performance.now();
-      const metrics = await getJson("/metrics.json");
+      const metrics = await getJson("metrics.json");
       Object.assign(server, { loading: metrics.loading, waiting: metrics.queue.waiting });
       figures.look(metrics, askedAt);
     }
@@ -337,10 +337,11 @@ for (const example of EXAMPLES) {
   button.addEventListener("click", () => send(example));
   byId("ideas").append(element("li", {}, button));
 }
-byId("endpoint").textContent = `${location.origin}/v1`;
+const base = new URL(".", location.href).href; // a proxy may put the page below a path of its own
+byId("endpoint").textContent = `${base}v1`;
 byId("endpoint").after(copyButton(() => byId("endpoint").textContent, "Copy endpoint"));
 byId("base-url").textContent = byId("endpoint").textContent;
-byId("anthropic").textContent = location.origin;
+byId("anthropic").textContent = base.slice(0, -1);
 restoreConversation();
 settingsChanged();
 drawSwitches();

@@ -9,11 +9,11 @@ const SOURCES = {
   grammar: "forced by the grammar",
   prediction: "the client's prediction",
 };
-const FENCE = /^\s*```\s*([\w+#.-]*)/;
+const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const HEAD = /^#{1,6}\s+/;
 const INDENTED = /^ {4}\s*\S/;
 const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+/;
-const INLINE = /`([^`\n]+)`|\*\*([^\n]+?)\*\*|(?<![\w*])\*([^\s*][^*\n]*?)\*(?![\w*])/g;
+const INLINE = /(`{1,3})([^`\n]+)\1|\*\*([^\n]+?)\*\*|(?<![\w*])\*[^\s*][^*\n]*?\*(?![\w*])/g;
 
 // Text as it grows. Blocks before the last one are drawn once.
 export class Rendered {
@@ -69,8 +69,8 @@ export class Rendered {
   #inline(parent, from, to) {
     let at = from;
     for (const match of this.text.slice(from, to).matchAll(INLINE)) {
-      const [code, bold] = [match[1], match[2]];
-      const mark = bold === undefined ? 1 : 2;
+      const [ticks, code, bold] = match.slice(1);
+      const mark = ticks?.length ?? (bold === undefined ? 1 : 2);
       const start = from + match.index;
       const end = start + match[0].length;
       this.#paint(parent, at, start);
@@ -134,14 +134,15 @@ function blocks(text, offset) {
     const line = text.slice(start, end);
     const last = found.at(-1);
     if (fence) {
-      if (/^\s*```\s*$/.test(line)) fence = null;
+      const mark = line.trim(); // a longer fence may hold shorter ones
+      if (mark.length >= fence.mark.length && mark === fence.mark[0].repeat(mark.length)) fence = null;
       else fence.to = end;
       continue;
     }
     const opening = FENCE.exec(line);
     if (opening) {
       const from = Math.min(end + 1, text.length);
-      fence = { kind: "code", start, from, to: from, language: opening[1] };
+      fence = { kind: "code", start, from, to: from, mark: opening[1], language: opening[2] };
       found.push(fence);
     } else if (!line.trim()) {
       if (last) last.closed = true;

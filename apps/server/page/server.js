@@ -16,7 +16,7 @@ export class Refused extends Error {
 async function request(path, options = {}) {
   const headers = apiKey ? { ...options.headers, authorization: `Bearer ${apiKey}` } : options.headers;
   const response = await fetch(path, { cache: "no-store", ...options, headers });
-  if (response.ok || path === "/health") return response; // its status is 503 while the server loads or leaves
+  if (response.ok || path === "health") return response; // its status is 503 while the server loads or leaves
   const body = await response.json().catch(() => null); // no JSON: the status tells
   throw new Refused(response.status, body?.error?.message ?? `the server answered ${response.status}`);
 }
@@ -25,7 +25,7 @@ export const getJson = async (path) => (await request(path)).json();
 
 // Yields the chunks of a streamed answer.
 export async function* streamAnswer(body, signal) {
-  const response = await request("/v1/chat/completions", {
+  const response = await request("v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, include_draft: true } }),
