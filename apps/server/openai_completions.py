@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
@@ -62,8 +61,15 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
     prompts = RawPrompts(tuple(_parse_prompts(body)), echo=bool(body.echo))
     least = 0 if body.echo else 1
-    found = parse_request(body, model, prompts, least, top_logprobs=body.logprobs, prompt_param="prompt")
-    return found if found.max_tokens is not None else replace(found, max_tokens=DEFAULT_MAX_TOKENS)
+    return parse_request(
+        body,
+        model,
+        prompts,
+        least,
+        DEFAULT_MAX_TOKENS,
+        top_logprobs=body.logprobs,
+        prompt_param="prompt",
+    )
 
 
 def _parse_prompts(body: TextBody) -> Iterator[Prompt]:
@@ -185,7 +191,8 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
     given = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
     sampling = INFILL_DEFAULTS | body.model_dump(include=set(INFILL_DEFAULTS), exclude_none=True)
     filled = body.model_copy(update=sampling)
-    return parse_request(filled, model, RawPrompts((given,)), prompt_param="input_prefix")
+    least = 0  # editors have the other files read before they need an answer
+    return parse_request(filled, model, RawPrompts((given,)), least, prompt_param="input_prefix")
 
 
 class InfillWriter:

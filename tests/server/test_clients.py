@@ -170,6 +170,14 @@ def test_prediction(client: Any) -> None:
         assert (details.accepted_prediction_tokens > details.rejected_prediction_tokens) is right
 
 
+def test_a_stop_may_be_a_control_token(client: Any) -> None:
+    """No text has its name: such a stop never ended an answer."""
+    ask = {"messages": ZIP, "logit_bias": {"14": 100}, "max_tokens": 3, **EXACT}
+    for stop, reason in ((["<turn>"], "length"), (["x", "<|turn>"], "stop")):
+        choice = client.chat.completions.create(**ask, stop=stop).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("", reason)
+
+
 def test_completions(server: str, client: Any) -> None:
     found = client.completions.create(
         prompt=["zip returns", "map returns"], max_tokens=6, logprobs=2, echo=True, **EXACT

@@ -94,7 +94,7 @@ def test_forms_of_response_format():
         ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
         ({"repeat_penalty": 1, "repeat_last_n": 64}, {}),
         ({"repetition_penalty": 1.2, "seed": 3}, {"repetition_penalty": 1.2, "seed": 3}),
-        ({"top_k": -1}, {}),
+        ({"top_k": -1, "seed": -1}, {}),
         (
             {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
             {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
@@ -113,9 +113,10 @@ def test_ends_and_limits():
         request = parsed(path, stop_token_ids=[5, 7, 5], ignore_eos=True)
         assert (request.stop_tokens, request.ignore_eos) == ((5, 7), True)
     for path in (CHAT, TEXT):
-        for name in ("max_new_tokens", "n_predict", "num_predict"):
+        for name in ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"):
             assert parsed(path, **{name: 9}).max_tokens == 9
-    assert parsed(CHAT, n_predict=-1).max_tokens is None
+            assert parsed(path, **{name: -1}).max_tokens is None
+    assert parsed(CHAT, max_tokens=5, n_predict=-1).max_tokens == 5
     assert parsed(CHAT, max_tokens=5, n_predict=9).max_tokens == 5
     assert parsed(CHAT, max_tokens=5, max_new_tokens=3).max_tokens == 3
 
@@ -201,6 +202,28 @@ NULLABLE_HERE = {
 def test_null_means_the_default(path: str):
     names = f"{NULLABLE} {NULLABLE_HERE[path]}".split()
     assert parsed(path, **dict.fromkeys(names)) == parsed(path)
+
+
+def test_editors_send_more():
+    """Continue's list of stops for Qwen Coder and Python; what llama.vscode edits with."""
+    marks = ("endoftext", "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
+    stops = [f"<|{mark}|>" for mark in marks]
+    stops += [
+        "<|im_start|>",
+        "<|im_end|>",
+        "\n\n",
+        "\r\n\r\n",
+        "/src/",
+        "#- coding: utf-8",
+        "```",
+        "def",
+        "class",
+    ]
+    assert parsed(TEXT, stop=stops).stop == tuple(stops)
+    assert parsed(MESSAGES, stop_sequences=stops).stop == tuple(stops)
+    neutral = {"samplers": "edkypmxt", "max_tokens": -1, "repeat_last_n": 64, "repeat_penalty": 1}
+    neutral |= {"typical_p": 1, "dry_base": 1.75, "dry_penalty_last_n": -1, "timings_per_token": False}
+    assert parsed(CHAT, **neutral) == parsed(CHAT)
 
 
 def test_claude_code_and_codex_send_more():
