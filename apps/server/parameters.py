@@ -227,6 +227,7 @@ def _parse_sampling(body: SharedFields) -> Sampling:
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
     values = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
     values |= {"top_k": 0} if body.top_k == -1 else {}
+    values |= {"top_k": 1, "top_p": 1.0} if body.top_p == 0 else {}  # the likeliest token, as in OpenAI's API
     values |= {"seed": None} if body.seed == -1 else {}
     values |= {} if repetition is None else {"repetition_penalty": repetition}
     bias = _parse_bias(body.logit_bias or {})

@@ -53,39 +53,30 @@ def test_constraints_of_other_runtimes(path: str):
         assert parsed(path, **changes).format == expected
 
 
-def test_forms_of_response_format():
+FORMATS: dict[str, tuple[str, Any]] = {  # where a protocol has the format, and how it is given there
+    "response_format": (CHAT, lambda given: {"response_format": given}),
+    "text.format": (RESPONSES, lambda given: {"text": {"format": given}}),
+    "output_config.format": (MESSAGES, lambda given: {"output_config": {"format": given, "effort": "low"}}),
+    "output_format": (MESSAGES, lambda given: {"output_format": given}),
+}
+
+
+@pytest.mark.parametrize("place", FORMATS)
+def test_forms_of_response_format(place: str):
+    path, body = FORMATS[place]
+    named = {"type": "json_schema", "name": "n", "schema": SCHEMA}
     for given, expected in (
         ({"type": "text"}, None),
-        ({"type": "json_object"}, OutputFormat("json_object")),
-        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "response_format.pattern")),
-        (
-            {"type": "lark", "grammar": "start: A"},
-            OutputFormat("lark", "start: A", "response_format.grammar"),
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-            schema("response_format.json_schema.schema"),
-        ),
+        ({"type": "json_object"}, OutputFormat("json_object", param=place)),
+        ({"type": "json_object", "schema": SCHEMA}, schema(f"{place}.schema")),
+        (named, schema(f"{place}.schema")),
+        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", f"{place}.pattern")),
+        ({"type": "lark", "grammar": "start: A"}, OutputFormat("lark", "start: A", f"{place}.grammar")),
     ):
-        assert parsed(CHAT, response_format=given).format == expected
-    for given, expected in (
-        ({"type": "json_object"}, OutputFormat("json_object", param="text.format")),
-        ({"type": "json_schema", "name": "n", "schema": SCHEMA}, schema("text.format.schema")),
-        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "text.format.pattern")),
-    ):
-        assert parsed(RESPONSES, text={"format": given}).format == expected
-    given = {"type": "json_schema", "schema": SCHEMA}
-    request = parsed(MESSAGES, output_config={"format": given, "effort": "low"})
-    assert request.format == schema("output_config.format.schema") and not request.prompt.thinking
-    for kind in ("json_object", "json_schema"):
-        found = parsed(CHAT, response_format={"type": kind, "schema": SCHEMA}).format
-        assert found == schema("response_format.schema")
-    given = {"type": "json_schema", "schema": SCHEMA}
-    assert parsed(MESSAGES, output_format=given).format == schema("output_format.schema")
-    given = {"type": "regex", "pattern": "a+"}
-    assert parsed(MESSAGES, output_config={"format": given}).format == OutputFormat(
-        "regex", "a+", "output_config.format.pattern"
-    )
+        assert parsed(path, **body(given)).format == expected
+    given = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    assert parsed(CHAT, response_format=given).format == schema("response_format.json_schema.schema")
+    assert not parsed(MESSAGES, output_config={"effort": "low"}).prompt.thinking
 
 
 @pytest.mark.parametrize(
@@ -95,6 +86,7 @@ def test_forms_of_response_format():
         ({"repeat_penalty": 1, "repeat_last_n": 64}, {}),
         ({"repetition_penalty": 1.2, "seed": 3}, {"repetition_penalty": 1.2, "seed": 3}),
         ({"top_k": -1, "seed": -1}, {}),
+        ({"top_k": 9, "top_p": 0}, {"top_k": 1}),
         (
             {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
             {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
