@@ -136,17 +136,9 @@ class ChatBody(CompletionBody):
 
 
 def parse_request(
-    body: CompletionBody,
-    model: str,
-    prompt: Chat | RawPrompts,
-    least: int = 1,
-    default: int | None = None,
-    **more: Any,
+    body: CompletionBody, model: str, prompt: Chat | RawPrompts, **more: Any
 ) -> GenerationRequest:
-    """Return a request with the fields of all these routes, and `more`. Raises Failure (400).
-
-    `least` is the smallest limit of tokens that is allowed, `default` the one where none is given.
-    """
+    """Return a request with the fields of all these routes, and `more`. Raises Failure (400)."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
@@ -157,7 +149,6 @@ def parse_request(
         model,
         prompt,
         parameters.parse_format(body.response_format, "response_format", "json_schema.schema"),
-        max_tokens=_max_tokens(body, least, default),
         stop=tuple(dict.fromkeys(body.stop or ())),
         n=1 if body.n is None else body.n,
         prediction="".join(expected) or None,
@@ -166,8 +157,8 @@ def parse_request(
     )
 
 
-def _max_tokens(body: CompletionBody, least: int, default: int | None) -> int | None:
-    """Return the limit of a choice, the smallest of those given; None if there is none."""
+def parse_limit(body: CompletionBody, least: int = 1, default: int | None = None) -> int | None:
+    """Return the limit of a choice, the smallest of those given, else `default`. Raises Failure (400)."""
     given = body.model_dump(include=LIMITS, exclude_none=True)
     for name, limit in given.items():
         if limit < least and limit != NO_LIMIT:
@@ -181,7 +172,8 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
     if body.service_tier not in (None, "auto", "default"):
         raise unsupported("service_tier: there is only 'auto' or 'default'", "service_tier")
     chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
-    return parse_request(body, model, chat, top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs))
+    top = parse_logprobs(body.logprobs, body.top_logprobs)
+    return parse_request(body, model, chat, max_tokens=parse_limit(body), top_logprobs=top)
 
 
 def _thinks(body: ChatBody) -> bool:
