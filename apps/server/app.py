@@ -39,6 +39,7 @@ from .settings import CANNOT_LISTEN, Settings
 
 BACKLOG = 128  # connections that wait to be accepted
 RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
+IDLE_CONNECTION_S = 75  # clients keep one for the next request and fail if it closes: httpx 5 s, aiohttp 15 s
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
 WRITE_TIMEOUT_S = 30.0  # for it to write prompts: CLOSE_S, and what began is completed
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
@@ -180,6 +181,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=RESPONSE_TIMEOUT_S,
             )
         )

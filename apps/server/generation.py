@@ -87,7 +87,8 @@ def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> 
     dialect = None if use is None else find_tool_format(text)
     raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
     fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
-    ends = (*request.stop_tokens, *(fill_in_ends(text) if fills_in else ()))
+    controls = text.controls.intersection(map(text.token_id, request.stop))  # no text has their names
+    ends = (*request.stop_tokens, *controls, *(fill_in_ends(text) if fills_in else ()))
     banned = text.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
         banned |= {dialect.open}

@@ -86,10 +86,10 @@ class OllamaOptions(SharedFields):
 
 
 def _set_options(given: Any) -> Any:
-    """Leave out null, and the seed that stands for none."""
+    """Leave out null."""
     if not isinstance(given, dict):
         return given or {}
-    return {key: each for key, each in given.items() if each is not None and (key, each) != ("seed", -1)}
+    return {key: each for key, each in given.items() if each is not None}
 
 
 class OllamaBody(Fields):

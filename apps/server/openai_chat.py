@@ -41,8 +41,8 @@ from .request import (
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
-LIMITS = {"max_tokens", "max_completion_tokens"}
-OPEN_LIMITS = {"max_new_tokens", "n_predict", "num_predict"}  # the same in other runtimes; -1 is no limit
+LIMITS = {"max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"}
+NO_LIMIT = -1  # in LM Studio and llama.cpp
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
 
@@ -136,12 +136,9 @@ class ChatBody(CompletionBody):
 
 
 def parse_request(
-    body: CompletionBody, model: str, prompt: Chat | RawPrompts, least: int = 1, **more: Any
+    body: CompletionBody, model: str, prompt: Chat | RawPrompts, **more: Any
 ) -> GenerationRequest:
-    """Return a request with the fields of all these routes, and `more`. Raises Failure (400).
-
-    `least` is the smallest limit of tokens that is allowed.
-    """
+    """Return a request with the fields of all these routes, and `more`. Raises Failure (400)."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
@@ -152,7 +149,6 @@ def parse_request(
         model,
         prompt,
         parameters.parse_format(body.response_format, "response_format", "json_schema.schema"),
-        max_tokens=_max_tokens(body, least),
         stop=tuple(dict.fromkeys(body.stop or ())),
         n=1 if body.n is None else body.n,
         prediction="".join(expected) or None,
@@ -161,14 +157,14 @@ def parse_request(
     )
 
 
-def _max_tokens(body: CompletionBody, least: int) -> int | None:
-    """Return the limit of a choice, the smallest of those given."""
-    limits = body.model_dump(include=LIMITS | OPEN_LIMITS, exclude_none=True)
-    given = {name: limit for name, limit in limits.items() if limit != -1 or name in LIMITS}
+def parse_limit(body: CompletionBody, least: int = 1, default: int | None = None) -> int | None:
+    """Return the limit of a choice, the smallest of those given, else `default`. Raises Failure (400)."""
+    given = body.model_dump(include=LIMITS, exclude_none=True)
     for name, limit in given.items():
-        if limit < least:
+        if limit < least and limit != NO_LIMIT:
             raise invalid(f"{name}: {limit} is too few, the least is {least}", name)
-    return min(given.values(), default=None)
+    limits = set(given.values()) - {NO_LIMIT}
+    return min(limits, default=None) if given else default
 
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
@@ -176,7 +172,8 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
     if body.service_tier not in (None, "auto", "default"):
         raise unsupported("service_tier: there is only 'auto' or 'default'", "service_tier")
     chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
-    return parse_request(body, model, chat, top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs))
+    top = parse_logprobs(body.logprobs, body.top_logprobs)
+    return parse_request(body, model, chat, max_tokens=parse_limit(body), top_logprobs=top)
 
 
 def _thinks(body: ChatBody) -> bool:

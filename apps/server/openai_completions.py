@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
@@ -15,7 +14,7 @@ from mlx_spec.types import TokenLogprob
 
 from .errors import invalid, unsupported
 from .http import Api, Json, data_event
-from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_request
+from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_limit, parse_request
 from .parsing import Fields
 from .request import (
     AnswerPart,
@@ -61,9 +60,8 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
     prompts = RawPrompts(tuple(_parse_prompts(body)), echo=bool(body.echo))
-    least = 0 if body.echo else 1
-    found = parse_request(body, model, prompts, least, top_logprobs=body.logprobs, prompt_param="prompt")
-    return found if found.max_tokens is not None else replace(found, max_tokens=DEFAULT_MAX_TOKENS)
+    limit, top = parse_limit(body, 0 if body.echo else 1, DEFAULT_MAX_TOKENS), body.logprobs
+    return parse_request(body, model, prompts, max_tokens=limit, top_logprobs=top, prompt_param="prompt")
 
 
 def _parse_prompts(body: TextBody) -> Iterator[Prompt]:
@@ -185,7 +183,8 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
     given = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
     sampling = INFILL_DEFAULTS | body.model_dump(include=set(INFILL_DEFAULTS), exclude_none=True)
     filled = body.model_copy(update=sampling)
-    return parse_request(filled, model, RawPrompts((given,)), prompt_param="input_prefix")
+    limit = parse_limit(body, least=0)  # 0: editors have the other files read before they need an answer
+    return parse_request(filled, model, RawPrompts((given,)), max_tokens=limit, prompt_param="input_prefix")
 
 
 class InfillWriter:

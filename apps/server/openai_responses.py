@@ -42,7 +42,7 @@ from .stored_responses import ItemField, ResponseStore
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 REFUSED = {  # except for null and false
     "context_management": "send as much as the context holds",
     "conversation": "continue a response by previous_response_id",
@@ -121,7 +121,7 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     effort = body.reasoning.effort if body.reasoning else None
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
     chat = Chat(
-        messages=_parse_messages(body, store.previous(body.previous_response_id)),
+        messages=_parse_messages(body, store.conversation(body.previous_response_id, body.input)),
         tools=_parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
@@ -155,11 +155,11 @@ def _parse_format(given: parameters.FormatField | None) -> OutputFormat | None:
     return parameters.parse_format(given, "text.format")
 
 
-def _parse_messages(body: ResponsesBody, past: Sequence[ItemField]) -> tuple[Json, ...]:
+def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> tuple[Json, ...]:
     conversation = parsing.ConversationBuilder()
     if body.instructions is not None:
         conversation.add("system", body.instructions)
-    for i, item in enumerate((*past, *body.input), start=-len(past)):
+    for i, item in enumerate(items, start=len(body.input) - len(items)):
         _add_item(conversation, item, f"input.{i}")
     return tuple(conversation.turns)
 
@@ -265,7 +265,7 @@ class ResponseWriter:
 
     def __init__(self, body: ResponsesBody, request: GenerationRequest, store: ResponseStore) -> None:
         self._store = None if body.store is False else store
-        self._input = (*store.previous(body.previous_response_id), *body.input)
+        self._input = store.conversation(body.previous_response_id, body.input)
         named = _functions(body.tools or ())
         self._spaces = {tool.name: (space, name) for tool, space, name in named if space is not None}
         self._response = _new_response(body, request)

@@ -87,7 +87,8 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((False,), "return_token_ids return_tokens_as_token_ids"),
     ((True,), "f16_kv do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
     ((True,), "include_reasoning separate_reasoning"),
-    (([],), "bad_words allowed_token_ids logits_processors samplers lora documents"),
+    (([],), "bad_words allowed_token_ids logits_processors lora documents"),
+    (([], "edkypmxt", "edskypmxt"), "samplers"),  # llama.cpp's own order, which no `samplers` stands for, too
     (({},), "extra_body"),
     (([], ["text"]), "modalities"),
     (([],), "mcp_servers"),
@@ -120,7 +121,7 @@ class SharedFields(Fields):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: int | None = None  # -1 and 0: all tokens
     min_p: float | None = None
-    seed: int | None = None
+    seed: int | None = None  # -1: none
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -226,6 +227,8 @@ def _parse_sampling(body: SharedFields) -> Sampling:
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
     values = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
     values |= {"top_k": 0} if body.top_k == -1 else {}
+    values |= {"top_k": 1, "top_p": 1.0} if body.top_p == 0 else {}  # the likeliest token, as in OpenAI's API
+    values |= {"seed": None} if body.seed == -1 else {}
     values |= {} if repetition is None else {"repetition_penalty": repetition}
     bias = _parse_bias(body.logit_bias or {})
     try:

@@ -274,6 +274,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
     """Return a JSON object; None if `text` is none."""
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # no prompt can hold half a character
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -48,7 +48,7 @@ class Limits:
     running: int | None = None  # choices that decode at a time; None: as measured costs say
     body_bytes: int = 8 * 2**20
     choices: int = 16  # n, or prompts times n
-    stop_strings: int = 4
+    stop_strings: int = 64  # editors send all ends of code that they know
     schema_bytes: int = 256 * 2**10  # of the output format, and of each tool
     tools: int = 128
     grammar_seconds: float = 10.0  # for compiling a grammar

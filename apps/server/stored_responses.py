@@ -26,7 +26,7 @@ from mlx_spec.hub.files import write_atomically
 
 from .errors import LOG, MAX_NAME_CHARS, Failure, invalid
 from .http import Json
-from .parsing import ContentPart, Fields, Parts, read_query
+from .parsing import ContentPart, Fields, Parts, read_query, required
 
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
 MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights
@@ -37,7 +37,7 @@ ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning"
 
 
 class ItemField(Fields):
-    """A message, a tool call, its result, or thinking of an earlier answer."""
+    """A message, a tool call, its result, thinking of an earlier answer, or a reference to one of them."""
 
     type: str | None = None  # None: a message
     id: str | None = None
@@ -126,14 +126,27 @@ class ResponseStore:
             raise Failure(404, f"Response with id {self._missing(id)}")
         return self._stored[id]
 
-    def previous(self, id: str | None) -> tuple[ItemField, ...]:
-        """Return the conversation that a request continues. Raises Failure (400)."""
-        if id is None:
-            return ()
-        if id not in self._stored:
-            message, field = f"Previous response with id {self._missing(id)}", "previous_response_id"
+    def conversation(self, previous: str | None, given: Sequence[ItemField]) -> tuple[ItemField, ...]:
+        """Return the items of a request after those that it continues. Raises Failure (400)."""
+        items = tuple(self._referenced(item, f"input.{i}") for i, item in enumerate(given))
+        if previous is None:
+            return items
+        if previous not in self._stored:
+            message, field = f"Previous response with id {self._missing(previous)}", "previous_response_id"
             raise invalid(message, field, "previous_response_not_found")
-        return self._stored[id].conversation
+        return *self._stored[previous].conversation, *items
+
+    def _referenced(self, item: ItemField, field: str) -> ItemField:
+        """Return an item as it is, or the item of a stored answer that a reference names."""
+        if item.type != "item_reference":
+            return item
+        id = required(item.id, f"{field}.id")
+        for stored in reversed(self._stored.values()):
+            for found in stored.response["output"]:
+                if found.get("id") == id:
+                    return ItemField.model_validate(found)
+        why = "no stored response has it: send the item itself"
+        raise invalid(f"{field}: item {id[:MAX_NAME_CHARS]!r} not found: {why}", field)
 
     def delete(self, id: str) -> None:
         """Forget a response, which may be the past of others: they keep it. Raises Failure (404)."""

@@ -26,6 +26,7 @@ from endpoint import (
 from starlette.testclient import TestClient
 from waiting import wait_until
 
+from mlx_spec.apps.server import http
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration, timestamp
 from mlx_spec.apps.server.request import (
@@ -211,13 +212,15 @@ def test_generate_has_its_own_shape() -> None:
     assert post(GENERATE).json()["response"] == "Hello you"
 
 
-def test_silence_and_failures_are_lines_too() -> None:
-    fresh((ANSWER[0], SHUTDOWN))
-    assert lines()[-1] == {"error": "shutting down"}
-    slow = Stub((ANSWER[0], 0.2, *ANSWER[1:]))
-    other = stubbed(slow, Settings(DEMO, keepalive_seconds=0.05)).client
-    text = other.post(OLLAMA, json={"messages": HELLO}).text
-    assert json.loads(text.splitlines()[0])["message"] == {"role": "assistant", "content": ""}
+def test_silence_and_failures_are_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def played(*_: Any) -> Any:
+        for event in (None, ANSWER[0], SHUTDOWN):
+            yield event
+
+    monkeypatch.setattr(http, "read_events", played)
+    silence, failure = lines()
+    assert silence["message"] == {"role": "assistant", "content": ""}
+    assert failure == {"error": "shutting down"}
 
 
 # --- models and routes

@@ -89,8 +89,9 @@ def test_an_answer_may_be_thinking_alone():
 
 
 def test_a_call_that_was_cut_off_is_text_of_the_conversation():
-    given = [("c", "{"), ("w", "{}")]
-    cut, whole = ({"id": id, "function": {"name": "f", "arguments": text}} for id, text in given)
+    given = [("c", "{"), ("w", "{}"), ("h", r'{"a": "\ud83d"}')]  # the last one ends in half a character
+    cut, whole, half = ({"id": id, "function": {"name": "f", "arguments": text}} for id, text in given)
+    assert chat_of(messages=[*HELLO, {"role": "assistant", "tool_calls": [half]}]).messages[1]["content"]
     results = [{"role": "tool", "tool_call_id": id, "content": "?"} for id in "cw"]
     for calls in ([cut], [cut, whole]):
         answer = {"role": "assistant", "content": "So.", "tool_calls": calls}
@@ -120,7 +121,7 @@ def message(**fields: Any) -> dict[str, Any]:
         *(({"logit_bias": {token: 1}}, "logit_bias") for token in ("x", "-1")),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n"),
-        *(({"stop": value}, "stop") for value in ("", list("abcde"))),
+        *(({"stop": value}, "stop") for value in ("", [str(i) for i in range(65)])),
         ({"top_logprobs": 1}, "top_logprobs"),
         *(({"messages": value}, "messages") for value in ([], None)),
         (message(role="wizard", content="x"), "messages.1.role"),

@@ -111,6 +111,8 @@ def test_the_middle_is_continued_and_ends(served: Endpoint):
     body = served.post(INFILL, **exact, **given).json()
     assert body["content"] == filled["choices"][0]["text"] and body["timings"]["predicted_n"] == 16
     assert (body["stop"], body["stop_type"], body["tokens_evaluated"]) == (True, "limit", len(prompt))
+    read = served.post(INFILL, **exact, **given | {"n_predict": 0}).json()
+    assert (read["content"], read["tokens_predicted"], read["tokens_evaluated"]) == ("", 0, len(prompt))
     ended = served.post(INFILL, **exact, **given, logit_bias={str(end): 100}).json()
     assert (ended["content"], ended["tokens_predicted"]) == ("", 1) and ended["stop_type"] != "limit"
 
@@ -168,7 +170,7 @@ def test_a_stream_of_infill(stub: Stub):
         (TEXT, {"prompt": [1, 2], "suffix": "b"}, "suffix"),
         (TEXT, {"prompt": "a", "suffix": "b", "echo": True}, "suffix"),
         (INFILL, {"n": 2}, "n"),
-        (INFILL, {"n_predict": 0}, "n_predict"),
+        (INFILL, {"n_predict": -2}, "n_predict"),
         (INFILL, {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
     ],
 )

@@ -53,39 +53,30 @@ def test_constraints_of_other_runtimes(path: str):
         assert parsed(path, **changes).format == expected
 
 
-def test_forms_of_response_format():
+FORMATS: dict[str, tuple[str, Any]] = {  # where a protocol has the format, and how it is given there
+    "response_format": (CHAT, lambda given: {"response_format": given}),
+    "text.format": (RESPONSES, lambda given: {"text": {"format": given}}),
+    "output_config.format": (MESSAGES, lambda given: {"output_config": {"format": given, "effort": "low"}}),
+    "output_format": (MESSAGES, lambda given: {"output_format": given}),
+}
+
+
+@pytest.mark.parametrize("place", FORMATS)
+def test_forms_of_response_format(place: str):
+    path, body = FORMATS[place]
+    named = {"type": "json_schema", "name": "n", "schema": SCHEMA}
     for given, expected in (
         ({"type": "text"}, None),
-        ({"type": "json_object"}, OutputFormat("json_object")),
-        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "response_format.pattern")),
-        (
-            {"type": "lark", "grammar": "start: A"},
-            OutputFormat("lark", "start: A", "response_format.grammar"),
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-            schema("response_format.json_schema.schema"),
-        ),
+        ({"type": "json_object"}, OutputFormat("json_object", param=place)),
+        ({"type": "json_object", "schema": SCHEMA}, schema(f"{place}.schema")),
+        (named, schema(f"{place}.schema")),
+        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", f"{place}.pattern")),
+        ({"type": "lark", "grammar": "start: A"}, OutputFormat("lark", "start: A", f"{place}.grammar")),
     ):
-        assert parsed(CHAT, response_format=given).format == expected
-    for given, expected in (
-        ({"type": "json_object"}, OutputFormat("json_object", param="text.format")),
-        ({"type": "json_schema", "name": "n", "schema": SCHEMA}, schema("text.format.schema")),
-        ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", "text.format.pattern")),
-    ):
-        assert parsed(RESPONSES, text={"format": given}).format == expected
-    given = {"type": "json_schema", "schema": SCHEMA}
-    request = parsed(MESSAGES, output_config={"format": given, "effort": "low"})
-    assert request.format == schema("output_config.format.schema") and not request.prompt.thinking
-    for kind in ("json_object", "json_schema"):
-        found = parsed(CHAT, response_format={"type": kind, "schema": SCHEMA}).format
-        assert found == schema("response_format.schema")
-    given = {"type": "json_schema", "schema": SCHEMA}
-    assert parsed(MESSAGES, output_format=given).format == schema("output_format.schema")
-    given = {"type": "regex", "pattern": "a+"}
-    assert parsed(MESSAGES, output_config={"format": given}).format == OutputFormat(
-        "regex", "a+", "output_config.format.pattern"
-    )
+        assert parsed(path, **body(given)).format == expected
+    given = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    assert parsed(CHAT, response_format=given).format == schema("response_format.json_schema.schema")
+    assert not parsed(MESSAGES, output_config={"effort": "low"}).prompt.thinking
 
 
 @pytest.mark.parametrize(
@@ -94,7 +85,8 @@ def test_forms_of_response_format():
         ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
         ({"repeat_penalty": 1, "repeat_last_n": 64}, {}),
         ({"repetition_penalty": 1.2, "seed": 3}, {"repetition_penalty": 1.2, "seed": 3}),
-        ({"top_k": -1}, {}),
+        ({"top_k": -1, "seed": -1}, {}),
+        ({"top_k": 9, "top_p": 0}, {"top_k": 1}),
         (
             {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
             {"top_k": 5, "min_p": 0.1, "presence_penalty": 1},
@@ -113,9 +105,10 @@ def test_ends_and_limits():
         request = parsed(path, stop_token_ids=[5, 7, 5], ignore_eos=True)
         assert (request.stop_tokens, request.ignore_eos) == ((5, 7), True)
     for path in (CHAT, TEXT):
-        for name in ("max_new_tokens", "n_predict", "num_predict"):
+        for name in ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"):
             assert parsed(path, **{name: 9}).max_tokens == 9
-    assert parsed(CHAT, n_predict=-1).max_tokens is None
+            assert parsed(path, **{name: -1}).max_tokens is None
+    assert parsed(CHAT, max_tokens=5, n_predict=-1).max_tokens == 5
     assert parsed(CHAT, max_tokens=5, n_predict=9).max_tokens == 5
     assert parsed(CHAT, max_tokens=5, max_new_tokens=3).max_tokens == 3
 
@@ -201,6 +194,28 @@ NULLABLE_HERE = {
 def test_null_means_the_default(path: str):
     names = f"{NULLABLE} {NULLABLE_HERE[path]}".split()
     assert parsed(path, **dict.fromkeys(names)) == parsed(path)
+
+
+def test_editors_send_more():
+    """Continue's list of stops for Qwen Coder and Python; what llama.vscode edits with."""
+    marks = ("endoftext", "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
+    stops = [f"<|{mark}|>" for mark in marks]
+    stops += [
+        "<|im_start|>",
+        "<|im_end|>",
+        "\n\n",
+        "\r\n\r\n",
+        "/src/",
+        "#- coding: utf-8",
+        "```",
+        "def",
+        "class",
+    ]
+    assert parsed(TEXT, stop=stops).stop == tuple(stops)
+    assert parsed(MESSAGES, stop_sequences=stops).stop == tuple(stops)
+    neutral = {"samplers": "edkypmxt", "max_tokens": -1, "repeat_last_n": 64, "repeat_penalty": 1}
+    neutral |= {"typical_p": 1, "dry_base": 1.75, "dry_penalty_last_n": -1, "timings_per_token": False}
+    assert parsed(CHAT, **neutral) == parsed(CHAT)
 
 
 def test_claude_code_and_codex_send_more():

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, RESPONSES, TURN, Place, Stub, said
+from endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, RESPONSES, TURN, Place, Stub, said, settled
 
 from mlx_spec.apps.server import parameters
 from mlx_spec.apps.server.request import ChoiceEnded, TextDelta, ToolCall
@@ -22,20 +22,12 @@ BODY = BODIES[PATH]
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
 CUT = (*TURN[:9], TextDelta(0, "answer", "more"), ChoiceEnded(0, "length"), CLOSED)
 CALLED = ["weather", "mcp__sky__now"]
-NEW = "id item_id created_at completed_at sequence_number timings parsed parsed_arguments".split()
 
 
 @pytest.fixture
 def client(place: Place) -> Any:
     given = {"api_key": "none", "max_retries": 0, "http_client": place.endpoint.client}
     return openai.OpenAI(base_url="http://localhost/v1", **given)
-
-
-def settled(value: Any) -> Any:
-    """A response without what is new in each, or what the SDK adds."""
-    if isinstance(value, dict):
-        return {k: settled(v) for k, v in value.items() if k not in NEW}
-    return [settled(v) for v in value] if isinstance(value, list) else value
 
 
 # --- answers

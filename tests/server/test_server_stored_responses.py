@@ -90,6 +90,25 @@ def test_a_chain_is_the_conversation_that_a_client_would_send(endpoint: Endpoint
     assert get(endpoint, first["id"]) == first
 
 
+def test_an_item_may_be_given_by_reference(endpoint: Endpoint, stub: Stub):
+    """As the AI SDK sends the answers that it has; they are stored as what they stand for."""
+    stub.events = TURN
+    question = {"role": "user", "content": "Rain?"}
+    output = ask(endpoint, [question])["output"]
+    results = [{"type": "function_call_output", "call_id": f"call_{i}", "output": "dry"} for i in (1, 2)]
+    stub.events = said("Dry.")
+    references = [{"type": "item_reference", "id": item["id"]} for item in output]
+    second = ask(endpoint, [question, *references, *results])
+    by_reference = stub.requests[-1].prompt
+    ask(endpoint, [question, *output, *results])
+    assert by_reference == stub.requests[-1].prompt
+    items = get(endpoint, second["id"], rest="/input_items?order=asc&limit=100")["data"]
+    assert [item["type"] for item in items[1:-2]] == [item["type"] for item in output]
+    for i, bad in enumerate(({"id": "msg_x"}, {})):
+        error = error_of(endpoint.post(RESPONSES, input=[question, {"type": "item_reference"} | bad]), 400)
+        assert error["param"] == ("input.1", "input.1.id")[i]
+
+
 def test_only_the_new_tokens_of_the_next_turn_are_read():
     with working() as engine:
         endpoint = Endpoint(stubbed(engine).client, None)

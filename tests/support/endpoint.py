@@ -15,7 +15,7 @@ import uvicorn
 from starlette.testclient import TestClient
 from waiting import LIMIT
 
-from mlx_spec.apps.server.app import create
+from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure, unknown_model
 from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
@@ -253,7 +253,8 @@ def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
 
 @contextmanager
 def listening(engine: Any, settings: Settings) -> Iterator[str]:
-    config = uvicorn.Config(create(settings, engine), port=0, log_level="error", ws="none")
+    app, idle = create(settings, engine), IDLE_CONNECTION_S
+    config = uvicorn.Config(app, port=0, log_level="error", ws="none", timeout_keep_alive=idle)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -322,6 +323,17 @@ def parsed(path: str, **changes: Any) -> Any:
 
 def refused(path: str, **changes: Any) -> dict[str, Any]:
     return place_of(path).error(**changes)
+
+
+NEW = "id item_id call_id created_at completed_at sequence_number timings parsed parsed_arguments".split()
+NEW += ["parsed_output"]
+
+
+def settled(value: Any, *more: str) -> Any:
+    """Return an answer without what is new in each, what SDKs add, and `more`."""
+    if isinstance(value, dict):
+        return {key: settled(each, *more) for key, each in value.items() if key not in (*NEW, *more)}
+    return [settled(each, *more) for each in value] if isinstance(value, list) else value
 
 
 def frames(stream: str) -> list[tuple[str | None, Any]]:
