@@ -219,6 +219,10 @@ def test_a_refusal_is_shown_and_not_tried_again(watched, port):
     assert one.state.phase is Phase.FAILED and not one.retries
 
 
+def test_an_address_of_another_machine_is_not_called_taken(port):
+    assert is_free(Address("192.0.2.1", port))
+
+
 def test_no_free_port_is_shown(watched, port, monkeypatch):
     monkeypatch.setattr(server_process, "is_free", lambda address: False)
     one = watched(port)
@@ -323,9 +327,11 @@ def test_clicks(folder, tmp_path):
 def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
     view, agent = Notepad(), tmp_path / macos.AGENT
     app = App(parse(["--port", "0", "--api-key", "secret"]), folder, view, agent)
-    for message in (Click(Action.LOGIN), Click(Action.STOP), QUIT):
+    folder.selection.mkdir()  # so that no file can take its place
+    for message in (Click(Action.LOGIN), Click(Action.DRAFTER, "none"), Click(Action.STOP), QUIT):
         app.post(message)
     app.run()
+    assert app._server._selection.drafter == "none"  # the one that is marked was started
     assert any("use --api-key-file" in item.label for menu in view.menus for item in menu.entries if item)
     assert not view.says("use --api-key-file") and not agent.exists() and not app.failed
 
@@ -339,6 +345,7 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
         (("--drafter", "none"), '{"target": "demo", "drafter": "lookup"}', "none"),
     ],
 )
+@pytest.mark.usefixtures("stand_in")
 def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
     folder.selection.write_text(kept)
     view = Notepad()
