@@ -166,7 +166,8 @@ class Commands:
         self._conversation.load(saved)
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")
-        if (target := saved.get("target")) != self._conversation.choice.target:
+        target = saved.get("target")
+        if isinstance(target, str) and target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {target}: /model {target} changes to that")
 
     def _retry(self, _: str) -> None:
@@ -242,7 +243,7 @@ class Commands:
 def _schema_text(name: str) -> str:
     file = typed_path(name)
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise NotFound(f"{file} cannot be read ({error.strerror}): give a file with a JSON schema") from error
     except UnicodeDecodeError as error:

@@ -80,7 +80,7 @@ def with_drafts(choice: PairChoice, word: str) -> PairChoice:
             return replace(choice, num_draft_tokens=0)
         case "lookup":
             return replace(choice, drafter=LOOKUP, num_draft_tokens=None)
-    if not word.isdecimal() or not 0 <= int(word) <= MAX_DRAFT_TOKENS:
+    if word not in map(str, range(MAX_DRAFT_TOKENS + 1)):
         raise InvalidValue(f"/draft {word} is not known: give auto, off, lookup or 1 to {MAX_DRAFT_TOKENS}")
     drafter = own if choice.drafter == NONE else choice.drafter
     return replace(choice, drafter=drafter, num_draft_tokens=int(word))

@@ -78,6 +78,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         "/set top_p 7": "top_p=7 is not allowed",
         "/set max_tokens many": "'many' is not allowed",
         "/draft 99": "give auto, off, lookup or 1 to 16",
+        f"/draft {'9' * 5000}": "give auto, off, lookup or 1 to 16",
         "/save": "give the name of a file",
         f"/load {tmp_path / 'none'}": "there is no file",
         f"/load {schema}": "is no conversation of ours",
@@ -142,6 +143,19 @@ def test_saved_conversation_goes_on_the_same(converse, tmp_path):
     assert [path.name for path in tmp_path.glob(".*.tmp")] == []
     _, _, again, _, _, anew = converse(options, f"/load {file}", SPLIT, "/undo", "/undo", JOIN)
     assert answer_in(again) == answer_in(expected) and answer_in(anew) == answer_in(first)
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(converse, tmp_path):
+    content = {"format": "mlx_spec conversation", "version": 1, "messages": []}
+    for name, added in ("a", {}), ("b", {"target": "owner/\x1b[2Jname", "system": "\x9b2J"}):
+        text = json.dumps(content | added)
+        (tmp_path / f"{name}.json").write_text(f"\ufeff{text}")  # with the mark of some editors
+    lines = (f"/load {tmp_path / 'a'}", f"/load {tmp_path / 'b'}", "/system")
+    assert converse(TINY, *lines)[1:] == [
+        "0 turns loaded\n",
+        "0 turns loaded\nit was held with owner/[2Jname: /model owner/[2Jname changes to that\n",
+        "system prompt: 2J\n",
+    ]
 
 
 def test_highlight(converse, monkeypatch):
