@@ -9,6 +9,7 @@ from typing import NamedTuple
 from prompt_toolkit.completion import PathCompleter, WordCompleter
 
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
+from mlx_spec.hub.catalog import LOOKUP, NONE
 from mlx_spec.hub.files import human_bytes, typed_path
 
 from . import conversation as files
@@ -37,6 +38,7 @@ class Commands:
         self._chat = chat
         self._terminal = chat.terminal
         self._conversation = chat.conversation
+        self._own_drafters: dict[str, str | None] = {}  # models that drafted, by their targets
         self.table: Mapping[str, Command] = {
             "help": Command(self._help, "", "this list"),
             "exit": Command(self._exit, "", "leave, as Ctrl-D does"),
@@ -114,8 +116,12 @@ class Commands:
         self._switch(choice, f"loading {choice.target}")
 
     def _draft(self, word: str) -> None:
+        choice = self._conversation.choice
+        if choice.drafter not in (LOOKUP, NONE):
+            self._own_drafters[choice.target] = choice.drafter
         if word:
-            self._switch(models.with_drafts(self._conversation.choice, word.lower()))
+            own = self._own_drafters.get(choice.target)
+            self._switch(models.with_drafts(choice, word.lower(), own))
         else:
             self._terminal.note(self._drafts())
 

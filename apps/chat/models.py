@@ -70,9 +70,11 @@ def check_thinking(pair: Pair) -> None:
 # --- drafts
 
 
-def with_drafts(choice: PairChoice, word: str) -> PairChoice:
-    """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue."""
-    own = None if choice.drafter in (LOOKUP, NONE) else choice.drafter
+def with_drafts(choice: PairChoice, word: str, own: str | None) -> PairChoice:
+    """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue.
+
+    `own` is the model that drafts if one does.
+    """
     match word:
         case "auto":
             return replace(choice, drafter=own, num_draft_tokens=None)

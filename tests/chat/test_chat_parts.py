@@ -198,7 +198,7 @@ def test_drafts_without_loading_again(model):
     own, talk = model.policies, Conversation(model, CHOICE, AnswerSettings(max_tokens=6), None)
     texts, reasons = set(), {}
     for word in ("2", "off", "auto"):
-        talk.switch(with_drafts(CHOICE, word))
+        talk.switch(with_drafts(CHOICE, word, CHOICE.drafter))
         assert talk.pair is model
         texts.add("".join(piece.text for piece in talk.stream("hello")))
         reasons[word] = talk.session.statistics.reason.value
