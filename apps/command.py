@@ -156,10 +156,13 @@ def guarded(run: Callable[[], int]) -> int:
         drop(sys.stdout)
         return 0
     except OSError as error:
-        if error.filename is None:
+        place = error.filename
+        if place is None and isinstance(error, FileNotFoundError):
+            place = "the working folder"  # somebody removed it
+        elif place is None:
+            place = "stdout"
             drop(sys.stdout)
-        what = f"{error.filename or 'stdout'}: {error.strerror or error}"
-        tell(f"{what}: make room there, or give another place")
+        tell(f"{place}: {error.strerror or error}: make room there, or give another place")
         return ERROR
 
 

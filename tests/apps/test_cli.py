@@ -183,6 +183,13 @@ def test_a_full_disk_is_one_line(words):
     )
 
 
+def test_a_working_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert guarded(lambda: len(os.getcwd())) == 1
+    assert capsys.readouterr().err.startswith("mlx-spec: the working folder: No such file or directory: ")
+
+
 NAMED = "inspect NAME; pull NAME; rm --yes NAME; models NAME; serve --target NAME; chat -p hi NAME"
 
 

@@ -159,7 +159,7 @@ def test_the_last_words_of_a_server_that_does_not_start(
 ) -> None:
     def start(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
         log.write_text("mlx-spec: loading it\nmlx-spec: it holds no weights\nand more\n")
-        return subprocess.Popen("true")
+        return subprocess.Popen([sys.executable, "-S", "-c", ""])
 
     monkeypatch.setattr(launch.server_process, "launch", start)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
