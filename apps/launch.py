@@ -176,6 +176,7 @@ def _run(options: Options) -> int:
     with _server(options) as (address, own):
         endpoint = _endpoint(address, options, agent)
         variables, words = agent.settings(endpoint)
+        variables |= _bypass_proxy(address.connect_host)
         words += options.arguments or []
         if place is None or options.print:
             pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -188,6 +189,15 @@ def _run(options: Options) -> int:
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
         status = subprocess.Popen([place, *words], env=environment).wait()
         return status if status >= 0 else 128 - status
+
+
+def _bypass_proxy(host: str) -> dict[str, str]:
+    """Return the variables by which an agent asks the server itself, also where others need a proxy."""
+    given = {name.lower(): value for name, value in os.environ.items() if value}
+    without = given.get("no_proxy", "")
+    if without == "*" or not given.keys() & {"http_proxy", "all_proxy"}:
+        return {}
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{without},{host}".removeprefix(","))
 
 
 def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:

@@ -51,6 +51,13 @@ def url() -> Iterator[str]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PATH with a program for each agent. Returns the file where they record how they ran."""
@@ -112,6 +119,17 @@ def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables, words = printed(capsys, "qwen", "--url", f"{url}/v1", "--api-key", KEY)
     assert variables == {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "YOUR-KEY", "OPENAI_MODEL": "long"}
     assert words == ["qwen", "--auth-type", "openai", "--model", "long"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "127.0.0.1"), ({"no_proxy": "a.b"}, "a.b,127.0.0.1"), ({"NO_PROXY": "*"}, None)],
+)
+def test_a_server_here_is_not_asked_through_a_proxy(given, expected, url, capsys, monkeypatch) -> None:
+    for name, value in ({"http_proxy": "http://proxy:3128"} | given).items():
+        monkeypatch.setenv(name, value)
+    variables, _ = printed(capsys, "claude", "--url", url, "--api-key", KEY)
+    assert variables.get("NO_PROXY") == variables.get("no_proxy") == expected
 
 
 @pytest.mark.parametrize(
