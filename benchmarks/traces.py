@@ -107,7 +107,7 @@ def arguments() -> argparse.Namespace:
     settings = options.parse_args()
     if settings.quick:
         settings.per_kind, settings.tokens, settings.seeds, settings.depth = 1, 16, 1, 4
-    settings.kinds, settings.least = None, 1
+    settings.kinds, settings.least = ["chat", "edit"] if settings.quick else None, 1
     return settings
 
 
