@@ -110,7 +110,8 @@ def test_a_bad_option_is_one_line_and_status_2(arguments, words, help, capsys, e
 
 WRONG = {
     "bench": "--tokens 3; --repeats 0",
-    "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7",
+    "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7; "
+    "-p x --num-draft-tokens 17",
     "menubar": "--port x; --install-login-item --remove-login-item; --host 0.0.0.0",
     "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; surplus",
     "serve": "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
