@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 import typer
 from typer.main import get_command
 
-from .command import INTERRUPTED, STATUSES, Version, guarded, run_app
+from .command import INTERRUPTED, STATUSES, Version, guarded, run_app, tell
 
 NAME = "mlx-spec"
 COMPLETION = "_MLX_SPEC_COMPLETE"  # set by the scripts of --install-completion
@@ -65,7 +65,7 @@ def _run(words: list[str]) -> int:
         run_app(app(), NAME, words or ["--help"])
         return 0
     except KeyboardInterrupt:  # while the program was imported; it handles its own
-        print("mlx-spec: interrupted", file=sys.stderr)
+        tell("interrupted")
         return INTERRUPTED
 
 

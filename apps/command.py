@@ -6,6 +6,7 @@ is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> obj
 def refuse(name: str, problem: str) -> NoReturn:
     """Exit with status 2 and one line on stderr: the problem, and where help is."""
     text = " ".join(problem.split()).removesuffix(".")
-    print(f"mlx-spec: {text[:1].lower()}{text[1:]} (see {name} --help)", file=sys.stderr)
+    tell(f"{text[:1].lower()}{text[1:]} (see {name} --help)")
     raise SystemExit(BAD_OPTION)
 
 
@@ -141,12 +142,13 @@ def guarded(run: Callable[[], int]) -> int:
     So is an error of the system, such as a full disk. A closed pipe is 0: a reader such as `head` has seen
     enough.
     """
+    _prepare_streams()
     try:
         status = run()
         print(end="", flush=True)
         return status
     except SpecError as error:
-        print(f"mlx-spec: {error}", file=sys.stderr)
+        tell(error)
         return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -154,11 +156,25 @@ def guarded(run: Callable[[], int]) -> int:
         drop(sys.stdout)
         return 0
     except OSError as error:
-        if error.filename is None:
+        place = error.filename
+        if place is None and isinstance(error, FileNotFoundError):
+            place = "the working folder"  # somebody removed it
+        elif place is None:
+            place = "stdout"
             drop(sys.stdout)
-        what = f"{error.filename or 'stdout'}: {error.strerror or error}"
-        print(f"mlx-spec: {what}: make room there, or give another place", file=sys.stderr)
+        tell(f"{place}: {error.strerror or error}: make room there, or give another place")
         return ERROR
+
+
+def _prepare_streams() -> None:
+    """Let what a stream cannot encode be "?", and nobody see what is written to a stderr that is closed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # it takes the place of a standard file that is closed: the next file would get its number
+    os.close(number)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def drop(stream: TextIO | None) -> None:
@@ -171,8 +187,20 @@ def drop(stream: TextIO | None) -> None:
 
 def show(*lines: str) -> None:
     """Print lines to stdout without control characters: a model must not steer the terminal."""
-    text = "\n".join(lines).translate(CONTROLS)
-    print(text.encode("utf-8", "replace").decode(), flush=True)  # names of files may not be UTF-8
+    print("\n".join(lines).translate(CONTROLS), flush=True)
+
+
+def note(line: str) -> None:
+    """Print a line to stderr, also where nobody reads it."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        drop(sys.stderr)
+
+
+def tell(problem: object) -> None:
+    """Tell what is wrong, in one line without control characters."""
+    note(f"mlx-spec: {' '.join(str(problem).splitlines())}".translate(CONTROLS))
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

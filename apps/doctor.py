@@ -26,7 +26,7 @@ from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 from mlx_spec.hub.local import cache_folder, local_models
 
-from .command import ERROR, Drafter, Json, Target, flag, program, show
+from .command import ERROR, Drafter, Json, Target, flag, program, show, tell
 from .models import shown_number
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _run(options: Options) -> int:
     elif lines:
         show("", *lines)
     if problem is not None:
-        print(f"mlx-spec: {problem}", file=sys.stderr)
+        tell(problem)
     return 0 if is_fine else ERROR
 
 

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from typer import Argument
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.files import typed_path
 
-from .command import MODEL, BadOptions, flag, option, program, show
+from .command import MODEL, BadOptions, flag, note, option, program, show
 from .menubar import server_process
 from .menubar.menu import Selection
 from .menubar.server_process import Address, candidates, get_json, health, last_words
@@ -177,6 +176,7 @@ def _run(options: Options) -> int:
     with _server(options) as (address, own):
         endpoint = _endpoint(address, options, agent)
         variables, words = agent.settings(endpoint)
+        variables |= _bypass_proxy(address.connect_host)
         words += options.arguments or []
         if place is None or options.print:
             pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -189,6 +189,15 @@ def _run(options: Options) -> int:
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
         status = subprocess.Popen([place, *words], env=environment).wait()
         return status if status >= 0 else 128 - status
+
+
+def _bypass_proxy(host: str) -> dict[str, str]:
+    """Return the variables by which an agent asks the server itself, also where others need a proxy."""
+    given = {name.lower(): value for name, value in os.environ.items() if value}
+    without = given.get("no_proxy", "")
+    if without == "*" or not given.keys() & {"http_proxy", "all_proxy"}:
+        return {}
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{without},{host}".removeprefix(","))
 
 
 def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
@@ -236,7 +245,7 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
         log = Path(folder) / "log"
         process = server_process.launch((), Selection(target, options.drafter), address.port, log)
         try:
-            print(f"mlx-spec: loading {target} ...", file=sys.stderr, flush=True)
+            note(f"mlx-spec: loading {target} ...")
             _wait_ready(address, process, log)
             yield address, True
         finally:

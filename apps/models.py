@@ -21,7 +21,7 @@ from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners, plan_removal
 
 from .chat.interrupts import Interrupts
-from .command import ERROR, Json, flag, option, program, show, table
+from .command import ERROR, Json, flag, note, option, program, show, table
 
 AUTO, NONE = "auto", "none"
 
@@ -225,15 +225,15 @@ def _pull(options: Pull) -> int:
     hub.check_space(" and ".join(p.name for p in plans), sum(p.missing for p in plans), cache_folder())
     for repo, folder in folders.items():
         if folder is not None:
-            _note(f"{repo} is here")
+            note(f"{repo} is here")
     message = f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"
     with Interrupts(message):  # threads that wait for the network would delay a return
         for plan in plans:
             here = plan.total - plan.missing
             kept = f", {human_bytes(here)} are here" if here else ""
             free = human_bytes(hub.free_bytes(cache_folder()))
-            _note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
-            _note(f"fetching {plan.name}")
+            note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
+            note(f"fetching {plan.name}")
             folders[plan.name] = hub.fetch(plan)
     if drafter:
         _check_fit(pair.target, drafter, folders)
@@ -261,23 +261,19 @@ def _remove(options: Remove) -> int:
     is_folder = typed_path(name).exists() or (default_folder() / name).exists()
     alias = None if is_folder else find_alias(name)
     removal = plan_removal(alias.target if alias else name)
-    _note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
+    note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
     if not options.yes:
         if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
             raise InvalidValue("nobody can be asked here whether to remove it: add --yes")
         print("Remove it? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            _note("nothing was removed")
+            note("nothing was removed")
             return ERROR
     removal.carry_out()
-    _note(f"removed, {human_bytes(removal.size)} are free again")
+    note(f"removed, {human_bytes(removal.size)} are free again")
     if alias and alias.drafter:
-        _note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
+        note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
     return 0
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 inspect_main = program("inspect", Inspect, _inspect)

@@ -12,18 +12,17 @@ import json
 import math
 import re
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from mlx_spec import hub
 from mlx_spec.device import NoBackend, device_name, require_backend
-from mlx_spec.errors import NotFound
+from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.catalog import DEMO
 from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes
 
-from .command import MODEL, BadOptions, Json, option, program, show, table
+from .command import MODEL, BadOptions, Json, option, program, show, table, tell
 
 # Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
@@ -201,6 +200,8 @@ def _sizes(name: str, context: int, format: WeightFormat) -> DecodeSizes:
     """Return the sizes of a checkpoint on this machine; a name such as "17.3GB" is one of that size."""
     if found := SIZE.fullmatch(name):
         size = 1e9 * float(found[1])
+        if not 0 < size < float("inf"):
+            raise InvalidValue(f"{name} is no size of a model: give one above 0, such as 17GB")
         return DecodeSizes(size, size, format)
     here = hub.on_disk(name)
     if here is None:
@@ -212,7 +213,7 @@ def _measure(format: WeightFormat) -> dict[str, Any] | None:
     try:
         require_backend()
     except NoBackend as error:
-        print(f"mlx-spec: nothing was measured: {error}", file=sys.stderr)
+        tell(f"nothing was measured: {error}")
         return None
     return {"device": device_name(), "row": measure(format)}
 

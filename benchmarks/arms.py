@@ -7,11 +7,13 @@ first that decodes.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +59,6 @@ class Folders:
     target: Path
     drafter: Path | None
     draft_model: Path | None = None  # a small model with the target's vocabulary
-    _kept: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     @classmethod
     def find(cls, target: str, drafter: str | None, draft_model: str | None = None) -> Folders:
@@ -86,8 +87,7 @@ class Folders:
         model, tokenizer, config = cast(Any, mlx_lm.load(str(self.target), return_config=True))
         model.set_dtype(mx.float32)
         config = {key: value for key, value in config.items() if key not in COMPRESSION}
-        self._kept.append(tempfile.TemporaryDirectory())
-        new = Path(self._kept[-1].name)
+        new = temporary_folder()
         save(new, self.target, dequantize_model(model), tokenizer, config)
         return replace(self, target=new)
 
@@ -105,8 +105,7 @@ class Folders:
 
     def copy(self, folder: Path, change: Callable[[mx.array], mx.array] | None, **config: Any) -> Path:
         """Copy a checkpoint with keys of config.json set, or left out if None; link unchanged weights."""
-        self._kept.append(tempfile.TemporaryDirectory())
-        new = Path(self._kept[-1].name)
+        new = temporary_folder()
         for file in folder.iterdir():
             if file.suffix != ".safetensors" or change is None:
                 (new / file.name).symlink_to(file.resolve())
@@ -118,6 +117,13 @@ class Folders:
         changed = {k: v for k, v in {**old, **config}.items() if v is not None or k not in config}
         (new / "config.json").write_text(json.dumps(changed))
         return new
+
+
+def temporary_folder() -> Path:
+    """Return a folder that is removed when the program ends."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
 def read(file: Path) -> dict[str, mx.array]:

@@ -106,8 +106,8 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--replay", type=Path, help="file to read in place of running a model")
     settings = options.parse_args()
     if settings.quick:
-        settings.per_kind, settings.tokens, settings.seeds = 1, 16, 1
-    settings.kinds, settings.least = None, 1
+        settings.per_kind, settings.tokens, settings.seeds, settings.depth = 1, 16, 1, 4
+    settings.kinds, settings.least = ["chat", "edit"] if settings.quick else None, 1
     return settings
 
 

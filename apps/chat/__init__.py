@@ -77,7 +77,7 @@ def _piped_text(terminal: Terminal) -> str | None:
             if _has_input(STDIN_POLL_S):
                 piece = os.read(sys.stdin.fileno(), STDIN_BYTES)
                 if not piece:
-                    return content.decode()
+                    return content.decode("utf-8-sig")
                 content += piece
     except UnicodeDecodeError as error:
         raise InvalidValue(

@@ -38,6 +38,8 @@ class Outcome:
     thinking: str
     first_seconds: float | None  # until the first round was done; None if there was none
     peak_bytes: int  # of memory as MLX counts it, weights included
+    drafters: Sequence[str]  # of the pair that answered
+    max_tokens: int  # that it might have had
 
     @property
     def is_interrupted(self) -> bool:
@@ -62,7 +64,7 @@ class ChatState:
     def answer(self, message: str) -> Outcome:
         """Stream one answer. Ctrl-C ends it early. Raises SpecError."""
         mx.reset_peak_memory()
-        session = self.conversation.session
+        session, drafters = self.conversation.session, self.conversation.pair.drafter_names
         before, start = session.statistics, time.perf_counter()
         texts, first_seconds = {"answer": "", "thinking": ""}, None
         keys = hidden_typing() if self.is_interactive else nullcontext()
@@ -73,7 +75,7 @@ class ChatState:
             closing(self.conversation.stream(message)) as pieces,
         ):
             if self.trace is not None:
-                self.trace.begin(self.conversation.pair.drafter_names)
+                self.trace.begin(drafters)
             for piece in pieces:
                 self.interrupts.action = CtrlC.STOP
                 first_seconds = first_seconds or time.perf_counter() - start
@@ -92,7 +94,8 @@ class ChatState:
         # A prompt that was interrupted while it was read has no statistics of its own.
         statistics = Statistics() if session.statistics is before else session.statistics
         answer, thinking = texts["answer"].strip(), texts["thinking"].strip()
-        return Outcome(statistics, answer, thinking, first_seconds, mx.get_peak_memory())
+        peak, most = mx.get_peak_memory(), self.conversation.settings.max_tokens
+        return Outcome(statistics, answer, thinking, first_seconds, peak, drafters, most)
 
     def answer_and_report(self, message: str) -> Outcome:
         """Stream one answer, then show the status line. Raises SpecError."""
@@ -108,8 +111,8 @@ class ChatState:
 
     def report(self, outcome: Outcome, *, full: bool) -> None:
         """Show the status line of an answer, and with `full` the lines of `/stats`."""
-        statistics, drafters = outcome.statistics, self.conversation.pair.drafter_names
-        self.terminal.note(status_line(statistics, drafters, self.conversation.settings.max_tokens))
+        statistics, drafters = outcome.statistics, outcome.drafters
+        self.terminal.note(status_line(statistics, drafters, outcome.max_tokens))
         if full:
             self.terminal.note(*details(statistics, outcome.first_seconds, outcome.peak_bytes, drafters))
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from prompt_toolkit.completion import PathCompleter, WordCompleter
 
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
+from mlx_spec.hub.catalog import LOOKUP, NONE
 from mlx_spec.hub.files import human_bytes, typed_path
 
 from . import conversation as files
@@ -37,6 +38,7 @@ class Commands:
         self._chat = chat
         self._terminal = chat.terminal
         self._conversation = chat.conversation
+        self._own_drafters: dict[str, str | None] = {}  # models that drafted, by their targets
         self.table: Mapping[str, Command] = {
             "help": Command(self._help, "", "this list"),
             "exit": Command(self._exit, "", "leave, as Ctrl-D does"),
@@ -114,8 +116,12 @@ class Commands:
         self._switch(choice, f"loading {choice.target}")
 
     def _draft(self, word: str) -> None:
+        choice = self._conversation.choice
+        if choice.drafter not in (LOOKUP, NONE):
+            self._own_drafters[choice.target] = choice.drafter
         if word:
-            self._switch(models.with_drafts(self._conversation.choice, word.lower()))
+            own = self._own_drafters.get(choice.target)
+            self._switch(models.with_drafts(choice, word.lower(), own))
         else:
             self._terminal.note(self._drafts())
 
@@ -166,7 +172,8 @@ class Commands:
         self._conversation.load(saved)
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")
-        if (target := saved.get("target")) != self._conversation.choice.target:
+        target = saved.get("target")
+        if isinstance(target, str) and target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {target}: /model {target} changes to that")
 
     def _retry(self, _: str) -> None:
@@ -242,7 +249,7 @@ class Commands:
 def _schema_text(name: str) -> str:
     file = typed_path(name)
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise NotFound(f"{file} cannot be read ({error.strerror}): give a file with a JSON schema") from error
     except UnicodeDecodeError as error:

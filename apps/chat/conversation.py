@@ -157,10 +157,10 @@ class Conversation:
 
 def file_named(name: str) -> Path:
     """Return the file that a typed name means. Raises InvalidValue."""
-    if not name:
+    path = typed_path(name or ".")
+    if path.name in ("", ".."):
         raise InvalidValue("give the name of a file, such as /save talk.json")
-    path = typed_path(name)
-    return path if path.suffix else path.with_name(path.name + SUFFIX)
+    return path if path.suffix else typed_path(path.with_name(path.name + SUFFIX))
 
 
 def write(file: Path, saved: Mapping[str, Any]) -> None:
@@ -180,7 +180,8 @@ def write(file: Path, saved: Mapping[str, Any]) -> None:
 def read(file: Path) -> dict[str, Any]:
     """Return what any release wrote. Raises NotFound and BadCheckpoint."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
+        json.dumps(content, ensure_ascii=False).encode()  # fails for half a character: "\\ud83d"
     except FileNotFoundError as error:
         raise NotFound(f"there is no file {file}: /save writes one") from error
     except OSError as error:

@@ -70,9 +70,11 @@ def check_thinking(pair: Pair) -> None:
 # --- drafts
 
 
-def with_drafts(choice: PairChoice, word: str) -> PairChoice:
-    """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue."""
-    own = None if choice.drafter in (LOOKUP, NONE) else choice.drafter
+def with_drafts(choice: PairChoice, word: str, own: str | None) -> PairChoice:
+    """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue.
+
+    `own` is the model that drafts if one does.
+    """
     match word:
         case "auto":
             return replace(choice, drafter=own, num_draft_tokens=None)
@@ -80,7 +82,7 @@ def with_drafts(choice: PairChoice, word: str) -> PairChoice:
             return replace(choice, num_draft_tokens=0)
         case "lookup":
             return replace(choice, drafter=LOOKUP, num_draft_tokens=None)
-    if not word.isdecimal() or not 0 <= int(word) <= MAX_DRAFT_TOKENS:
+    if word not in map(str, range(MAX_DRAFT_TOKENS + 1)):
         raise InvalidValue(f"/draft {word} is not known: give auto, off, lookup or 1 to {MAX_DRAFT_TOKENS}")
     drafter = own if choice.drafter == NONE else choice.drafter
     return replace(choice, drafter=drafter, num_draft_tokens=int(word))

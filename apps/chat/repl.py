@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO
 from mlx_spec.model.ranks import Ranks
+from mlx_spec.policy import FixedPolicy
 
 from ..command import INTERRUPTED, refuse
 from .answer import ChatState, Outcome, Trace, as_json
@@ -40,6 +41,7 @@ def run(
     """Answer the prompt, or talk until the user leaves. Returns the exit status. Raises SpecError."""
     try:
         settings = from_options(options)
+        FixedPolicy(options.num_draft_tokens or 0)  # refuses a number that is too large
     except InvalidValue as error:
         refuse("mlx-spec chat", str(error))
     with nullcontext() if options.trace is None else Trace(options.trace) as trace:

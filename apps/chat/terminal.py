@@ -5,7 +5,6 @@ Tokens are written one by one with the codes of their colours: rich would wrap e
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import select
@@ -20,7 +19,7 @@ from rich.cells import cell_len, chop_cells
 
 from mlx_spec.errors import InvalidValue
 
-from ..command import CONTROLS, drop
+from ..command import CONTROLS, note
 
 if TYPE_CHECKING:
     from mlx_spec.text.stream import Span
@@ -44,10 +43,6 @@ class Terminal:
     """Both output streams, and what is known about the current line on stdout."""
 
     def __init__(self) -> None:
-        _occupy_standard_files()
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")
         self.shows_thinking = _is_terminal(sys.stdout)  # a pipe gets the answer only
         self.is_watched = _is_terminal(sys.stderr)
         self.has_styles = _has_styles(sys.stdout)
@@ -96,13 +91,14 @@ class Terminal:
 
     def styled(self, parts: Sequence[tuple[str, str]]) -> None:
         """Show a line of texts that have an SGR style each."""
-        _print_error("".join(in_style(text, style if self._dims_notes else "") for text, style in parts))
+        texts = ((text.translate(CONTROLS), style if self._dims_notes else "") for text, style in parts)
+        note("".join(in_style(*each) for each in texts))
 
     def error(self, error: Exception) -> None:
         """Show an error in one line."""
         if self._wrapping.line:
             self.end()
-        _print_error(self._folded(f"mlx-spec: {' '.join(str(error).split())}"))
+        self.styled([(self._folded(f"mlx-spec: {' '.join(str(error).split())}"), "")])
 
     def ask(self, prompt: str) -> str:
         """Return a line of the user. Raises EOFError, and InvalidValue if it is not text."""
@@ -280,23 +276,7 @@ def _size(stream: TextIO | None) -> os.terminal_size | None:
         return None
 
 
-def _print_error(line: str) -> None:
-    if sys.stderr is None:
-        return
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        drop(sys.stderr)
-
-
 def _wait_for_line() -> None:
     """Wait until stdin has a line. Python handles signals between two short waits, not within input()."""
     while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], SIGNAL_SECONDS)[0]:
         pass
-
-
-def _occupy_standard_files() -> None:
-    """Open /dev/null as each standard file that is closed; the next opened file would get its number."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)

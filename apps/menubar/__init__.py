@@ -18,7 +18,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import locked
 
 from .. import command
-from ..command import ERROR, BadOptions, flag, guarded
+from ..command import ERROR, BadOptions, flag, guarded, tell
 from ..server.settings import parse as parse_server
 from . import macos
 from .app import QUIT, App, Folder, MenuPlan
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `mlx-spec menubar`. Returns its exit status. A bad command line raises SystemExit with status 2."""
     plan = parse(arguments)
     if sys.platform != "darwin":
-        print("mlx-spec: the menu bar is for macOS: use `mlx-spec serve` and its page", file=sys.stderr)
+        tell("the menu bar is for macOS: use `mlx-spec serve` and its page")
         return ERROR
     return guarded(lambda: _run(plan, Folder(user_state_path("mlx_spec") / "menubar")))
 
@@ -96,7 +96,7 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
         try:
             held.enter_context(locked(folder.path))
         except InvalidValue:
-            print("mlx-spec: the menu runs already", file=sys.stderr)
+            tell("the menu runs already")
             return 0
         return _show(plan, folder, agent)
 
@@ -114,7 +114,7 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
     def on_start() -> None:
         _on_signals(lambda: app.post(QUIT))
         thread.start()
-        print("mlx-spec: the menu is in the menu bar; Ctrl-C ends it", file=sys.stderr)
+        tell("the menu is in the menu bar; Ctrl-C ends it")
 
     view.run(on_start, app.post)
     if thread.ident is not None:

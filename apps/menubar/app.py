@@ -167,9 +167,11 @@ class App:
             return
         self._update(selection=selection)
         names = {"target": selection.target, "drafter": selection.drafter}
-        write_atomically(self._folder.selection, json.dumps(names))
-        if self._state.phase is not Phase.STOPPED:
-            self._restart()
+        try:
+            write_atomically(self._folder.selection, json.dumps(names))
+        finally:  # what is marked is served, also where the disk is full
+            if self._state.phase is not Phase.STOPPED:
+                self._restart()
 
     def _list_models(self) -> None:
         """List models in a process of its own: reading checkpoints needs much that a menu does not."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import write_atomically
 
+from ..command import tell
+
 HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
 LABEL = "mlx-spec.menubar"
 AGENT = Path("Library", "LaunchAgents", f"{LABEL}.plist")  # where launchd looks for it, in a home
@@ -26,7 +28,7 @@ NOTIFY = ("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run")
 
 def notify(text: str) -> None:
     """Say something about the menu on stderr and as a notification."""
-    print(f"mlx-spec: {text}", file=sys.stderr, flush=True)
+    tell(text)
     spawn(*NOTIFY, text)
 
 
@@ -100,4 +102,4 @@ def spawn(*command: str) -> None:
     try:
         subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
     except OSError as error:
-        print(f"mlx-spec: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        tell(f"{command[0]} cannot be run: {error.strerror}")

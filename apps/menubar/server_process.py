@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -79,25 +80,23 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
 def get_json(address: Address, path: str, key: str | None = None) -> dict[str, Any]:
     """Return the JSON object at a path; an empty one if the server does not answer as ours do."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    # http.client uses no proxy.
-    connection = http.client.HTTPConnection(address.connect_host, address.port, timeout=HTTP_TIMEOUT_S)
-    try:
-        connection.request("GET", path, headers=headers)
-        found = json.loads(connection.getresponse().read(MAX_RESPONSE_BYTES))
-    except (OSError, http.client.HTTPException, ValueError):
+    place = address.connect_host, address.port
+    try:  # http.client uses no proxy
+        with contextlib.closing(http.client.HTTPConnection(*place, timeout=HTTP_TIMEOUT_S)) as connection:
+            connection.request("GET", path, headers=headers)
+            found = json.loads(connection.getresponse().read(MAX_RESPONSE_BYTES))
+    except (OSError, http.client.HTTPException, ValueError, OverflowError):  # the last: no such port
         return {}
-    finally:
-        connection.close()
     return found if isinstance(found, dict) else {}
 
 
 def is_free(address: Address) -> bool:
-    """Return True if a server could listen there now."""
+    """Return False if another program listens there, or if this user may not."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
-    except OSError:
-        return False
+    except OSError as error:  # where there is no such address, the server itself says so
+        return error.errno not in (errno.EADDRINUSE, errno.EACCES)
     return True
 
 

@@ -10,15 +10,9 @@ import pytest
 import mlx_spec
 from mlx_spec.apps import bench
 from mlx_spec.apps.bench import Run, arm, chat_questions, in_turns, main, speeds
-from mlx_spec.pair import Pair
 from mlx_spec.types import Round
 
 ONCE = ["--tokens", "16", "--repeats", "1"]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return mlx_spec.load("demo")
 
 
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
@@ -73,7 +67,8 @@ def one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "QUESTIONS", bench.QUESTIONS[:1])
 
 
-def test_json(one_question, capsys):
+def test_json(one_question, pair, capsys, monkeypatch):
+    monkeypatch.setattr(mlx_spec, "load", lambda *_, **__: pair)
     assert main([*ONCE, "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from typer.main import get_command
 from mlx_spec import __version__
 from mlx_spec.apps import cli
 from mlx_spec.apps.cli import PROGRAMS, main
-from mlx_spec.apps.command import parse, show
+from mlx_spec.apps.command import guarded, parse, show, tell
 from mlx_spec.apps.tune import Options as settings_of_tune
+from mlx_spec.errors import NotFound
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
 NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "starlette", "torch"}
@@ -59,15 +61,15 @@ def test_version(arguments, capsys):
     assert left.value.code == 0 and capsys.readouterr().out == f"mlx-spec {__version__}\n"
 
 
-@pytest.mark.parametrize("module", ["mlx_spec", "mlx_spec.chat", "mlx_spec.serve", "mlx_spec.menubar"])
-def test_help_imports_nothing_heavy(module):
-    code = f"""
+def test_help_imports_nothing_heavy():
+    code = """
 import runpy, sys
 sys.argv = ["mlx-spec", "--help"]
-try:
-    runpy.run_module({module!r}, run_name="__main__")
-except SystemExit as left:
-    assert left.code == 0
+for module in ("mlx_spec", "mlx_spec.chat", "mlx_spec.serve", "mlx_spec.menubar"):
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as left:
+        assert left.code == 0
 print(*sys.modules)
 """
     done = run([sys.executable, "-W", "error", "-c", code])
@@ -108,7 +110,8 @@ def test_a_bad_option_is_one_line_and_status_2(arguments, words, help, capsys, e
 
 WRONG = {
     "bench": "--tokens 3; --repeats 0",
-    "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7",
+    "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7; "
+    "-p x --num-draft-tokens 17",
     "menubar": "--port x; --install-login-item --remove-login-item; --host 0.0.0.0",
     "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; surplus",
     "serve": "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
@@ -137,7 +140,8 @@ def test_interrupt_while_a_program_is_imported(capsys, monkeypatch):
 
 
 def test_a_reader_that_leaves_early():
-    code = "import sys; from mlx_spec.apps.cli import main; input(); sys.exit(main(['roofline']))"
+    words = ["roofline", "--chip=M4"]
+    code = f"import sys; from mlx_spec.apps.cli import main; input(); sys.exit(main({words}))"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-1, text=True) as program:
         program.stdout.close()
         program.stdin.write("now\n")
@@ -147,8 +151,27 @@ def test_a_reader_that_leaves_early():
 
 
 def test_a_name_cannot_steer_the_terminal(capsys):
-    show("a\x1b[2Jb\udcff", "c\td")
-    assert capsys.readouterr().out == "a[2Jb?\nc\td\n"
+    names = "a\x1b[2Jb\udcff", "c\td"
+    assert guarded(lambda: show(*names) or 0) == 0
+    tell(NotFound("\n".join(names)))
+    assert capsys.readouterr() == ("a[2Jb?\nc\td\n", "mlx-spec: a[2Jb? c\td\n")
+
+
+def test_stdout_of_another_encoding(monkeypatch):
+    """It cannot say "×"."""
+    with io.TextIOWrapper(io.BytesIO(), "ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["inspect", "demo"]) == 0 and b" ? " in stdout.buffer.getvalue()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_stderr_that_takes_nothing(full, monkeypatch, capsys):
+    """It is closed, or the disk is full: the status tells, and stdout is for results."""
+    with open("/dev/full", "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr if full else None)
+        assert main(["roofline", "--target=0GB"]) == 1
+        sys.stderr.close()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("words", ["models", "--version"])
@@ -160,6 +183,13 @@ def test_a_full_disk_is_one_line(words):
     assert found.stderr == (
         "mlx-spec: stdout: No space left on device: make room there, or give another place\n"
     )
+
+
+def test_a_working_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert guarded(lambda: len(os.getcwd())) == 1
+    assert capsys.readouterr().err.startswith("mlx-spec: the working folder: No such file or directory: ")
 
 
 NAMED = "inspect NAME; pull NAME; rm --yes NAME; models NAME; serve --target NAME; chat -p hi NAME"

@@ -51,6 +51,13 @@ def url() -> Iterator[str]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PATH with a program for each agent. Returns the file where they record how they ran."""
@@ -115,6 +122,17 @@ def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "127.0.0.1"), ({"no_proxy": "a.b"}, "a.b,127.0.0.1"), ({"NO_PROXY": "*"}, None)],
+)
+def test_a_server_here_is_not_asked_through_a_proxy(given, expected, url, capsys, monkeypatch) -> None:
+    for name, value in ({"http_proxy": "http://proxy:3128"} | given).items():
+        monkeypatch.setenv(name, value)
+    variables, _ = printed(capsys, "claude", "--url", url, "--api-key", KEY)
+    assert variables.get("NO_PROXY") == variables.get("no_proxy") == expected
+
+
+@pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--model", "short"], "context of 4096 tokens, and claude needs 40000"),
@@ -123,6 +141,8 @@ def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--api-key", "wrong"], "give it with --api-key"),
         (["--url", "http://127.0.0.1:1"], "no mlx-spec server at http://127.0.0.1:1"),
         (["--url", "http://[::1"], "write http://HOST:PORT"),
+        (["--url", "http://127.0.0.1:99999"], "no mlx-spec server at http://127.0.0.1:99999"),
+        (["--url", "http://two words:80"], "no mlx-spec server at http://two words:80"),
     ],
 )
 @pytest.mark.usefixtures("agents")
@@ -139,9 +159,7 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: An
     assert "npm install -g @qwen-code/qwen-code" in capsys.readouterr().err
 
 
-def test_a_server_lives_as_long_as_the_agent(
-    agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_lives_as_long_as_the_agent(agents: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(demo.TARGET, tmp_path / "big"))
     edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
     words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
@@ -151,7 +169,17 @@ def test_a_server_lives_as_long_as_the_agent(
     assert (record["arguments"], record["health"]) == (["-p", "hi"], "ok")
     with pytest.raises(URLError):
         urlopen(f"{record['environment']['ANTHROPIC_BASE_URL']}/health")
-    (target / "model.safetensors").unlink()
+
+
+@pytest.mark.usefixtures("agents")
+def test_the_last_words_of_a_server_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
+        log.write_text("mlx-spec: loading it\nmlx-spec: it holds no weights\nand more\n")
+        return subprocess.Popen([sys.executable, "-S", "-c", ""])
+
+    monkeypatch.setattr(launch.server_process, "launch", start)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert launch.main(["claude", *words]) == 1
-    assert "holds no weights" in capsys.readouterr().err.splitlines()[-1]
+    assert launch.main(["claude", "--url", "http://127.0.0.1:1", "--target", "big"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "mlx-spec: it holds no weights"

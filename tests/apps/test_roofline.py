@@ -129,6 +129,11 @@ def test_program_measures_this_device(capsys, monkeypatch):
     assert lines[-1].startswith("measured on ") and lines[-1].endswith("weights by one row 12.3 GB/s")
 
 
+def test_a_model_of_no_size(capsys):
+    assert main(["--target=0GB", "--chip=M4"]) == 1
+    assert "0GB is no size of a model" in only_line(capsys.readouterr().err)
+
+
 def test_planning_needs_no_mlx():
     code = "import sys; sys.modules['mlx'] = None; from mlx_spec.apps.roofline import main; sys.exit(main())"
     for given in (["--chip=M4"], []):

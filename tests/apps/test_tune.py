@@ -50,7 +50,9 @@ def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, ca
         (["--import", "mine.json"], "mine.json is damaged"),
     ],
 )
-def test_refusals(given, said, capsys, tmp_path, monkeypatch):
+def test_refusals(given, said, pair, capsys, tmp_path, monkeypatch):
+    if "--import" in given:
+        monkeypatch.setattr(mlx_spec, "load", lambda *_, **__: pair)
     monkeypatch.chdir(tmp_path)
     Path("mine.json").write_text("{")
     assert main(given) == 1

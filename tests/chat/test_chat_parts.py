@@ -153,6 +153,7 @@ def test_file_of_the_first_release(tmp_path):
         ('{"format": "something else", "version": 1}', "is no conversation of ours"),
         ('{"format": "mlx_spec conversation", "version": 2}', "takes a newer mlx_spec"),
         ('{"format": "mlx_spec conversation", "version": 1, "messages": [3]}', "holds no list of messages"),
+        ('{"format": "mlx_spec conversation", "version": 1, "system": "\\ud83d"}', "is not valid JSON"),
     ],
 )
 def test_files_that_are_no_conversation(text, said, tmp_path):
@@ -168,6 +169,9 @@ def test_files_that_are_no_conversation(text, said, tmp_path):
 
 def test_names_of_files(tmp_path):
     assert files.file_named("talk") == Path("talk.json") and files.file_named("a/b.txt") == Path("a/b.txt")
+    for name in ("", ".", "/", "..", "a" * 252):
+        with pytest.raises(InvalidValue, match="give "):
+            files.file_named(name)
     with pytest.raises(NotFound, match="there is no file"):
         files.read(tmp_path / "none.json")
     with pytest.raises(InvalidValue, match="cannot be written"):
@@ -194,7 +198,7 @@ def test_drafts_without_loading_again(model):
     own, talk = model.policies, Conversation(model, CHOICE, AnswerSettings(max_tokens=6), None)
     texts, reasons = set(), {}
     for word in ("2", "off", "auto"):
-        talk.switch(with_drafts(CHOICE, word))
+        talk.switch(with_drafts(CHOICE, word, CHOICE.drafter))
         assert talk.pair is model
         texts.add("".join(piece.text for piece in talk.stream("hello")))
         reasons[word] = talk.session.statistics.reason.value

@@ -23,6 +23,7 @@ from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.apps.command import parse
+from mlx_spec.policy import saved_costs
 
 SCHEMA = {
     "type": "object",
@@ -38,7 +39,9 @@ Converse = Callable[..., list[str]]
 
 @pytest.fixture
 def converse(monkeypatch, capfd, tmp_path) -> Converse:
-    """Converse in this process; what is kept is kept in the folder of the test."""
+    """Converse in this process; what is kept is kept in the folder of the test, but for measured costs."""
+    costs = saved_costs.folder()
+    monkeypatch.setattr(saved_costs, "folder", lambda: costs)
     for name, value in at_home(tmp_path).items():
         monkeypatch.setenv(name, value)
 
@@ -78,6 +81,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         "/set top_p 7": "top_p=7 is not allowed",
         "/set max_tokens many": "'many' is not allowed",
         "/draft 99": "give auto, off, lookup or 1 to 16",
+        f"/draft {'9' * 5000}": "give auto, off, lookup or 1 to 16",
         "/save": "give the name of a file",
         f"/load {tmp_path / 'none'}": "there is no file",
         f"/load {schema}": "is no conversation of ours",
@@ -142,6 +146,33 @@ def test_saved_conversation_goes_on_the_same(converse, tmp_path):
     assert [path.name for path in tmp_path.glob(".*.tmp")] == []
     _, _, again, _, _, anew = converse(options, f"/load {file}", SPLIT, "/undo", "/undo", JOIN)
     assert answer_in(again) == answer_in(expected) and answer_in(anew) == answer_in(first)
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(converse, tmp_path):
+    content = {"format": "mlx_spec conversation", "version": 1, "messages": []}
+    for name, added in ("a", {}), ("b", {"target": "owner/\x1b[2Jname", "system": "\x9b2J"}):
+        text = json.dumps(content | added)
+        (tmp_path / f"{name}.json").write_text(f"\ufeff{text}")  # with the mark of some editors
+    lines = (f"/load {tmp_path / 'a'}", f"/load {tmp_path / 'b'}", "/system")
+    assert converse(TINY, *lines)[1:] == [
+        "0 turns loaded\n",
+        "0 turns loaded\nit was held with owner/[2Jname: /model owner/[2Jname changes to that\n",
+        "system prompt: 2J\n",
+    ]
+
+
+def test_figures_of_an_answer_are_those_of_the_pair_that_gave_it(converse):
+    options = [*PAIR, "--max-tokens=8", "--num-draft-tokens=3"]
+    _, said, _, _, stats = converse(options, JOIN, "/set max_tokens 100", "/draft lookup", "/stats")
+    status = said.splitlines()[1]
+    assert "gemma4_assistant K=" in status and status.endswith(" · cut at --max-tokens 8")
+    assert stats.splitlines()[0] == status and "drafts: by gemma4_assistant, mostly K=" in stats
+
+
+def test_drafts_return_to_the_drafter_of_the_command_line(converse):
+    options = [TINY[0], f"--drafter={GOLDEN / 'assistant'}"]
+    _, _, lookup, _, shown = converse(options, "/draft lookup", "/show", "/draft auto", "/show")
+    assert "drafter: lookup, " in lookup and f"drafter: {GOLDEN / 'assistant'}, " in shown
 
 
 def test_highlight(converse, monkeypatch):

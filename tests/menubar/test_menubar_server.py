@@ -33,6 +33,7 @@ from mlx_spec.apps.menubar.server_process import (
     is_free,
     last_words,
 )
+from mlx_spec.apps.server.settings import CANNOT_LISTEN
 
 HOST = "127.0.0.1"
 # Below those that Linux (from 32768) and macOS (from 49152) hand out to whoever asks for any.
@@ -89,10 +90,6 @@ def watched(tmp_path: Path) -> Iterator[Callable[[int], Watched]]:
 
 @pytest.fixture
 def port() -> int:
-    return free_port()
-
-
-def free_port() -> int:
     """Return a port with a free one behind it."""
     while True:
         found = random.SystemRandom().choice(PORTS)
@@ -116,8 +113,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps({"service": "mlx_spec", "status": "ok"}).encode())
 
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
-"""
+try:
+    server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler)
+except OSError:
+    sys.exit("mlx-spec: CANNOT_LISTEN there")
+server.serve_forever()
+""".replace("CANNOT_LISTEN", CANNOT_LISTEN)
 
 
 @pytest.fixture
@@ -140,16 +141,22 @@ def ask(port: int) -> None:
         response.read()
 
 
-def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, stranger, monkeypatch):
-    """At first its port is taken, but only for a moment: it is tried again."""
-    port = free_port()
-    addresses = iter([Address(HOST, stranger)])
-    monkeypatch.setattr(server_process, "candidates", lambda wanted: [next(addresses, Address(HOST, port))])
+@pytest.mark.usefixtures("stand_in")
+def test_a_port_that_is_taken_for_a_moment_is_tried_again(watched, port, stranger, monkeypatch):
+    addresses = iter([Address(HOST, stranger), Address(HOST, port + 1)])
+    monkeypatch.setattr(server_process, "candidates", lambda wanted: [next(addresses)])
     monkeypatch.setattr(server_process, "is_free", lambda address: True)
     one = watched(0)
-    one.server.start(Selection(drafter="none"))
+    one.server.start(Selection())
     one.reach(Phase.RUNNING)
     assert one.retries == [0.1] and Phase.FAILED not in {state.phase for state in one.states}
+    assert any(CANNOT_LISTEN in (state.problem or "") for state in one.states)
+
+
+def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
+    one = watched(port)
+    one.server.start(Selection(drafter="none"))
+    one.reach(Phase.RUNNING)
     assert one.state.url == f"http://{HOST}:{port}" and one.state.names == ("demo",)
     ask(port)
     one.until(lambda: one.state.figures.tokens_per_second is not None)
@@ -161,7 +168,7 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, stranger, m
     assert one.state.problem == "the server was ended by signal 9"
     assert one.state.figures.tokens_per_second is None
     one.reach(Phase.STARTING)
-    assert one.retries == [0.1, 0.2]
+    assert one.retries == [0.1]
     one.server.stop()  # while it starts
     assert one.state.phase is Phase.STOPPED and is_free(Address(HOST, port))
     time.sleep(0.5)
@@ -217,6 +224,10 @@ def test_a_refusal_is_shown_and_not_tried_again(watched, port):
     assert "/nowhere/at/all" in one.state.problem
     one.server.tick()
     assert one.state.phase is Phase.FAILED and not one.retries
+
+
+def test_an_address_of_another_machine_is_not_called_taken(port):
+    assert is_free(Address("192.0.2.1", port))
 
 
 def test_no_free_port_is_shown(watched, port, monkeypatch):
@@ -323,9 +334,11 @@ def test_clicks(folder, tmp_path):
 def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
     view, agent = Notepad(), tmp_path / macos.AGENT
     app = App(parse(["--port", "0", "--api-key", "secret"]), folder, view, agent)
-    for message in (Click(Action.LOGIN), Click(Action.STOP), QUIT):
+    folder.selection.mkdir()  # so that no file can take its place
+    for message in (Click(Action.LOGIN), Click(Action.DRAFTER, "none"), Click(Action.STOP), QUIT):
         app.post(message)
     app.run()
+    assert app._server._selection.drafter == "none"  # the one that is marked was started
     assert any("use --api-key-file" in item.label for menu in view.menus for item in menu.entries if item)
     assert not view.says("use --api-key-file") and not agent.exists() and not app.failed
 
@@ -339,6 +352,7 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
         (("--drafter", "none"), '{"target": "demo", "drafter": "lookup"}', "none"),
     ],
 )
+@pytest.mark.usefixtures("stand_in")
 def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
     folder.selection.write_text(kept)
     view = Notepad()

@@ -45,12 +45,14 @@ class Screen:
         self._end, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 400, 0, 0))
         clean = {name: value for name, value in os.environ.items() if name not in UNWANTED}
+        places = at_home(home)
+        del places["XDG_CACHE_HOME"]  # that of all tests holds what passes cost here
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
             stdin=terminal if stdin is None else stdin,
             stdout=terminal,
             stderr=terminal,
-            env=clean | {"TERM": "xterm"} | at_home(home) | environment,
+            env=clean | {"TERM": "xterm"} | places | environment,
             start_new_session=True,
             preexec_fn=_take_terminal,
         )
