@@ -14,13 +14,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.utils import _get_classes, load_config, load_model, quantize_model
+from mlx_lm.utils import _get_classes, quantize_model
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.catalog import mlx_lm_module, repairs
+from mlx_spec.hub.catalog import mlx_lm_module
 from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, searchable, shortened
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.hub.weights import precision
+from mlx_spec.model.read import read_model
 
 from .families import Converted, Family, family_of
 from .source import DTYPES, Quantization, Source, cast
@@ -100,10 +101,8 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
         own = {"sanitize": _recording_sanitize(model_class, config, seen)}
         return type(model_class.__name__, (model_class,), own), args_class
 
-    changed = repairs(load_config(folder))
-    with contextlib.redirect_stdout(io.StringIO()), searchable(folder) as place:
-        model, config = load_model(place, lazy=True, model_config=changed, get_model_classes=classes)
-    return model, config
+    with contextlib.redirect_stdout(io.StringIO()):
+        return read_model(folder, lazy=True, classes=classes)
 
 
 def _recording_sanitize(

@@ -28,7 +28,6 @@ from mlx_spec.hub.catalog import (
     drafter_kind,
     made_for,
     mlx_lm_module,
-    repairs,
 )
 from mlx_spec.hub.checkpoint import (
     TOKENIZERS,
@@ -40,7 +39,7 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     text_config,
 )
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, searchable, typed_path
+from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, typed_path
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -353,12 +352,12 @@ def _quantization(config: Mapping[str, Any]) -> str:
 def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> nn.Module:
     """Load the model with mlx-lm, of several ranks a part of it. Its errors become one line."""
     import mlx.core as mx
-    from mlx_lm.utils import dequantize_model, load_config, load_model
+    from mlx_lm.utils import dequantize_model
+
+    from mlx_spec.model.read import read_model
 
     try:
-        with searchable(folder) as place:
-            changed = repairs(load_config(folder))
-            model, _ = load_model(place, lazy=ranks is not None, strict=True, model_config=changed)
+        model, _ = read_model(folder, lazy=ranks is not None)
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
         kind = config["model_type"]
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {one_line(error)}") from error

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import load_config, load_model
 
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drawing import (
@@ -23,9 +22,9 @@ from mlx_spec.drafters.drawing import (
     draw_rows,
 )
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import repairs
 from mlx_spec.hub.checkpoint import check_weights, integer, text_config
-from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line, searchable
+from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
+from mlx_spec.model.read import read_model
 from mlx_spec.model.target import LMTarget
 from mlx_spec.text import common_prefix
 from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
@@ -240,9 +239,7 @@ def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.
     """
     check_weights(path)
     try:
-        with searchable(path) as place:
-            given = repairs(load_config(path)) if config is None else config
-            model, _ = load_model(place, model_config=given)
+        model, _ = read_model(path, config=config)
     except LOADING_ERRORS as error:
         raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
     LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence

@@ -129,18 +129,6 @@ def typed_path(name: str | Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def searchable(folder: Path) -> Iterator[Path]:
-    """Yield a path of `folder` that mlx-lm finds weights in: brackets in a path are a pattern to it."""
-    if escape(str(folder)) == str(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as place:
-        link = Path(place, "model")
-        link.symlink_to(folder.absolute())
-        yield link
-
-
 def default_folder() -> Path:
     """Return the folder of converted pairs."""
     from platformdirs import user_data_path

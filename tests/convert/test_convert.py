@@ -268,6 +268,15 @@ def test_quantized_already(tmp_path: Path) -> None:
     assert "use --drafter-bits none" in refusal("12b", tmp_path / "third", InvalidValue, **model)
 
 
+def test_weights_that_are_integers(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """mlx-lm computes with 8-bit floats as with integers, if nobody says how they are scaled."""
+    source, name = copied("12b"), "model.language_model.layers.1.mlp.up_proj.weight"
+    edit_tensors(source / "target", lambda tensors: tensors.update({name: mx.to_fp8(tensors[name])}))
+    assert "up_proj.weight holds mlx.core.uint8" in refusal(source, tmp_path / "out", drafter="none")
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight holds mlx\.core\.uint8, quantized in a way"):
+        mlx_spec.load(source / "target", "none")
+
+
 def test_values(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "32, 64 or 128" in refusal("12b", out, InvalidValue, quantization="4", group_size=48)

@@ -35,7 +35,6 @@ from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import app, main
-from mlx_spec.apps.server.app import Server
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.request import Failed
@@ -310,7 +309,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys, option):
 
 def test_a_connection_outlives_the_pause_between_two_requests(stub):
     """uvicorn's own 5 s are httpx's, too: now and then a request met a connection that was being closed."""
-    assert Server(Settings(DEMO), stub).config.timeout_keep_alive > 60
+    assert app.Server(Settings(DEMO), stub).config.timeout_keep_alive > 60
 
 
 def test_default_settings():
