@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,7 +38,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compiled(source)
         except jinja2.TemplateError as error:
             raise BadCheckpoint(f"the chat template does not compile ({one_line(error)})") from error
 
@@ -112,14 +112,15 @@ def _with_all_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _environment() -> jinja2.Environment:
+@lru_cache  # compiling takes longer than reading the rest of a small model
+def _compiled(source: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes for HTML
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
+    return environment.from_string(source)
 
 
 class _Generation(jinja2.ext.Extension):

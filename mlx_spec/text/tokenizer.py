@@ -78,8 +78,11 @@ class Text:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`. Special tokens in it count as such; none are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the tokens of `text`. Special tokens in it count as such; none are added.
+
+        Raises InvalidValue for half a surrogate pair, as of bytes that were no UTF-8.
+        """
+        return self._ids(text, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, without special tokens."""
@@ -91,7 +94,7 @@ class Text:
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
-        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._ids(text, special=True)
 
     def prompt(
         self,
@@ -116,6 +119,12 @@ class Text:
         return self.encode(
             self._template.render(stripped, thinking=thinking, tools=tools, variables=variables)
         )
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except TypeError as error:
+            raise InvalidValue("a text holds half a surrogate pair: give text that is valid UTF-8") from error
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Return True if the end of a prompt opens the model's thinking."""

@@ -85,7 +85,7 @@ def test_unloading_gives_the_memory_back() -> None:
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=9)))
         before = mx.get_active_memory()
         held = []  # as slow clients hold their jobs, after the last event
-        for name in ("two", "one", "two", "one"):
+        for name in ("two", "one"):
             held.append(begin(engine, chat(QUESTION, model=name, max_tokens=9)))
             closed(held[-1].all())
             assert loaded(engine) == [name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def test_a_plain_prompt_gets_the_special_tokens_of_its_tokenizer() -> None:
     text = Text(tokenizer, None, ())
     assert text.prompt_tokens("a b") == [1, *text.encode("a b")]
     assert TEXTS["byte_level"].prompt_tokens("a b") == TEXTS["byte_level"].encode("a b")
+
+
+@pytest.mark.parametrize("encode", [Text.encode, Text.prompt_tokens])
+def test_half_a_surrogate_pair_is_refused_by_name(encode: Callable[[Text, str], list[int]]) -> None:
+    with pytest.raises(InvalidValue, match="half a surrogate pair"):
+        encode(TEXTS["byte_level"], "a\udcff")
 
 
 def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
