@@ -257,6 +257,14 @@ def test_both_protocols_say_the_same_streamed_and_whole(claude: Any, client: Any
         assert set(json.loads(deltas)) == {"name", "pure"}
 
 
+def test_only_the_new_tokens_of_the_next_turn_are_read(client: Any):
+    first = client.responses.create(**OPENAI)
+    usage = client.responses.create(**OPENAI | {"input": "Why?", "previous_response_id": first.id}).usage
+    cached = usage.input_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens - 1  # the token drawn last has not been read
+    assert 0 < usage.input_tokens - cached < first.usage.input_tokens
+
+
 def test_a_prompt_that_is_too_long(claude: Any, client: Any):
     long = "word " * 40_000
     words = r"prompt is too long[^0-9]*\d+\s*tokens?\s*>\s*\d+"  # by which Claude Code knows it

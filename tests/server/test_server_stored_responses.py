@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from endpoint import DEMO, READ, RESPONSES, TURN, Endpoint, Stub, error_of, frames, said, stubbed
-from served import working
 from waiting import wait_until
 
 from mlx_spec.apps.server import stored_responses
@@ -107,17 +106,6 @@ def test_an_item_may_be_given_by_reference(endpoint: Endpoint, stub: Stub):
     for i, bad in enumerate(({"id": "msg_x"}, {})):
         error = error_of(endpoint.post(RESPONSES, input=[question, {"type": "item_reference"} | bad]), 400)
         assert error["param"] == ("input.1", "input.1.id")[i]
-
-
-def test_only_the_new_tokens_of_the_next_turn_are_read():
-    with working() as engine:
-        endpoint = Endpoint(stubbed(engine).client, None)
-        exact = {"max_output_tokens": 12, "temperature": 0}
-        first = ask(endpoint, "What does zip do?", **exact)
-        usage = ask(endpoint, "Why?", first["id"], **exact)["usage"]
-        cached = usage["input_tokens_details"]["cached_tokens"]
-        assert cached >= first["usage"]["total_tokens"] - 1  # the token drawn last has not been read
-        assert 0 < usage["input_tokens"] - cached < first["usage"]["input_tokens"]
 
 
 def test_what_is_not_stored_cannot_be_continued(endpoint: Endpoint, stub: Stub):
