@@ -198,9 +198,9 @@ def note(line: str) -> None:
         drop(sys.stderr)
 
 
-def tell(problem: object) -> None:
-    """Tell what is wrong, in one line without control characters."""
-    note(f"mlx-spec: {' '.join(str(problem).splitlines())}".translate(CONTROLS))
+def tell(what: object) -> None:
+    """Print an error or a message on stderr, as one line without control characters."""
+    note(f"mlx-spec: {' '.join(str(what).splitlines())}".translate(CONTROLS))
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -26,7 +26,7 @@ from typer import Argument
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.files import typed_path
 
-from .command import MODEL, BadOptions, flag, note, option, program, show
+from .command import MODEL, BadOptions, flag, option, program, show, tell
 from .menubar import server_process
 from .menubar.menu import Selection
 from .menubar.server_process import Address, candidates, get_json, health, last_words
@@ -245,7 +245,7 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
         log = Path(folder) / "log"
         process = server_process.launch((), Selection(target, options.drafter), address.port, log)
         try:
-            note(f"mlx-spec: loading {target} ...")
+            tell(f"loading {target} ...")
             _wait_ready(address, process, log)
             yield address, True
         finally:
