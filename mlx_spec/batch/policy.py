@@ -51,10 +51,10 @@ BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length
 
 
 class SharedPasses:
-    """What passes in company take, learned from the rounds of a pair.
+    """Learns what passes in company take, from the rounds of a pair.
 
-    Kept in plain tokens of one sequence: a single round alone may say much about lengths that it did not
-    have, and must not outweigh what was measured here.
+    It is kept in plain tokens of one sequence. A round of one sequence may change the expected cost of lengths
+    that it did not have; that must not outweigh what was measured here.
     """
 
     def __init__(self) -> None:
