@@ -25,6 +25,7 @@ from mlx_spec.drafters.medusa import GuessRates
 from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
+from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
@@ -236,10 +237,16 @@ class Simulated(AdaptivePolicies):
         return policy
 
 
+@pytest.fixture(scope="module")
+def pairs(folder: Path) -> tuple[Pair, Pair]:
+    """Trained heads with their target, and the target alone."""
+    return load(folder), load(folder, "none")
+
+
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, Sampling(0.8, top_p=0.95, seed=6)])
-def test_trained_heads_draft_trees_where_width_is_free(folder: Path, sampling: Sampling) -> None:
+def test_trained_heads_draft_trees_where_width_is_free(pairs: tuple[Pair, Pair], sampling: Sampling) -> None:
     """Past the target's window of 16; every answer is the first of its conversation."""
-    pair, alone = load(folder), load(folder, "none")
+    pair, alone = pairs
     assert pair.drafter_names == ("medusa", "medusa trees", "lookup")
     pair.policies = Simulated(pair.drafter_names)
     done: list[Round] = []
