@@ -53,8 +53,8 @@ BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length
 class SharedPasses:
     """Learns what passes in company take, from the rounds of a pair.
 
-    It is kept in plain tokens of one sequence. A round of one sequence may change the expected cost of lengths
-    that it did not have; that must not outweigh what was measured here.
+    It is kept in plain tokens of one sequence. A round of one sequence may change the expected cost of
+    lengths that it did not have; that must not outweigh what was measured here.
     """
 
     def __init__(self) -> None:
