@@ -51,7 +51,7 @@ def test_plain_decoding_is_that_of_mlx_lm(kind: str, length: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_bits", BITS)
 def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None) -> None:
-    """By two Latin squares any two of bits, draft length and prompt length meet, and each meets every kind."""
+    """By two Latin squares any two of bits, draft and prompt length meet, and each meets every kind."""
     row, column = KINDS.index(kind), BITS.index(kv_bits)
     (K, spoil), length = SPOILED[(row + column) % 3], LENGTHS[(row + 2 * column) % 3]
     prompt, truth = tiny.prompt(length), said(kind, length, kv_bits)
