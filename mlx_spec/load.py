@@ -108,7 +108,7 @@ def load(
         pair.open().target.prefill([0])  # refuses caches without exact rollback now, not in an answer
         pair.calibrate()
     except LOADING_ERRORS as error:
-        kind = config["model_type"]
+        kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
     return pair
 

@@ -50,11 +50,10 @@ def test_plain_decoding_is_that_of_mlx_lm(kind: str, length: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_bits", BITS)
-@pytest.mark.parametrize(("K", "spoil"), SPOILED)
-def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None, K: int, spoil: int) -> None:
-    """With a prompt length by a Latin square: any two of kind, bits and K meet every length."""
-    square = KINDS.index(kind) + BITS.index(kv_bits) + SPOILED.index((K, spoil))
-    length = LENGTHS[square % len(LENGTHS)]
+def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None) -> None:
+    """By two Latin squares any two of bits, draft and prompt length meet, and each meets every kind."""
+    row, column = KINDS.index(kind), BITS.index(kv_bits)
+    (K, spoil), length = SPOILED[(row + column) % 3], LENGTHS[(row + 2 * column) % 3]
     prompt, truth = tiny.prompt(length), said(kind, length, kv_bits)
     drafter = Scripted(prompt + truth, spoil)
     done = rounds(LMTarget(MODELS[kind], kv_bits=kv_bits), drafter, K, prompt, COUNT)

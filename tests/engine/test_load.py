@@ -238,7 +238,8 @@ def test_layers_that_are_not_there(golden: Path, tmp_path: Path, layers: dict) -
 @pytest.mark.parametrize("drafter", ["lookup", "none"])
 def test_a_model_that_fails_in_its_first_pass(target: Path, drafter: str) -> None:
     edit_config(target, lambda config: config.update(rope_traditional="perhaps"))
-    assert "fails in its first pass as " in refused(BadCheckpoint, target, drafter)
+    assert "fails in its first pass as llama: " in refused(BadCheckpoint, target, drafter)
+    assert "as llama with kv_bits 8: " in refused(BadCheckpoint, target, drafter, kv_bits=8)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors"])
