@@ -57,5 +57,5 @@ def open_drafter(path: Path, config: Mapping[str, Any], target_config: Mapping[s
         )
     try:
         return opener(path, config, target_config)
-    except (*LOADING_ERRORS, AssertionError) as error:  # a number in config.json that no network can have
+    except LOADING_ERRORS as error:  # a number in config.json that no network can have
         raise BadCheckpoint(f"{path} cannot be loaded as {model_type}: {one_line(error)}") from error

@@ -22,8 +22,15 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 AGAIN = "download or convert it again"
 # Raised by mlx-lm for a config.json that describes no model.
 LOADING_ERRORS = (
-    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError),
-    *(AssertionError, MemoryError),
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    OSError,
 )
 SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
 MARGIN = 1.05  # of the size of a download, for the file system
