@@ -119,7 +119,8 @@ def compared(found: dict[str, list[list[Run]]], seed: int) -> dict[str, object]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
-    options.add_argument("--dtype", default="float32", help="of the target; the drafter is float32")
+    types, note = ("float32", "bfloat16", "float16"), "of the target; the drafter is float32"
+    options.add_argument("--dtype", choices=types, default="float32", help=note)
     options.add_argument("--every", type=int, default=6, help="layers of the target for each of the drafter")
     options.add_argument("--noise", type=float, default=0.02, help="share that the others add to the stream")
     options.add_argument("--lengths", type=int, nargs="+", default=[1, 2])

@@ -62,12 +62,12 @@ class SharedPasses:
         self._known: dict[int, dict[int, tuple[float, int]]] = {}
 
     def seconds(self, costs: CostModel, count: int) -> Floats:
-        """Return the expected seconds of a pass by the longest draft, for so many sequences."""
+        """Return the expected seconds [MAX_DRAFT_TOKENS + 1] of a pass by the longest draft."""
         expected = _pass_seconds(costs, count)
         if not self._known:
             return expected
         nearest = min(self._known, key=lambda other: abs(other - count))
-        alone = np.log(_pass_seconds(costs, nearest) / costs.plain)
+        alone = np.log((expected if nearest == count else _pass_seconds(costs, nearest)) / costs.plain)
         known = {0: (0.0, 0)}
         for length, (tokens, rounds) in self._known[nearest].items():
             known[length] = tokens - float(alone[length]), rounds
@@ -82,13 +82,14 @@ class SharedPasses:
         return found
 
     def observe(self, costs: CostModel, count: int, longest: int, seconds: float) -> None:
-        """Learn from one pass."""
-        expected = math.log(float(self.seconds(costs, count)[longest]) / costs.plain)
-        known = self._known.setdefault(count, {})
-        before, rounds = known.get(longest, (expected, 0))
+        """Learn from a pass of `count` sequences, whose longest draft had so many tokens."""
+        if longest not in self._known.get(count, {}):
+            before, rounds = math.log(float(self.seconds(costs, count)[longest]) / costs.plain), 0
+        else:
+            before, rounds = self._known[count][longest]
         rounds = min(rounds + 1, MEMORY)
         error = math.log(seconds / costs.plain) - before
-        known[longest] = before + min(error, OUTLIER) / rounds, rounds
+        self._known.setdefault(count, {})[longest] = before + min(error, OUTLIER) / rounds, rounds
 
 
 class MemberPolicy(AdaptivePolicy):

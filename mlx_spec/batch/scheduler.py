@@ -128,14 +128,9 @@ class _Member:
     receive: Callable[[Result], None] | None
 
     @property
-    def target(self) -> LMTarget:
-        """Return the caches that it has by itself."""
-        return self.sequence.target
-
-    @property
     def unread(self) -> int:
         """Return the tokens of its prompt that are to be read."""
-        return len(self.sequence.history) - 1 - self.target.size
+        return len(self.sequence.history) - 1 - self.sequence.target.size
 
 
 class Batch:
@@ -285,7 +280,7 @@ class Batch:
         while self._reading is not None or (self._waiting and sum(self.group_sizes) < self.max_running):
             if self._reading is None:
                 member = self._waiting.popleft()
-                steps = self.timed(member.sequence.prefill(self.chunk), member.target)
+                steps = self.timed(member.sequence.prefill(self.chunk), member.sequence.target)
                 self._reading = member, steps
             member, steps = self._reading
             try:
@@ -297,7 +292,7 @@ class Batch:
                 return [(member, error)]
             self._reading = None
             policy = None if self._policies is None else self._policies()
-            self._groups.append(Group([member.sequence], Alone(member.target), policy))
+            self._groups.append(Group([member.sequence], Alone(member.sequence.target), policy))
         return []
 
     def _regroup(self) -> list[Group]:
@@ -321,12 +316,12 @@ class Batch:
 
     def _fits(self, group: Group, single: Group) -> bool:
         """Return True if a sequence and a group may share buffers: they waste little memory."""
-        sizes = [self._member(s).target.size for each in (group, single) for s in each.sequences]
+        sizes = [s.target.size for each in (group, single) for s in each.sequences]
         # A target without a row has no buffers yet: a prompt of one token.
         if self.share is None or not min(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
-        row_bytes = self._member(single.sequences[0]).target.row_bytes
+        row_bytes = single.sequences[0].target.row_bytes
         return padding <= sum(sizes) or padding * row_bytes <= self._max_padding
 
     def _merge(self, group: Group, single: Group) -> None:
@@ -336,8 +331,8 @@ class Batch:
         passes = group.passes
         if not isinstance(passes, SharedTarget):
             passes = group.passes = self.share()
-            passes.join(self._member(group.sequences[0]).target)
-        passes.join(self._member(single.sequences[0]).target)
+            passes.join(group.sequences[0].target)
+        passes.join(single.sequences[0].target)
         group.sequences += single.sequences
 
     def _leave(self, group: Group, member: _Member) -> None:
@@ -352,4 +347,4 @@ class Batch:
             group.queued = None
             last = self._member(group.sequences[0])
             group.passes.leave(0, keep=True)
-            group.passes = Alone(last.target)
+            group.passes = Alone(last.sequence.target)
