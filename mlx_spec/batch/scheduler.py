@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
@@ -217,7 +217,9 @@ class Batch:
                 if each.unread * (len(chosen) + 1) > min(most, MAX_PADDED * count):
                     break
                 chosen.append(each)
-        if len(chosen) < 2 or self.share is None or not self._wastes_little(chosen):
+        # What they hold moves to shared caches and back, with lanes as long as the longest.
+        moved = len(chosen) * max((each.target.nbytes for each in chosen), default=0)
+        if len(chosen) < 2 or self.share is None or moved > self._max_padding:
             return []
         start, shared = self._clock(), self.share()
         unread = [each.history[each.target.size : -1] for each in chosen]
@@ -358,16 +360,12 @@ class Batch:
 
     def _fits(self, group: Group, single: Group) -> bool:
         """Return True if a sequence and a group may share buffers: they waste little memory."""
-        sequences = [*group.sequences, *single.sequences]
+        sizes = [s.target.size for each in (group, single) for s in each.sequences]
         # A target without a row has no buffers yet: a prompt of one token.
-        can_join = self.share is not None and all(sequence.target.size for sequence in sequences)
-        return can_join and self._wastes_little(sequences)
-
-    def _wastes_little(self, sequences: Sequence[RunningSequence]) -> bool:
-        """Return True if shared buffers of these sequences have little padding."""
-        sizes = [sequence.target.size + sequence.unread for sequence in sequences]
+        if self.share is None or not min(sizes):
+            return False
         padding = len(sizes) * max(sizes) - sum(sizes)
-        row_bytes = max(sequence.target.row_bytes for sequence in sequences)
+        row_bytes = single.sequences[0].target.row_bytes
         return padding <= sum(sizes) or padding * row_bytes <= self._max_padding
 
     def _merge(self, group: Group, single: Group) -> None:
