@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -254,7 +254,7 @@ class EngineThread:
             # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
             self._oldest_reads = not self._oldest_reads and not self._anyone_held
             first = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
-            for job, row in self._read_together(first[0].model, reading) or [first]:
+            for job, row in self._read_together(first, reading) or [first]:
                 if job in self._running:  # else reading together failed
                     self._attempt(job, partial(job.step, row))
         self._begin_rows()
@@ -274,13 +274,16 @@ class EngineThread:
                     self._attempt(job, partial(job.step, row))
 
     def _read_together(
-        self, model: LoadedModel, reading: Iterable[tuple[Job, BatchRow]]
+        self, first: tuple[Job, BatchRow], reading: Sequence[tuple[Job, BatchRow]]
     ) -> list[tuple[Job, BatchRow]]:
-        """Read prompts of a model in one pass, if that saves time. Return their rows."""
-        rows = [each for each in reading if each[0].model is model and each[1].sequence is not None]
-        start = time.perf_counter()
+        """Read a prompt and others of its model in one pass, if that saves time. Return their rows."""
+        model, start = first[0].model, time.perf_counter()
+        rows = [first, *(each for each in reading if each is not first and each[0].model is model)]
+        sequences = [row.sequence for _, row in rows if row.sequence is not None]
+        if first[1].sequence is None:
+            return []
         try:
-            read = model.batch.read_together(row.sequence for _, row in rows if row.sequence is not None)
+            read = model.batch.read_together(sequences)
         except Exception as error:
             self._replace_batch(model, error)
             return []
@@ -306,7 +309,8 @@ class EngineThread:
             if not ready:
                 return
             job, row = min(ready, key=lambda each: len(each[0].rows))
-            if not job.has_room(row):
+            others = [each for other in self._running if other.model is job.model for each in other.rows]
+            if not job.has_room(row, sum(each.unread for each in others)):
                 return
             self._attempt(job, partial(job.begin_row, row))
 

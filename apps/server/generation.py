@@ -336,9 +336,9 @@ class Job:
         """Return the place of the first row that could begin: one choice reads a prompt for all."""
         return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
 
-    def has_room(self, place: tuple[int, int]) -> bool:
-        """Return True if memory suffices for a row."""
-        return self.model.has_room(len(self._prepared.prompts[place[0]]))
+    def has_room(self, place: tuple[int, int], unread: int) -> bool:
+        """Return True if memory suffices for a row beside others of the model, with so many unread tokens."""
+        return self.model.has_room(len(self._prepared.prompts[place[0]]), unread)
 
     def begin_row(self, place: tuple[int, int]) -> bool:
         """Begin a row: it takes caches. Return False. Raises what `step` raises."""

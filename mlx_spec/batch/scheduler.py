@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
@@ -205,10 +205,11 @@ class Batch:
         """Do steps that write a prompt to a target, and learn what they take."""
         return self._pace.timed(steps, target)
 
-    def read_together(self, sequences: Iterable[RunningSequence]) -> list[RunningSequence]:
-        """Read the shortest of these prompts in one pass, all but their last tokens. Return their sequences.
+    def read_together(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Read the prompts of the first and the shortest others in one pass, all but their last tokens.
 
-        None are read if fewer than two fit, or if the pass fails: each by itself finds out whose fault it is.
+        Returns their sequences. None are read if fewer than two fit, or not the first, or if the pass fails:
+        each by itself finds out whose fault it is.
         """
         chosen, count, most = list[RunningSequence](), 0, min(self.chunk(), MAX_PROMPT_ROWS)
         for each in sorted(sequences, key=lambda sequence: sequence.unread):
@@ -219,7 +220,8 @@ class Batch:
                 chosen.append(each)
         # What they hold moves to shared caches and back, with lanes as long as the longest.
         moved = len(chosen) * max((each.target.nbytes for each in chosen), default=0)
-        if len(chosen) < 2 or self.share is None or moved > self._max_padding:
+        fits = len(chosen) > 1 and sequences[0] in chosen and moved <= self._max_padding
+        if self.share is None or not fits:
             return []
         start, shared = self._clock(), self.share()
         unread = [each.history[each.target.size : -1] for each in chosen]
@@ -319,7 +321,7 @@ class Batch:
 
         Sequences whose prompts are written begin alone.
         """
-        if self._reading is None and self.read_together(member.sequence for member in self._unstarted()):
+        if self._reading is None and self.read_together([m.sequence for m in self._unstarted()]):
             return []
         while self._reading is not None or (self._waiting and sum(self.group_sizes) < self.max_running):
             if self._reading is None:
