@@ -24,6 +24,7 @@ from mlx_spec.policy.adaptive import (
     BUFFER,
     EPSILON,
     PROBE_SHARE,
+    TICK,
     AdaptivePolicies,
     AdaptivePolicy,
     Clock,
@@ -270,14 +271,14 @@ class BatchPolicy:
     def _steps(self, plan: Plan, longest: int, queued: bool, now: float, count: int) -> float:
         """Return the plain rounds that a round took. Learn what its pass took."""
         if longest:
-            seconds = now - plan.began
+            seconds = max(now - plan.began, TICK)
             drafters = [each[0].drafter for each in plan.choices if each]
             drafting = float(self._drafting(plan.costs, drafters)[longest])
             self._passes.observe(plan.costs, count, longest, max(seconds - drafting, 0.1 * seconds))
             plan.costs.allow_longer(longest)
             return min(seconds / plan.plain, longest + 1 + drafting / plan.plain)
         if queued and self._queued == count and plan.began - self._done < plan.plain / 2:
-            self._passes.observe(plan.costs, count, 0, now - self._done)
+            self._passes.observe(plan.costs, count, 0, max(now - self._done, TICK))
         return 1.0 if self._queued == count else 1 + plan.costs.host / plan.plain
 
     def _drafting(self, costs: CostModel, drafters: Sequence[int]) -> Floats:

@@ -182,6 +182,14 @@ def test_delayed_rounds_alone_do_not_outweigh_what_company_took(name: str) -> No
     assert simulation.depths[0] < 3
 
 
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    passes = passes_of("M3 Max")
+    run = Simulation([0.8] * 3, passes, table_of(passes))
+    run.wait = lambda steps: None  # type: ignore[method-assign]
+    run.run(40)
+    assert min(run.tokens) >= 40
+
+
 def test_costs_beyond_those_measured_do_not_stay_level() -> None:
     """The last measured passes cost the same, and no wider one was measured."""
     curve = CURVES["M3 Max"]
