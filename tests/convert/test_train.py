@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-import resource
 import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from checkpoints import full_disk
 from commands import run
 from mlx.utils import tree_flatten
 from tokenizers import processors
@@ -84,7 +85,7 @@ def answers(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         )
         for i, line in enumerate(lines[:6])
     ]
-    assert [tokens > 0 for _, tokens in record(demo, questions, 40, 3)] == [True] * 6
+    assert all(tokens > 0 for tokens in record(demo, questions, 40, 3))
     return [question.file for question in questions]
 
 
@@ -141,7 +142,7 @@ def test_rows_of_a_window_are_kept_for_the_whole_answer(demo: Pair, tmp_path: Pa
         demo.text.prompt([{"role": "user", "content": "What does zip do?"}]),
         Sampling(min_tokens=100, late_tokens=demo.text.eos),
     )
-    assert [tokens for _, tokens in record(demo, [question], 100, 2)] == [100]
+    assert list(record(demo, [question], 100, 2)) == [100]
     answer, target = read_answer(question.file), demo.open().target
     assert answer.prompt_tokens == len(question.tokens) < 64
     rows, history = batch_of([answer], 64, mx.float32), [*question.tokens, *answer.tokens.tolist()]
@@ -279,10 +280,6 @@ def test_train_interrupted_and_gone_on(
     assert texts[0] == texts[1]
 
 
-def never(*arguments: Any) -> Any:
-    raise AssertionError("an answer is recorded")
-
-
 @pytest.mark.parametrize(
     ("lines", "source", "text"),
     [
@@ -296,7 +293,7 @@ def test_what_cannot_be_trained_is_refused_before_answers_are_made(
     lines: list[str], source: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was refused after hours of answers."""
-    monkeypatch.setattr("mlx_spec.convert.train.answers.record", never)
+    monkeypatch.setattr("mlx_spec.convert.train.answers.record", Mock(side_effect=AssertionError))
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     if source is not None:
         wrong = {"quantization": {"bits": 4}} if source == "quantized" else {"backbone_hidden_size": 64}
@@ -357,20 +354,13 @@ def test_an_improved_drafter_is_stored_in_the_order_it_was_read(tmp_path: Path) 
     assert all(mx.allclose(before[name], array, rtol=0.01) for name, array in after.items())
 
 
-def test_a_full_disk_ends_in_one_line(
-    answers: list[Path], demo: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_in_one_line(demo: Pair, tmp_path: Path) -> None:
     """MLX raised an error that says nothing of the disk. What is left does not stop the next run."""
     question = AnswerRequest(tmp_path / "000000.safetensors", "chat", demo.text.encode("zip"), Sampling())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(SpecError, match="is full"), long_run(tmp_path / "out", ""):
-            list(record(demo, [question], 20, 1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1000), pytest.raises(SpecError, match="is full"), long_run(tmp_path / "out", ""):
+        list(record(demo, [question], 20, 1))
     assert not question.file.exists()
-    assert [tokens for _, tokens in record(demo, [question], 20, 1)] == [20]
+    assert list(record(demo, [question], 20, 1)) == [20]
 
 
 def test_a_place_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
