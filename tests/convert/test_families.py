@@ -50,8 +50,15 @@ MADE: dict[str, tuple[str, Callable[[], Checkpoint]]] = {
 }
 
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
 def converted(made: Checkpoint) -> Converted:
     return family_of(made.config, made.tensors).convert(made.tensors, made.config, made.target)
+
+
+def with_config(made: Checkpoint, **config: object) -> Checkpoint:
+    return replace(made, config={**made.config, **config})
 
 
 def refusal(made: Checkpoint, kind: type[SpecError] = BadCheckpoint) -> str:
@@ -107,9 +114,9 @@ def test_eight_bit_blocks_take_their_own_scales():
     made = synthetic.native("deepseek_v3")
     name = "model.layers.2.eh_proj.weight"
     scales = mx.arange(1, 9, dtype=mx.float32).reshape(2, 4)
-    config = {**made.config, "quantization_config": {"weight_block_size": [16, 16]}}
     ones = mx.to_fp8(mx.ones((D, 2 * D)))
-    result = converted(replace(made.changed(**{name: ones, f"{name}_scale_inv": scales}), config=config))
+    made = with_config(made, quantization_config={"weight_block_size": [16, 16]})
+    result = converted(made.changed(**{name: ones, f"{name}_scale_inv": scales}))
     wide = result.tensors["fc.weight"]
     assert wide.dtype == mx.bfloat16 and mx.array_equal(wide[::16, ::16].astype(mx.float32), scales)
     assert {name, f"{name}_scale_inv"} <= result.used
@@ -203,38 +210,27 @@ def test_draft_ids_are_the_targets():
     ("change", "capture"),
     [
         ({}, [1, 5, 8]),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, [1, 5, 8]),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}, [2, 6, 10]),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}}, [3, 7, 11]),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, [1, 5, 8]),
+        ({LAYER_IDS: [1, 5, 8]}, [1, 5, 8]),
+        ({LAYER_IDS: [3, 7, 11]}, [2, 6, 10]),
+        ({"eagle_config": {LAYER_IDS: [3, 7, 11]}}, [3, 7, 11]),
+        ({"eagle_config": {LAYER_IDS: [2, 6, 9]}}, [1, 5, 8]),
+        ({"eagle_config": {LAYER_IDS: [0, 6, 9]}}, [0, 6, 9]),
     ],
 )
 def test_captured_layers_are_outputs(change, capture):
-    made = synthetic.eagle3()
-    result = converted(replace(made, config={**made.config, **change}))
+    result = converted(with_config(synthetic.eagle3(), **change))
     assert list(result.config["mlx_spec"]["capture"]) == capture
-
-
-@pytest.mark.parametrize("ids", [[0, 6, 9], [3, 0, 9]])
-def test_the_embedding_is_no_layer(ids):
-    """Its number was -1, which is the last layer to the target's taps."""
-    made = synthetic.eagle3()
-    text = refusal(replace(made, config={**made.config, "eagle_aux_hidden_state_layer_ids": ids}))
-    assert text.startswith("the EAGLE-3 drafter reads the embedding of its target (the input of layer 0)")
-    nested = {**made.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6, 9]}}
-    assert converted(replace(made, config=nested)).config["mlx_spec"]["capture"] == (0, 6, 9)
 
 
 def test_normed_features_of_eagle_3_1_and_a_smaller_drafter_than_its_target():
     made = synthetic.eagle3()
     norms = {f"fc_norm.{index}.weight": mx.ones(D) for index in range(3)}
-    config = {**made.config, "fc_norm": True, "norm_output": True}
-    result = converted(Checkpoint({**made.tensors, **norms}, config, made.target))
+    normed = with_config(made, fc_norm=True, norm_output=True)
+    result = converted(normed.changed(**norms))
     assert norms.keys() <= result.tensors.keys() and result.config["mlx_spec"]["chain"] == "post_norm"
-    assert "lacks 3 of" in refusal(replace(made, config=config))
-    wide = made.changed(fc__weight=mx.zeros((D, 3 * 40)))
-    config = {**made.config, "target_hidden_size": 40}
-    result = converted(replace(wide, config=config, target={**made.target, "hidden_size": 40}))
+    assert "lacks 3 of" in refusal(normed)
+    wide = with_config(made, target_hidden_size=40).changed(fc__weight=mx.zeros((D, 3 * 40)))
+    result = converted(replace(wide, target={**made.target, "hidden_size": 40}))
     assert result.config["target_hidden_size"] == 40
 
 
@@ -242,9 +238,7 @@ def test_mask_of_peagle():
     made = synthetic.peagle()
     result = converted(made)
     assert result.config["mask_token_id"] == 63 and result.tensors["mask_hidden"].shape == (3 * D,)
-    assert "no mask token below its 64 tokens" in refusal(
-        replace(made, config={**made.config, "mask_token_id": 64})
-    )
+    assert "no mask token below its 64 tokens" in refusal(with_config(made, mask_token_id=64))
 
 
 # --- DFlash, Medusa, PARD
@@ -260,9 +254,8 @@ def test_layer_ids_of_dflash_and_a_block_whose_first_slot_drafts():
     nested = {"speculators_model_type": "dflash", "transformer_layer_config": rest, "block_size": 8}
     nested |= {"mask_token_id": 63, "aux_hidden_state_layer_ids": [2, 4, 6, 8, 10]}
     assert converted(replace(made, config=nested)).config["mlx_spec"] == found
-    assert "no target_layer_ids" in refusal(replace(made, config={**made.config, "dflash_config": {}}))
-    config = {**made.config, "sample_from_anchor": True, "final_logit_softcapping": 30.0}
-    result = converted(replace(made, config=config))
+    assert "no target_layer_ids" in refusal(with_config(made, dflash_config={}))
+    result = converted(with_config(made, sample_from_anchor=True, final_logit_softcapping=30.0))
     assert result.config["mlx_spec"]["shift"] == 1 and result.config["final_logit_softcapping"] == 30.0
 
 
@@ -292,10 +285,6 @@ def test_an_unknown_family_is_named():
 # --- what is refused
 
 
-def with_config(made: Checkpoint, **config: object) -> Checkpoint:
-    return replace(made, config={**made.config, **config})
-
-
 def stripped(kind: str, prefix: str) -> Checkpoint:
     made = synthetic.native(kind)
     trunk = {name: tensor for name, tensor in made.tensors.items() if not name.startswith(prefix)}
@@ -309,7 +298,6 @@ def indexed(kind: str, model_type: str) -> Checkpoint:
 
 
 EH = "model__layers__2__eh_proj__"
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     "scales": (
         lambda: synthetic.native("glm4_moe").changed(**{EH + "scales": mx.ones((D, 1))}),
@@ -346,6 +334,13 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         lambda: synthetic.eagle3().changed(t2d=None, d2t=synthetic.eagle3().tensors["d2t"] + 5),
         "drafts the tokens 6 to 66, the target knows 64",
     ),
+    **{  # its number was -1, which is the last layer to the target's hooks
+        f"the embedding among {ids}": (
+            lambda ids=ids: with_config(synthetic.eagle3(), **{LAYER_IDS: ids}),
+            "the EAGLE-3 drafter reads the embedding of its target (the input of layer 0)",
+        )
+        for ids in ([0, 6, 9], [3, 0, 9])
+    },
     "a layer that the target lacks": (
         lambda: with_config(synthetic.eagle3(), **{LAYER_IDS: [2, 18, 33]}),
         "the EAGLE-3 drafter reads layer 17 of its target, this one has 12 layers",

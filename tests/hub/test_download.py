@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -127,10 +128,8 @@ def test_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_disk_that_cannot_be_written(
     number: int, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    error = OSError(number, os.strerror(number))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=error))
     with pytest.raises(kind, match=f"cannot be written to .*{os.strerror(number)}.*{advice}"):
         hub.find(E2B)
 

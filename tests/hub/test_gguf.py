@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import mlx.core as mx
@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+from checkpoints import full_disk
 from drafting import converted
 from gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
 from mlx.utils import tree_flatten
@@ -221,22 +222,16 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     )
     plan_removal(listed.name).carry_out()
     assert not list(data.glob("*model*"))
-    link = tmp_path / "link [1].gguf"
-    link.symlink_to(file)
-    assert find(str(link)).parent.name.startswith("link [1]-") and load(link, "none")
-    long = tmp_path / ("\u6a21" * 80 + ".gguf")
-    long.symlink_to(file)
-    assert find(str(long)).is_dir()
+    for name in ("link [1].gguf", "\u6a21" * 80 + ".gguf", "sha256-0a1b"):  # Ollama's names are hashes
+        (tmp_path / name).symlink_to(file)
+        assert load(tmp_path / name, "none").info.vocab_size == 256
+    assert len(list(data.glob("link [[]1[]]-*/target"))) == 1
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mlx_spec.hub.gguf_model._write_weights", interrupt)
+        patch.setattr("mlx_spec.hub.gguf_model._write_weights", Mock(side_effect=KeyboardInterrupt))
         find(str(file))
     assert not list(data.iterdir())
     assert (find(str(file)) / "config.json").is_file()
@@ -245,20 +240,9 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: py
 def test_full_disk(tmp_path: Path, data: Path) -> None:
     """The file was called damaged, and was to be downloaded again."""
     file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(NoSpace, match=r"model\.gguf cannot be written to .*: make room there"):
-            find(str(file))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(100_000), pytest.raises(NoSpace, match=r"gguf cannot be written to .*: make room there"):
+        find(str(file))
     assert not list(data.iterdir())
-
-
-def test_a_blob_without_a_suffix(tmp_path: Path) -> None:
-    """Ollama keeps its files under their hash."""
-    file = write(tmp_path / "sha256-0a1b", even(tiny.full()), "llama")
-    assert load(file, "none").info.vocab_size == 256
 
 
 def test_conversion(tmp_path: Path) -> None:
