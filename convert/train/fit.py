@@ -242,7 +242,7 @@ class Fit:
         peak = FINE_TUNING * PEAK if fine_tunes else PEAK
         matrices = optim.Muon(self._schedule(peak), weight_decay=0.0)
         others = optim.AdamW(self._schedule(NORMS * peak), betas=[0.9, 0.98], weight_decay=0.0)
-        self._optimizer = optim.MultiOptimizer([matrices, others], [_is_matrix])
+        self._optimizer = optim.MultiOptimizer([matrices, others], [lambda name, weight: weight.ndim == 2])
         self._optimizer.init(network.trainable_parameters())
         self._best = flat(network.parameters())
         self._restore()
@@ -352,10 +352,6 @@ class Fit:
         self._best = dict(parts["best"])
         self._optimizer.state = tree_unflatten(parts["optimizer"])
         self.progress = Progress(**json.loads(metadata["progress"]))
-
-
-def _is_matrix(name: str, weight: mx.array) -> bool:
-    return weight.ndim == 2
 
 
 def flat(tree: Any) -> dict[str, mx.array]:

@@ -101,7 +101,7 @@ def test_unquantized_is_what_transformers_computes(
         check_golden(tmp_path / "out", pair, case)
 
 
-@pytest.mark.parametrize(("variant", "choice"), [("e2b", "8"), ("12b", "4"), ("26b", "mxfp4")])
+@pytest.mark.parametrize(("variant", "choice"), [("e2b", "8"), ("26b", "mxfp4")])  # 12b: the self-test
 def test_speculative_text_is_the_targets_own(variant: str, choice: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     bits = "4" if choice == "mxfp4" else choice
@@ -112,8 +112,7 @@ def test_speculative_text_is_the_targets_own(variant: str, choice: str, tmp_path
     expected = [t for r in plain.generate(prompt, max_tokens=20) for t in r.tokens]
     assert [t for r in rounds for t in r.tokens] == expected
     assert sum(r.accepted for r in rounds) > 0
-    for part in manifest["parts"].values():
-        assert ("quantization" in part) == (choice != "none")
+    assert all("quantization" in part for part in manifest["parts"].values())
 
 
 def test_manifest(tmp_path: Path) -> None:
