@@ -67,8 +67,11 @@ def test_unquantized(tmp_path: Path) -> None:
 
 
 def test_target_alone(tmp_path: Path) -> None:
-    found = proved(PAIR, tmp_path / "out", drafter="none", dtype="float16")
+    out = tmp_path / "out"
+    found = proved(PAIR, out, drafter="none", dtype="float16")
     assert found.keys() == {"result", "tensors", "logits", "perplexity"}
+    assert {path.name for path in out.iterdir()} == {"target", "pair.json"}
+    assert mlx_spec.load(out, num_draft_tokens=1).info.drafter == "lookup"
     assert 0 < found["logits"]["difference"] < found["logits"]["tolerance"] == 0.5
 
 
