@@ -181,17 +181,13 @@ def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "other"])
 def test_scaled_rope(tmp_path: Path, kind: str) -> None:
-    old, factor = 8192, 8.0
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling |= {"original_max_position_embeddings": old}
-    model = even(
-        tiny.full(
-            rope_theta=5e5, rope_scaling=scaling if kind == "llama3" else {"type": "linear", "factor": 4.0}
-        )
-    )
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192}
+    scaling = llama3 if kind == "llama3" else {"type": "linear", "factor": 4.0}
+    model = even(tiny.full(rope_theta=5e5, rope_scaling=scaling))
     waves = 2 * np.pi * 5e5 ** (np.arange(0, 32, 2) / 32)
-    smooth = np.clip((old / waves - 1) / 3, 0, 1)
-    factors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8.0 + smooth)).astype(np.float32)
     metadata: dict[str, Any] = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
     extra = {}
     if kind in ("llama3", "other"):
