@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from checkpoints import full_disk
+from checkpoints import full_disk, read
 from drafting import converted
 from gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
+from lossless import emitted
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2, gemma3_text, qwen2
 from mlx_lm.utils import dequantize_model, load_model
@@ -32,7 +32,8 @@ from mlx_spec.hub.local import local_models, plan_removal
 from mlx_spec.load import load
 
 PROMPT = mx.array([tiny.prompt(40)])
-QUANTIZED = [Quantization[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")]
+TYPED = {"F32": ("float32", None), "F16": ("float16", None), "BF16": ("bfloat16", None)}
+TYPED |= {name: ("float16", int(name[1])) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
 
 
 @pytest.fixture(autouse=True)
@@ -91,19 +92,14 @@ def test_every_block_type(number: int) -> None:
     assert np.array_equal(np.array(found["weight"]), expected)
 
 
-@pytest.mark.parametrize("kind", [*QUANTIZED, Quantization.F32, Quantization.F16, Quantization.BF16])
-def test_llama_of_every_type(tmp_path: Path, kind: Quantization) -> None:
-    model, kinds = even(tiny.full()), {"blk": kind, "token_embd": Quantization.Q8_0}
-    if kind.name[0] != "Q":
-        kinds = {"": kind}
+@pytest.mark.parametrize("name", TYPED)
+def test_llama_of_every_type(tmp_path: Path, name: str) -> None:
+    model, kind, (dtype, bits) = even(tiny.full()), Quantization[name], TYPED[name]
+    kinds = {"blk": kind, "token_embd": Quantization.Q8_0} if bits else {"": kind}
     file = write(tmp_path / "model.gguf", model, "llama", kinds)
     assert mx.allclose(logits(file), rounded(model, "llama", kinds)(PROMPT), atol=1e-5)
-    config = json.loads((find(str(file)) / "config.json").read_text())
-    if kind.name[0] == "Q":
-        assert config["quantization"]["bits"] == int(kind.name[1]) and config["dtype"] == "float16"
-    else:
-        dtypes = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-        assert "quantization" not in config and config["dtype"] == dtypes[kind.name]
+    config = read(find(str(file)))
+    assert (config["dtype"], config.get("quantization", {}).get("bits")) == (dtype, bits)
 
 
 # --- architectures
@@ -167,8 +163,7 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     found, expected = logits(file), rounded(model, architecture, kinds)(PROMPT)
     assert mx.allclose(found, expected, atol=1e-4)
     pair = load(file, "none")
-    text = [token for round in pair.generate(tiny.prompt(40), max_tokens=1) for token in round.tokens]
-    assert text == [int(expected[0, -1].argmax())]
+    assert emitted(pair.generate(tiny.prompt(40), max_tokens=1)) == [int(expected[0, -1].argmax())]
 
 
 def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
@@ -254,14 +249,8 @@ def test_conversion(tmp_path: Path) -> None:
     assert manifest["self_test"]["result"] == "passed"
     tested = load_lazily(out / "target", None)  # a test of SmolLM2 took more than half an hour when quantized
     assert {a.dtype for _, a in tree(tested)} == {mx.float32} or mx.default_device().type != mx.cpu
-    texts = [
-        [
-            t
-            for r in load(place, "lookup", num_draft_tokens=3).generate([5, 6] * 9, max_tokens=20)
-            for t in r.tokens
-        ]
-        for place in (file, out)
-    ]
+    pairs = [load(place, "lookup", num_draft_tokens=3) for place in (file, out)]
+    texts = [emitted(pair.generate([5, 6] * 9, max_tokens=20)) for pair in pairs]
     assert texts[0] == texts[1]
 
 
