@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -342,11 +342,9 @@ class AnswerPlan:
         return self.count if self.own else int(self.count * (1 - QUOTED_SHARE)) // HELD_OUT * HELD_OUT
 
     def _first(self) -> Iterator[tuple[int, TrainingPrompt]]:
-        own = self.own
-        prompts = (
-            [own[i % len(own)] for i in range(self.count)] if own else bundled_prompts(self._split, self.seed)
-        )
-        yield from enumerate(prompts)
+        if self.own:
+            return enumerate(islice(cycle(self.own), self.count))
+        return enumerate(bundled_prompts(self._split, self.seed))
 
     def _second(self, pair: Pair) -> Iterator[tuple[int, TrainingPrompt]]:
         """Yield the prompts that quote the first answers."""

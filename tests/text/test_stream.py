@@ -111,7 +111,7 @@ def test_end_tokens_are_hidden() -> None:
     letter = tokenizer.token_to_id("b")
     text = Text(tokenizer, None, [letter])
     assert texts(streamed(AnswerStream(text, []), text, [*text.encode("a"), letter])) == [("answer", "a")]
-    text = read_text(GOLDEN[0], json.loads((GOLDEN[0] / "config.json").read_text()))
+    text = read_text(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
     assert said(text, "<|tool_call>call:f{<turn|>", calls=GEMMA) == [("call", "call:f{")]
 
 
